@@ -7,7 +7,8 @@
     clips = pipe(["a seven moving left"], steps=50, guidance=3, seed=0)
     clips[0].save("seven.mp4")
 
-docs/python.md has the rest. A name is imported when it is first used: importing opendit takes no torch.
+docs/python.md describes the whole interface. A name is imported at its first use, so ``import opendit`` alone does not
+import torch.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""Chooses the files of the group ``fast`` from durations that were measured, and writes tests/fast.txt.
+"""Choose the files of the group ``fast`` by their measured durations, and write tests/fast.txt.
 
 python -m pytest -m "not ranks and not browser and not interpreter and not gpu" --junitxml durations.xml
 python -m tests.choose_fast durations.xml
 
-Of every room of the house the quickest files are taken, as long as the room's share of the budget lasts and at least
-one; what is left over then goes to the quickest files of all.
+Every folder of tests gets the same share of the time budget. From each folder, the quickest files that fit into the
+share are chosen, and at least one. The rest of the budget goes to the quickest remaining files of all folders.
 """
 
 import sys
@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 
 from tests.markers import FAST, HERE
 
-BUDGET_S = 90.0  # of CPU, so that two processes need less than two minutes with collection and imports
+BUDGET_S = 90.0  # CPU time; two processes then need less than two minutes, including collection and imports
 HEAD = f"# The files of the group fast: {BUDGET_S:.0f} s of tests. Written by tests/choose_fast.py.\n"
 
 
 def durations(report: Path) -> dict[str, float]:
-    """Return the seconds of every file below tests/ in a junit report; 0 for skipped tests."""
+    """Return file -> seconds for every test file in a junit report. Skipped tests count 0."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).iter("testcase"):
         seconds[case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"] += float(
@@ -29,12 +29,12 @@ def durations(report: Path) -> dict[str, float]:
 
 
 def room_of(name: str) -> str:
-    """The folder below tests/; "." of a file that lies there itself."""
+    """Return a file's top folder in tests/; "." for a file directly in tests/."""
     return Path(name).parts[0] if len(Path(name).parts) > 1 else "."
 
 
 def choose(seconds: dict[str, float], budget: float) -> list[str]:
-    """The files to take."""
+    """Return the chosen files."""
     rooms = defaultdict(list)
     for name in sorted(seconds, key=lambda name: (seconds[name], name)):
         rooms[room_of(name)].append(name)

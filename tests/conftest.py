@@ -10,15 +10,15 @@ from hypothesis import settings
 from tests import markers
 from tests.kernels import interpreted
 
-gc.disable()  # until all tests are collected: it would walk through all that they import, time and again
+gc.disable()  # until all tests are collected, because each collection would visit all imported objects
 
-# A busy machine takes longer than hypothesis' 200 ms for an example now and then; that is no failure of a test's.
+# On a busy machine, an example may take longer than hypothesis' deadline of 200 ms. This is not a failure of the test.
 settings.register_profile("opendit", deadline=None)
 settings.load_profile("opendit")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Put a test into its groups before ``-m`` chooses among them; see tests/markers.py."""
+    """Add the markers of a test's groups before ``-m`` selects tests (see tests/markers.py)."""
     if not isinstance(item, pytest.Function):
         return
     in_interpreter = item.path.name in interpreted.FILES or item.path.name == interpreted.RUNNER
@@ -30,20 +30,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have long tests, so that no process is left alone with one at the end."""
+    """Run files with long tests first, so that no process runs a long test alone at the end."""
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("ranks", "interpreter"))}
     items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:
-    """Freeze all imported objects, so that garbage collections in tests need not walk through them."""
+    """Freeze all imported objects, so that garbage collections in tests do not visit them."""
     gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or Triton's bindings report leaks at the end
+    gc.unfreeze()  # otherwise Triton's bindings report leaks at exit
 
 
 FAST_FILES, THOROUGH_TESTS = markers.fast_files(), markers.thorough_tests()
@@ -51,7 +51,7 @@ FAST_FILES, THOROUGH_TESTS = markers.fast_files(), markers.thorough_tests()
 
 @pytest.fixture
 def no_ranks():
-    """Restore the environment, so that runs in this process leave no rank variables behind."""
+    """Restore the environment after the test, to remove the rank variables that a run sets in this process."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -60,8 +60,8 @@ def no_ranks():
 
 @pytest.fixture
 def refusal(no_ranks, monkeypatch, capsys):
-    """The error, one line, with which train.py ends of arguments that it refuses before it builds a model."""
-    import train  # which imports colossalai, as few tests do
+    """Return a function that runs train.py with invalid flags and returns the error line. No model may be built."""
+    import train  # imports colossalai, which few tests need
 
     monkeypatch.setattr("opendit.training.build.build_model_and_engine", lambda *_: pytest.fail("a model was built"))
 
@@ -77,7 +77,7 @@ def refusal(no_ranks, monkeypatch, capsys):
 
 @pytest.fixture
 def outside(tmp_path):
-    """A folder with a file and a folder, neither of which may change; the test fails if they do."""
+    """Return a folder with a file and a subfolder. The test fails if any of these change."""
     folder = tmp_path / "outside"
     (folder / "deep").mkdir(parents=True)
     (folder / "file").write_text("precious")

@@ -1,4 +1,4 @@
-"""Weights taken over by a model that is whole and in memory: what a run does shard by shard (FirstWeights)."""
+"""Copy pretrained weights into an undivided model in memory. A run does the same shard by shard (FirstWeights)."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from opendit.models.weights import Weights
 
 @torch.no_grad()
 def taken_over(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
-    """Copy the weights of a model ``found`` that fit into ``model``, whose other values stay the initial ones."""
+    """Copy the weights of a model ``found`` that fit into ``model``. All other values of ``model`` stay."""
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     start = adapt(model, weights, found, class_names, fresh=own.__getitem__)
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""The groups of a test, found from its folder, from what it uses and from how long its file took.
+"""Find the groups of a test from its folder, the functions and fixtures that it uses, and its file's duration.
 
 gpu          lies in tests/gpu
 browser      looks at the page with Chromium
@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 FAST, THOROUGH = HERE / "fast.txt", HERE / "thorough.txt"
 SLOW = ("gpu", "browser", "ranks", "interpreter")
-FIXTURES = {"chromium": "browser", "start": "ranks"}  # what uses one of these, also by way of another fixture
+FIXTURES = {"chromium": "browser", "start": "ranks"}  # fixture, used directly or indirectly -> group
 STARTERS = {("tests.ranks", "run_ranks"), ("tests.ranks", "context")}
 LAUNCHER = "torch.distributed.run"  # torchrun's module, in a command line
 
@@ -32,12 +32,12 @@ def fast_files() -> frozenset[str]:
 
 
 def thorough_tests() -> dict[str, re.Pattern[str]]:
-    """Return the lines of thorough.txt, each with the expression that names of its tests match."""
+    """Return line -> regular expression of matching test names, for the lines of thorough.txt."""
     return {line: re.compile(".*".join(map(re.escape, line.split("*")))) for line in _lines(THOROUGH)}
 
 
 def is_thorough(path: Path, name: str, listed: dict[str, re.Pattern[str]]) -> bool:
-    """Return whether the test of this name, parameters included, in this file is one of :func:`thorough_tests`."""
+    """Return True if :func:`thorough_tests` has the test with this name, parameters included, in this file."""
     file = f"{path.relative_to(HERE).as_posix()}::"
     return any(pattern.fullmatch(file + name) for line, pattern in listed.items() if line.startswith(file))
 
@@ -48,10 +48,14 @@ def _lines(file: Path) -> list[str]:
 
 
 def groups_of(path: Path, function: Any, fixtures: list[str], interpreted: bool, fast: frozenset[str]) -> set[str]:
-    """The names of the markers of one test.
+    """Return the names of a test's markers.
 
-    path: its file. fixtures: all that it uses. interpreted: whether its file is run in Triton's interpreter, or it runs
-    such files. fast: :func:`fast_files`.
+    Args:
+        path: the test's file.
+        function: the test's function.
+        fixtures: names of all fixtures that the test uses.
+        interpreted: True if the file runs in Triton's interpreter, or starts such files.
+        fast: the result of :func:`fast_files`.
     """
     inside = path.relative_to(HERE)
     found = {FIXTURES[name] for name in fixtures if name in FIXTURES}
@@ -74,7 +78,7 @@ def _starts_ranks(function: Any) -> bool:
 
 
 def starts_ranks(function: Any, seen: set[int]) -> bool:
-    """True if a function of the tests, or another one that it names, starts ranks."""
+    """Return True if a function of the tests starts ranks, directly or through the functions that it uses."""
     if id(function) in seen:
         return False
     seen.add(id(function))
@@ -97,7 +101,7 @@ def starts_ranks(function: Any, seen: set[int]) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions in it."""
+    """Yield the code object of a function, and those of nested functions."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):

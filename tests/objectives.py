@@ -1,4 +1,4 @@
-"""An objective with a model between its halves, as the runners put them together, and one to measure anything by."""
+"""Compute an objective's losses as a training run does, and a squared-error objective for tests."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from opendit.diffusion import Prepared
 
 
 def losses_of(objective, model, x0: Tensor, t: Tensor, noise: Tensor, **conditions) -> Tensor:
-    """The loss of each sample, (B,)."""
+    """Return the loss of each sample, (B,)."""
     prepared = objective.prepare(x0, t, noise)
     output = model(prepared.x_t, prepared.timestep, **conditions)
     return objective.loss(output, prepared)
@@ -19,7 +19,7 @@ class Target(NamedTuple):
 
 
 class SquaredError:
-    """The model is given x and t as they are; of its first channels those of ``noise`` are what it is to return."""
+    """An objective that passes x and t unchanged to the model. The output's first channels should equal ``noise``."""
 
     asks_network = False
 

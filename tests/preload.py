@@ -1,9 +1,9 @@
-"""Imports for ranks, which are forked from a process that has imported this module (tests/ranks.py)."""
+"""Import everything that ranks need. Ranks are forked from a process that has imported this module (tests/ranks.py)."""
 
 import atexit
 import gc
 
-gc.disable()  # it would walk through all that is imported, time and again
+gc.disable()  # each collection would visit all imported objects
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -24,5 +24,5 @@ from tests.kernels import conftest  # noqa: F401  (Triton's interpreter, mended 
 
 load()
 gc.enable()
-gc.freeze()  # or every rank's collections would walk through all of it
-atexit.register(gc.unfreeze)  # or Triton's bindings report leaks at the end
+gc.freeze()  # otherwise collections in every rank would visit all imported objects
+atexit.register(gc.unfreeze)  # otherwise Triton's bindings report leaks at exit

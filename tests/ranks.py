@@ -1,7 +1,7 @@
-"""Runs a function on several gloo processes and brings its results back.
+"""Run a function on several gloo processes and return its results.
 
-An interpreter of its own imports torch and Colossal-AI for 5 s. So without a GPU, which a fork would not survive, ranks
-are forked from a process that has only imported them. In Triton's interpreter they are forked from the tests' own.
+A new interpreter needs 5 s to import torch and Colossal-AI. So without a GPU, ranks are forked from a process that has
+only imported these. With a GPU, forking is impossible. In Triton's interpreter, ranks are forked from the test process.
 """
 
 import multiprocessing
@@ -30,8 +30,10 @@ def free_port() -> int:
 
 
 class _Surroundings:
-    """A process's environment, output and errors, restored where it is unpickled: a fork has those of its parent, which
-    began with another test."""
+    """The environment, stdout and stderr of a process, which unpickling restores in another process.
+
+    A forked rank needs this, because its parent was started during another test.
+    """
 
     def __reduce__(self):
         return _surround, (dict(os.environ), DupFd(1), DupFd(2))
@@ -53,7 +55,7 @@ def _child(rank: int, world: int, port: int, folder: str, _, function: Callable,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    np.random.seed()  # otherwise forks would share what must not be relied on
+    np.random.seed()  # otherwise all forks would have the same random state
     torch.set_num_threads(1)
     from opendit.parallel.mesh import init_mesh
 
@@ -84,7 +86,7 @@ def several_programs() -> None:
 
 
 def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
-    """Return the way to start ranks; ``fresh``: each in a new interpreter."""
+    """Return the multiprocessing context that starts ranks. ``fresh`` starts each rank in a new interpreter."""
     if fresh or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     if interpreting():  # a process of a few files and one thread (tests/kernels/test_interpreter.py)
@@ -97,7 +99,7 @@ def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
 def run_ranks(world: int, function: Callable, *args, fresh: bool = False) -> list:
     """Return ``[function(mesh, *args) on rank 0, on rank 1, ...]``; the function must be importable.
 
-    ``fresh``: every rank in an interpreter of its own, where sets of strings have another order.
+    ``fresh`` starts every rank in a new interpreter, where sets of strings have another order.
     """
     how = context(fresh).get_start_method()
     for attempt in range(5):
@@ -106,7 +108,7 @@ def run_ranks(world: int, function: Callable, *args, fresh: bool = False) -> lis
             try:
                 mp.start_processes(_child, given, nprocs=world, start_method=how)
             except mp.ProcessRaisedException as error:
-                # Between the choice of a port and its use another program, of a test beside this one, took it.
+                # Another program, such as a parallel test, has taken the port since it was chosen.
                 if attempt < 4 and "is used by another program on this machine" in str(error):
                     continue
                 raise

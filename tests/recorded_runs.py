@@ -1,13 +1,13 @@
-"""Figures of short runs, recorded once, so that a redesign can show that it changes none of them.
+"""Record the results of short runs, so that a test can show that a redesign does not change them.
 
-    python -m tests.recorded_runs              # records all anew; tests/test_recorded_runs.py compares
+    python -m tests.recorded_runs              # records all runs; tests/test_recorded_runs.py compares
     python -m tests.recorded_runs MovieGen     # only MovieGen, whose meaning was changed on purpose
 
-A run is train.py's own, on random latents, in fp32 on a CPU. Of every run are kept: the loss and the gradient's norm of
-8 steps, the gradient's norm of every parameter in the first step, and what its checkpoint holds. Gradients are read
-from the checkpoint of the first step, where Adam's mean of the gradients is (1 - beta1) times the gradient: so nothing
-here depends on how the program is built. Of every objective and sampler the latents that a model with fixed weights
-draws are kept.
+train.py makes each run on random latents, in fp32 on a CPU. The record of a run has the loss and the gradient norm of 8
+steps, the gradient norm of every parameter in the first step, and the contents of the checkpoint. The gradients come
+from the checkpoint of the first step, where Adam's first moment is (1 - beta1) times the gradient. So the record does
+not depend on the structure of the program. For every objective and sampler, the record also has the latents that a
+model with fixed weights draws.
 """
 
 import json
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "EC-DiT": f"--model EC-DiT-Ti/2 {PICTURES} --num_classes 10",
 }
 OBJECTIVES = {"ddpm": "", "flow": "--objective flow --flow_shift 3", "edm": "--objective edm"}
-FOR = {"sp 2": ("DiT", "vDiT"), "recompute": ("DiT", "vDiT")}  # the others can't be trained that way
+FOR = {"sp 2": ("DiT", "vDiT"), "recompute": ("DiT", "vDiT")}  # the other architectures do not support these variants
 VARIANTS = {
     "accumulation": "--grad_accumulation 2 --batch_size 2",
     "recompute": "--recompute half",
@@ -48,7 +48,7 @@ VARIANTS = {
 
 
 def training_cases() -> dict[str, str]:
-    """Name -> train.py's flags: every architecture with every objective, and with every variant of the first one."""
+    """Return name -> train.py's flags for every architecture with every objective, and with every variant of ddpm."""
     cases = {f"{a}, {o}": f"{ARCHITECTURES[a]} {OBJECTIVES[o]}" for a in ARCHITECTURES for o in OBJECTIVES}
     for variant, flags in VARIANTS.items():
         cases |= {f"{a}, {variant}": f"{ARCHITECTURES[a]} {flags}" for a in FOR.get(variant, ARCHITECTURES)}
@@ -56,7 +56,7 @@ def training_cases() -> dict[str, str]:
 
 
 def record_training(flags: str, folder: Path) -> dict | None:
-    """Trains as the flags say, 1 step and STEPS; what is to be kept, or on ranks other than 0 None."""
+    """Train with these flags for 1 and for STEPS steps. Return the results on rank 0, and None on other ranks."""
     import train
 
     if "{base}" in flags:
@@ -102,18 +102,18 @@ def _contents(path: Path) -> dict[str, list[int]]:
 
 
 def record_sampling() -> dict[str, list[float]]:
-    """'objective, sampler' -> the first 32 numbers and the norm of latents that a DiT of fixed weights draws."""
+    """Return "objective, sampler" -> first 32 elements and norm of the latents that a DiT with fixed weights draws."""
     from opendit.diffusion import OBJECTIVES as KINDS
     from opendit.diffusion.sampling import sample_latents
     from opendit.models import build_model, model_config
 
     drawn = {}
-    for name in OBJECTIVES:  # newer ones were not there when this was recorded
+    for name in OBJECTIVES:  # objectives that existed when the file was recorded
         objective = KINDS[name]()
         shape = dict(input_size=(4, 6), in_channels=3, num_classes=5, learn_sigma=objective.learn_sigma)
         model = build_model(model_config("DiT-Ti/2", **shape)).eval()
         generator = torch.Generator().manual_seed(1)
-        for parameter in model.parameters():  # not as they are made: zeros draw what noise is
+        for parameter in model.parameters():  # not the initial values, because zeros ignore the input
             parameter.data = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
         y, null = torch.tensor([0, 3]), torch.tensor([5])
         for sampler in objective.samplers:
@@ -124,12 +124,12 @@ def record_sampling() -> dict[str, list[float]]:
 
 
 def machine() -> dict[str, str]:
-    """Return what rounding depends on: another machine or torch may add in another order."""
+    """Return properties that affect rounding, because another machine or torch may add in another order."""
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "arch": platform.machine()}
 
 
 def record_case(name: str) -> dict:
-    """One of ``training_cases()``, on as many processes as it needs."""
+    """Run one of ``training_cases()`` on the number of processes that it needs, and return the results."""
     from tests.ranks import run_ranks
 
     flags = training_cases()[name]
@@ -147,7 +147,7 @@ def _on_a_rank(mesh, flags: str, folder: str) -> dict | None:
 
 
 def main(asked: list[str]) -> None:
-    """Records what is asked for, beginnings of names ("MovieGen" "DiT, lora"), or all; the rest stays as it is."""
+    """Record the cases whose names begin with one of ``asked`` ("MovieGen" "DiT, lora"), or all. Others stay."""
     torch.set_num_threads(1)
     content = json.loads(RECORDED.read_text()) if asked else {"training": {}}
     content |= {"machine": machine(), "sampling": record_sampling()}

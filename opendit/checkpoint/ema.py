@@ -1,4 +1,4 @@
-"""Exponential moving averages of the fp32 master weights, sharded as the plugin shards them."""
+"""Exponential moving averages of the fp32 master weights, with the same shards as the master weights."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from opendit.checkpoint.power_averages import exponent_of
 from opendit.parallel.engines import Engine
 
-# With a warm-up the decay of the update after n others is at most 1 - RATE / (n + DELAY). New runs have RATE = WARMUP.
-# Runs that an earlier version began with --ema_warmup keep FIRST_WARMUP, (1 + n) / (10 + n). 0 is no warm-up.
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs have the rate WARMUP. Runs that
+# an earlier version began with --ema_warmup keep the rate FIRST_WARMUP, which gives (1 + n) / (10 + n). The rate 0
+# means no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
@@ -18,17 +19,17 @@ WARMUP, FIRST_WARMUP = 10, 9
 class EMA:
     """Averages of this rank's shards of the masters.
 
-    A step needs no communication. Each decay takes 4 bytes x parameters / ranks of memory.
+    A step needs no communication. Each average takes 4 bytes x parameters / ranks of memory.
 
     Args:
-        engine: holds the masters; the averages start as copies of them.
-        decays: the share of the old average that an update keeps, one an average; the first is the one to sample from.
-        warmup: the rate at which early updates forget, ``WARMUP`` in new runs; 0 for constant decays (see
-            :meth:`decays_after`).
+        engine: the engine with the masters. The averages start as copies of the masters.
+        decays: for each average, the weight of the old average in an update. The first average is the one to sample
+            from.
+        warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
         power: ``decays`` are the widths of power averages instead (opendit/checkpoint/power_averages.py).
 
     Attributes:
-        snapshots: of power averages, the steps of the checkpoints that this run has saved.
+        snapshots: with power averages, the steps of the checkpoints that this run has saved.
     """
 
     def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: float = 0, *, power: bool = False):
@@ -41,25 +42,28 @@ class EMA:
         for shards in self._averages:
             for name, shard in masters.items():
                 shards[name].copy_(shard.detach())
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # earlier parts of a resumed run included
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # counts from the start of a resumed run
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
-        self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)  # decays, or powers of 1 - 1 / t
+        self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)  # decays, or exponents of 1 - 1 / t
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
 
     @property
     def averages(self) -> list[dict[str, Tensor]]:
-        """This rank's shards by name, a dictionary for each decay, after waiting for the last step's update."""
+        """Wait for the last step's update, and return this rank's shards by name, one dictionary for each average."""
         self.engine.wait_for_averages()
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
         """Return the decays of the next update, (K,) float64.
 
-        With a warm-up, after n updates (0-dim, skipped steps not counted) min(decay, 1 - 10 / (n + 10)). The first
-        update, n = 0, copies the weights: nothing of the initial ones is left. The average of n updates spans about a
-        tenth of them, until 10 / (n + 10) is less than 1 - decay.
+        With a warm-up, the decay after n updates is min(decay, 1 - 10 / (n + 10)). The first update, n = 0, copies the
+        weights, so that the average contains nothing of the initial weights. The average of n updates spans about the
+        last n / 10 updates, until 10 / (n + 10) is less than 1 - decay.
 
-        Of a power average it is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
+        The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
+
+        Args:
+            updates: n, 0-dim int64. Skipped steps do not count.
         """
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
@@ -71,7 +75,10 @@ class EMA:
     def update(self, finite: Tensor) -> None:
         """Update average += (1 - decay) * (master - average), unless the step was skipped. Call after every step.
 
-        With zero2 and fsdp the optimizer's step has already done it. finite: of the StepResult.
+        With zero2 and fsdp, the optimizer's step has already made this update.
+
+        Args:
+            finite: the field of the StepResult; False for a skipped step.
         """
         if self._in_the_step or not finite:
             return
@@ -87,21 +94,21 @@ class EMA:
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) of every parameter of one average. Collective, the same on every rank."""
+        """Yield (name, full fp32 tensor) for every parameter of one average. Collective; equal on every rank."""
         for name, shard in self.averages[which].items():
             yield name, self.engine.layout.gather(name, shard)
 
     @torch.no_grad()
     def set(self, which: int, name: str, shard: Tensor) -> None:
-        """Set this rank's shard (``engine.layout``) of one average of one parameter."""
+        """Set this rank's shard (see ``engine.layout``) of one parameter in average number ``which``."""
         self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Let the engine work with one average's weights inside the context, under every plugin.
+        """Run the engine with one average's weights inside the context. Works with every plugin. Collective.
 
-        Afterwards it has its own weights again, bit for bit. Average and masters are exchanged, so this takes no
-        memory; nothing may step or save inside. Collective.
+        Afterwards the engine has its own weights again, bit for bit. The average and the masters are swapped, so no
+        extra copy of the weights is needed. No step and no save may happen inside the context.
         """
         self._exchange(which)
         try:
@@ -111,7 +118,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, which: int) -> None:
-        """Exchange the masters and one average."""
+        """Swap the masters and one average."""
         engine, average = self.engine, self.averages[which]
         for name, shard in average.items():
             master = engine.master(name)
@@ -124,10 +131,11 @@ class EMA:
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
         """Give ``model`` one average's weights, in its own dtype, inside the context.
 
-        Afterwards it has its own weights again, bit for bit. Collective: call it on every rank, with None on ranks that
-        only help to gather. If ranks divide the model's layers, ``model`` is this rank's part. The replaced weights are
-        kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device needs room for one more
-        full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be the training module.
+        Afterwards the model has its own weights again, bit for bit. Collective: call this on every rank, with None on
+        ranks that only help to gather. With tensor parallelism, ``model`` is this rank's part of the model. The
+        replaced weights are kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device
+        needs memory for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be
+        the training module.
         """
         own: dict[str, Tensor] = {}
         try:
@@ -139,5 +147,5 @@ class EMA:
             yield model
         finally:
             for name, weight in own.items():
-                assert model is not None  # as where it was filled
+                assert model is not None  # ``own`` is only filled for a model
                 model.get_parameter(name).data.copy_(weight)

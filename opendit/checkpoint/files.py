@@ -1,24 +1,24 @@
-"""The files of a checkpoint, and whether they are as they were written.
+"""Read and write the manifest and the state of a checkpoint, and verify the files of a checkpoint.
 
     step_0000100/
       model.safetensors        fp32 master weights and buffers, the configuration in the metadata
-      ema.safetensors          the same of the moving average; ema_DECAY.safetensors of further ones
+      ema.safetensors          the same for the moving average; ema_DECAY.safetensors for further averages
       optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
-      state.json               counters, loss scaler, what the run was
+      state.json               counters, loss scaler, settings of the run
       manifest.json            size and SHA-256 of every other file
 
-A sharded checkpoint (``--checkpoint_format sharded``) has instead of the safetensors files, for each of the sets SET =
-model, ema, ema_DECAY, exp_avg, exp_avg_sq:
+A sharded checkpoint (``--checkpoint_format sharded``) has other safetensors files. For each set SET of tensors (model,
+ema, ema_DECAY, exp_avg, exp_avg_sq) the folder has:
 
       SET.shards.json          the index: which file holds which slices of which tensor (tensor_set.py)
-      SET-shard-RRRRR-of-NNNNN.safetensors  what rank RRRRR of NNNNN wrote
+      SET-shard-RRRRR-of-NNNNN.safetensors  the shards that rank RRRRR of NNNNN wrote
 
-When a checkpoint of a run with ``--average power:...`` is deleted, its averages, state.json and manifest.json stay, in
-averages/step_0000100 of the run.
+When a checkpoint of a run with ``--average power:...`` is deleted, its averages, state.json and manifest.json are moved
+to the run's folder averages/step_0000100.
 
-Names and shapes are canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
-same plugin and world, and under others up to rounding: masters and moments are stored in fp32, and everything random is
-keyed by (seed, step, sample), so that data order, flips and noise follow from the step number alone.
+Names and shapes do not depend on the plugin or the number of ranks. Masters and moments are stored in fp32. All random
+numbers are keyed by (seed, step, sample), so the step number determines data order, flips and noise. Therefore a
+resumed run continues exactly under the same plugin and world size, and up to rounding under others.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ from opendit.config.names import SHARDS, WHOLE
 
 STATE = "state.json"
 MODEL_SET, AVERAGE_SET = "model", "ema"
-VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> ending of the files that stand for a set of tensors
+VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> ending of a set's file or index
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
-    """Return the name of each average's set of tensors. The first is the one to sample from."""
+    """Return the name of each average's set of tensors. The first average is the one to sample from."""
     return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
 
 
@@ -63,7 +63,7 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.dtype.itemsize == 1:  # fp8 has no comparisons on a CPU
         tensor = tensor.float()
-    lowest, highest = tensor.aminmax()  # one pass without allocations; of a tensor with a NaN both are NaN
+    lowest, highest = tensor.aminmax()  # one pass without allocations; a NaN in the tensor makes both NaN
     return math.isfinite(lowest) and math.isfinite(highest)
 
 
@@ -78,11 +78,11 @@ def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return name -> {"bytes", "sha256"} for every file of a checkpoint. No other file is ever read of it.
+    """Return name -> {"bytes", "sha256"} for every file of a checkpoint. Files that are not listed are never read.
 
     Raises ValueError if the manifest itself is missing or damaged.
     """
-    from opendit.checkpoint.schema import MANIFEST_FILE  # pydantic, for who reads a checkpoint
+    from opendit.checkpoint.schema import MANIFEST_FILE  # imports pydantic, so only when a checkpoint is read
     from opendit.common.json_models import read_file
 
     path = folder / MANIFEST
@@ -97,17 +97,17 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class AnotherVersion(ValueError):
-    """The checkpoint was written by another version of the program, which this one can't read."""
+    """Raised for a checkpoint of another version of the program that this version can't read."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json.
 
     Raises:
-        AnotherVersion: it was written by another version of the program.
-        ValueError: it is missing or damaged.
+        AnotherVersion: another version of the program wrote the checkpoint.
+        ValueError: the file is missing or damaged.
     """
-    from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # pydantic, for who reads a checkpoint
+    from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # imports pydantic, so only when a checkpoint is read
     from opendit.common.json_models import read_file
 
     path = named_checkpoint(folder) / STATE
@@ -129,7 +129,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 class FileId(NamedTuple):
-    """Identity of a file, to detect that another file has since taken its name."""
+    """Identity of a file, to detect that a file was changed or replaced."""
 
     device: int
     inode: int
@@ -140,8 +140,8 @@ class FileId(NamedTuple):
 def file_id(path: Path, root: Path) -> FileId:
     """Return the identity of a regular file inside ``root``.
 
-    Raises ValueError, naming the file, for anything else: a symbolic link must not lead out of there, and a FIFO or a
-    device would block whoever opens it.
+    Raises ValueError, naming the file, for anything else. A symbolic link must not lead out of ``root``. A FIFO or a
+    device could block the program when it is opened.
     """
     try:
         real = path.resolve(strict=True)
@@ -159,7 +159,7 @@ def file_id(path: Path, root: Path) -> FileId:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
-    """Describe the first damaged file of a checkpoint; return None if all are as they were written.
+    """Describe the first damaged file of a checkpoint; return None if all files agree with the manifest.
 
     The arguments are those of :func:`verified_files`.
     """
@@ -176,12 +176,12 @@ def verified_files(
     """Compare a checkpoint's files with its manifest, and return their identities by name.
 
     Args:
-        part, parts: of the checksums, only the share ``part`` of ``parts`` is computed, so that ranks can divide the
-            reading. All sizes are compared.
+        part, parts: compute the checksums only of share ``part`` of ``parts`` of the files, so that ranks can divide
+            the reading. The sizes of all files are compared.
         only: the names of the files to verify; all by default.
 
     Raises:
-        ValueError: names the first file that is wrong, and says what is.
+        ValueError: a file is wrong; the message names the first one and describes the error.
     """
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
@@ -212,7 +212,7 @@ def verified_files(
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
-    """Return the newest earlier checkpoint of the same run in which there is no ``problem``; None if there is none."""
+    """Return the newest earlier checkpoint of the same run for which ``problem`` returns None; None if none exists."""
     try:
         folder = named_checkpoint(folder).resolve()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Weights of mapped files into the memory of a device, a rank's shards only."""
+"""Read a rank's shards of weights from memory-mapped files into the memory of a device."""
 
 import torch
 from torch import Tensor, nn
@@ -8,22 +8,23 @@ from opendit.models.parameter_names import canonical_name
 from opendit.parallel.engines import Values
 from opendit.parallel.layout import Layout, Shard
 
-BUFFER_BYTES, BUFFERS = 32 << 20, 4  # of page-locked memory
+BUFFER_BYTES, BUFFERS = 32 << 20, 4  # size and number of the page-locked buffers
 
 
 class DeviceReader:
-    """Reads shards into a device's memory in their stored dtype, so that a cast is the device's work.
+    """Reader of shards into a device's memory in their stored dtype, so that the device can do a cast.
 
-    Pieces go from the mapped files into page-locked buffers (all threads of torch copy them) and from there to the
-    device, while the next piece is read. So a rank needs BUFFERS * BUFFER_BYTES of host memory, whatever it reads.
+    Shards are read in pieces. All threads of torch copy a piece from the mapped file into a page-locked buffer. The
+    buffer is then copied to the device while the next piece is read. So a rank needs only BUFFERS * BUFFER_BYTES of
+    host memory.
 
-    It is one of the ``Values`` that an engine takes its masters from.
+    A reader is a ``Values`` callable, from which an engine can set its masters.
 
     Args:
-        tensors: of which shards are read.
-        device: of the results. For the CPU they may be views of the file.
-        otherwise: gives the values of parameters that ``tensors`` does not have, as those of LoRA.
-        buffer_bytes: of each buffer.
+        tensors: the tensors to read.
+        device: device of the results. On the CPU, a result may be a view of the file.
+        otherwise: returns the values of parameters that ``tensors`` does not have, such as LoRA parameters.
+        buffer_bytes: size of each buffer.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class DeviceReader:
         self._tensors, self._device, self._otherwise = tensors, torch.device(device), otherwise
         self._bytes, self._turn = buffer_bytes, 0
         self._buffers: list[Tensor] = []
-        self._copied: list[torch.cuda.Event] = []  # when a buffer may be filled again
+        self._copied: list[torch.cuda.Event] = []  # recorded after the copy from each buffer to the device
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
         """Return a shard of the parameter with this name, (shard.shape). Raises ValueError, OSError."""
@@ -48,7 +49,7 @@ class DeviceReader:
         return self.copied(name, shard)
 
     def copied(self, name: str, shard: Shard) -> Tensor:
-        """Return a shard in new memory of the device, read piece by piece through the buffers."""
+        """Read a shard through the buffers, piece by piece, and return it in new memory of the device."""
         reading = self._tensors.reading(name, shard)
         values = torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
         flat, most = values.view(-1), max(1, self._bytes // reading.dtype.itemsize)
@@ -63,7 +64,7 @@ class DeviceReader:
         return values
 
     def _next(self) -> tuple[int, Tensor]:
-        """Return the next buffer, and its number, once the device has what was in it before."""
+        """Return the next buffer and its number, after waiting for the copy of its previous content to the device."""
         gpu = self._device.type == "cuda"
         if not self._buffers:
             size = max(self._bytes, 16)
@@ -83,16 +84,16 @@ def fill(
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Set a model's parameters, all of them, or this rank's part of each.
+    """Set a model's parameters, or this rank's part of each parameter.
 
-    A parameter on the meta device gets memory on ``device`` in ``dtype``, by default the one in the file. Others keep
-    their memory and dtype. Buffers stay as they are.
+    A parameter on the meta device gets memory on ``device`` in ``dtype``, by default the dtype in the file. Other
+    parameters keep their memory and dtype. Buffers do not change.
 
     Args:
-        layout: of a model that has parts of its parameters; only these are read.
+        layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read.
 
     Raises:
-        ValueError: in one line, the first names or shapes that differ.
+        ValueError: names or shapes differ; the message is one line with the first difference.
     """
     parameters = {canonical_name(name): (name, tensor) for name, tensor in model.named_parameters()}
     if layout is None:
@@ -106,7 +107,7 @@ def fill(
         if not tensor.is_meta:
             tensor.copy_(values)
             continue
-        # A view of the file is copied in any case: others could change the file's own memory.
+        # On the CPU, always copy: ``values`` may be a view of the file, which another program could change.
         made = values.to(dtype or values.dtype, copy=values.device.type == "cpu")
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(made, tensor.requires_grad))

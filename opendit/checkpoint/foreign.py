@@ -1,4 +1,4 @@
-"""Weights of others: Meta's .pt files, read without running what is in them, and diffusers' DiTPipeline folders.
+"""Read weights of other programs: Meta's .pt files, without running code in them, and diffusers' DiTPipeline folders.
 
 ``opendit.export`` writes such files and folders. Pickled weights in a folder are not read.
 """
@@ -27,9 +27,9 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model, model_config
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8")  # what pickle writes strings with
-_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules that weights name
-_SEARCHED = 16 << 20  # bytes of a pickle
+_STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8")  # pickle opcodes that push strings
+_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules in pickled weights
+_SEARCHED = 16 << 20  # number of bytes of a pickle that are searched for calls
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
@@ -37,14 +37,15 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
-    """Read the state dict in a .pt file, and the number of classes if the file says it.
+    """Read the state dict in a .pt file, and the number of classes or None if the file does not have it.
 
-    No code in it is run, and its sizes are not believed. The tensors are on the CPU; those of today's format (an
-    archive) stay in the file until they are used. Of Meta's training checkpoints, which hold ``model``, ``ema``,
-    ``opt`` and ``args``, the result is ``ema``.
+    Code in the file is never run, and the sizes in the file are checked. The tensors are on the CPU. In the current
+    format (a zip archive), tensors stay in the file until they are used. For Meta's training checkpoints, which hold
+    ``model``, ``ema``, ``opt`` and ``args``, the result is ``ema``.
 
-    Raises ValueError with one line that names the file: it would run code, is damaged, unpacks to more than its own
-    size, or holds anything but tensors of real numbers under their names.
+    Raises:
+        ValueError: the file would run code, is damaged, unpacks to more than its own size, or is not a dictionary of
+            named floating-point tensors. The message is one line that names the file.
     """
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
@@ -54,8 +55,8 @@ def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
         _check_archive(path, size)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of storages and formats of old, in torch's words
-            # Mapped, for then torch compares each tensor with the bytes there are, and reads nothing that isn't used.
+            warnings.simplefilter("ignore")  # torch warns about deprecated storages and formats
+            # With mmap, torch compares each tensor's size with the available bytes, and reads only what is used.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=packed)
     except Exception as error:
         raise ValueError(_why(path, error)) from error
@@ -96,7 +97,7 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Explain an error in our own words: torch's message tells how to load the file all the same."""
+    """Explain an error. Torch's message is not shown, because it tells the user how to load the unsafe file anyway."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if call := found[1] if found else _first_call(path):
         return (
@@ -107,7 +108,7 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _first_call(path: Path) -> str | None:
-    """Return the first thing that a pickle names and weights have no use for, without loading it."""
+    """Return the first global that a pickle names and weights do not need, without loading the pickle."""
     strings: list[str] = []
     try:
         for code, value, _ in pickletools.genops(_pickle_in(path)):
@@ -133,14 +134,15 @@ def _pickle_in(path: Path) -> bytes:
 
 
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
-    """Infer the configuration of a named DiT on labels from its weights' shapes, for square inputs.
+    """Infer the configuration of a class-conditional DiT with a known name from its weights' shapes, for square inputs.
 
-    The rows of the last layer say whether it predicts a variance too. The rows of the label table do not say whether
-    the last one is a class or the null class of class dropout: ``num_classes`` does. Without it, a table of 1000 rows
-    is assumed to be ImageNet's classes, and any other to end with the null class (see :func:`assumption`).
+    The number of rows of the last layer shows whether the model also predicts a variance. The label table alone does
+    not show whether its last row is a class or the null class of class dropout, so ``num_classes`` decides. Without
+    ``num_classes``, a table of 1000 rows is assumed to hold ImageNet's classes, and any other table is assumed to end
+    with the null class (see :func:`assumption`).
 
     Raises:
-        ValueError: the weights are another model's; the message names the model they fit, if any.
+        ValueError: the weights belong to another model; the message names a model that fits, if any.
     """
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
@@ -184,7 +186,7 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a note on what :func:`infer_config` has assumed, if it has assumed anything."""
+    """Return a message about the assumption of :func:`infer_config`; an empty list if nothing was assumed."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if (
         weights.config is not None
@@ -200,7 +202,7 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ DiTPipeline folders
 
-# ours: diffusers', of what stands before and after the blocks and of a block
+# Layer names, OpenDiT's -> diffusers': outside of the blocks (OUTER, EMBEDDERS) and inside of a block (BLOCK).
 OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}  # fmt: skip
 EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
@@ -215,7 +217,7 @@ def suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
 
 
 def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Return our state dict, position table included, from DiTTransformer2DModel's.
+    """Convert the state dict of DiTTransformer2DModel to OpenDiT's, including the position table.
 
     The inverse of :func:`opendit.export.conversion.to_diffusers_state`.
     """
@@ -236,12 +238,12 @@ def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[s
 
 
 def read_pipeline(folder: Path) -> Weights:
-    """Read the transformer of a DiTPipeline folder into CPU memory as weights of ours, whose ``path`` is the folder.
+    """Read the transformer of a DiTPipeline folder into CPU memory as OpenDiT weights, whose ``path`` is the folder.
 
     Raises:
-        ValueError, FileNotFoundError: it holds no DiT of ours, or its files are damaged.
+        ValueError, FileNotFoundError: the folder holds no supported DiT, or its files are damaged or missing.
     """
-    from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # pydantic, for who reads a folder
+    from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # imports pydantic, so only when a folder is read
     from opendit.common.json_models import read_file
 
     path = folder / "transformer" / "config.json"

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: ``--load`` finds and verifies one, and every rank reads the slices that it holds."""
+"""Find and verify the checkpoint that ``--load`` names, and load it. Every rank reads only the slices that it holds."""
 
 import contextlib
 import os
@@ -41,11 +41,11 @@ from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import ControlGroup, Mesh
 
 OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
-Places = dict[str, tuple[TensorSet, str]]  # where a tensor is: its set, and its name there
+Places = dict[str, tuple[TensorSet, str]]  # key -> the set that holds the tensor, and the tensor's name in the set
 
 
 class Unloadable(DataError, ValueError):
-    """A checkpoint is intact and can't be loaded all the same. The message tells the user why."""
+    """Raised if a checkpoint can't be loaded although it was intact. The message tells the user why."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Checkpoint:
     """A checkpoint whose files are intact.
 
     Attributes:
-        folder: without symbolic links in its path.
+        folder: the checkpoint's folder, as a path without symbolic links.
         state: the content of state.json.
-        files: the identities of the files that were verified, which are those of the manifest, by name.
-        damaged: for each newer checkpoint of the run that was passed over, what is wrong with it.
-        run: the run's folder, if it may be written to (see ``run_of``).
+        files: name -> identity of the verified files, which are the files in the manifest.
+        damaged: a message for each newer checkpoint of the run that was skipped because of damage.
+        run: the run's folder, if the run may be written to (see ``run_of``).
     """
 
     folder: Path
@@ -68,12 +68,12 @@ class Checkpoint:
 
     @property
     def model(self) -> Path:
-        """The file, or the index of the files, of the master weights."""
+        """The file or index of the master weights."""
         return self.folder / (MODEL_SET + VERSIONS[self.state["version"]])
 
     @property
     def averages(self) -> dict[float, str]:
-        """Decay -> name of the file or index of that average."""
+        """Decay -> name of the average's file or index."""
         return {decay: name for name, decay in self.state["ema"]["files"].items()}
 
     @property
@@ -82,9 +82,9 @@ class Checkpoint:
         return self.folder / (AVERAGE_SET + VERSIONS[self.state["version"]])
 
     def open(self, name: str) -> TensorSet:
-        """Return the tensors of one of its files or indices.
+        """Return the tensors of one of the checkpoint's files or indices.
 
-        Raises Unloadable, now or when a tensor is read, if a file has been changed since it was verified.
+        Raises Unloadable, now or when a tensor is read, if a file has changed after its verification.
         """
         self._same(self.folder / name)
         return open_set(self.folder / name, self._open_file)
@@ -99,12 +99,14 @@ class Checkpoint:
 
 
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
-    """Return the checkpoint that ``--load`` names, verified; None for ``latest`` if there is none yet. Collective.
+    """Find and verify the checkpoint that ``--load`` names; None for ``latest`` if no run exists yet. Collective.
 
-    ``latest``, and a run's folder, name the newest intact checkpoint of that run; a checkpoint's folder names that one.
+    ``latest`` or a run's folder names the newest intact checkpoint of the run. A checkpoint's folder names this one
+    checkpoint.
 
     Raises:
-        ValueError: on every rank. There is no checkpoint, it is damaged, none is intact, or it is another model's.
+        ValueError: no checkpoint exists, the named one is damaged, none is intact, or the checkpoint belongs to another
+            model. Raised on every rank.
     """
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
@@ -135,7 +137,11 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """Return the folders that --load may name, in the order to try; whether it is just this one; and an error."""
+    """Find the folders that --load may name.
+
+    Returns:
+        The folders in the order to try them, True if only the first may be used, and an error message or None.
+    """
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -163,7 +169,8 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, An
     """Verify this rank's share of a checkpoint.
 
     Returns:
-        Its files, its state, what is wrong with it, and whether that rules out trying an earlier checkpoint.
+        The identities of the files, the state, an error message or None, and True if the error also rules out earlier
+        checkpoints.
     """
     try:
         files = verified_files(folder, mesh.rank, mesh.world_size)
@@ -180,7 +187,7 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, An
                 _check_listed(folder, tensors.index.files, files)
                 tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
-        other = _another_version(folder)  # whose manifest may have another form
+        other = _another_version(folder)  # checked here, because its manifest may have another form
         return {}, {}, other or str(error), other is not None
     return files, state, None, False
 
@@ -207,12 +214,13 @@ def _another_version(folder: Path) -> str | None:
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
     """Load a checkpoint into the engine and the averages. Collective.
 
-    Only verified files are read, and of them, whatever the layout they were written in, the slices that this rank
-    holds. An average of a decay that the checkpoint does not have starts from its first average.
+    Each rank reads only verified files, and only the slices that the rank holds. The number of ranks and the plugin
+    that wrote the checkpoint do not matter. An average whose decay is not in the checkpoint starts from the
+    checkpoint's first average.
 
     Raises:
-        Unloadable: on every rank. The checkpoint does not hold what the engine needs; nothing has been changed then.
-        FloatingPointError: it is not finite; on every rank.
+        Unloadable: the checkpoint does not hold the tensors that the engine needs. Raised on every rank.
+        FloatingPointError: a stored tensor is not finite. Raised on every rank.
     """
     state = checkpoint.state
     with contextlib.ExitStack() as stack:
@@ -242,7 +250,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except ValueError as error:
                 raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
-        # Together: an error on one rank becomes an error on all, which would otherwise continue without it.
+        # ``together`` raises an error of one rank on all ranks. Otherwise the other ranks would continue.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     ema.snapshots = list(state["ema"].get("snapshots", []))
@@ -277,9 +285,10 @@ def _load(
 
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
-    """Map the name of every tensor, with the prefix of its file, to the file and the name in it.
+    """Return prefix + name -> (file, name in the file) for every tensor in ``files``, a list of (prefix, file).
 
-    Raises Unloadable unless each tensor of ``shapes`` is found exactly once and has its shape."""
+    Raises Unloadable unless each tensor of ``shapes`` is found exactly once and has the right shape.
+    """
     folder, found = checkpoint.folder, {}
     for prefix, file in files:
         for name in file:

@@ -1,4 +1,7 @@
-"""A lock on a folder, so that only one process writes to it. It names its owner and does not outlive it."""
+"""Lock a folder, so that only one process writes to it.
+
+The lock names its owner, and it ends when the owner's process ends.
+"""
 
 import contextlib
 import errno
@@ -17,40 +20,40 @@ from typing import TYPE_CHECKING, Any
 from opendit.common.safe_files import LinkRefused, open_to_write, refuse_links, remove, touch
 
 if TYPE_CHECKING:
-    from opendit.parallel.mesh import Mesh  # which imports torch
+    from opendit.parallel.mesh import Mesh  # imports torch
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-HEARTBEAT_S = 10.0  # an owner touches its lock this often, for processes on other machines to see
-PATIENCE_S = 45.0  # a lock of another machine is taken over after so many seconds in which nobody has touched it
-EMPTY_S = 2.0  # an owner may take this long to write its name into a lock that it has made
+HEARTBEAT_S = 10.0  # interval at which an owner touches its lock, as a sign of life for other machines
+PATIENCE_S = 45.0  # a lock of another machine that is not touched for this time is taken over
+EMPTY_S = 2.0  # longest wait for an owner to write its name into a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class Locked(ValueError):
-    """Another process writes to the folder; the message names its machine and number."""
+    """Raised if another process writes to the folder. The message names the process ID and the machine."""
 
 
 class FolderLock:
-    """A lock on a folder that lasts until :meth:`release` or the end of this process; a context manager.
+    """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
 
-    The file ``.lock`` in the folder names the owner. On the owner's machine, flock tells whether it is alive, or its
-    process number and start time if the file system has no flock. For other machines the owner touches the file
-    regularly: a lock that is no longer touched is taken over.
+    The file ``.lock`` in the folder names the owner. On the owner's machine, flock shows whether the owner is alive. If
+    the file system has no flock, the owner's process ID and start time are compared instead. For other machines, the
+    owner touches the file regularly; a lock that is no longer touched is taken over.
 
     Args:
         folder: an existing folder.
         flag: the flag that named the folder, for messages.
-        fix: what the user can do instead, for messages.
+        fix: advice for the user, for messages.
 
     Attributes:
-        note: what the user should know about how the lock was taken; usually None.
+        note: a message for the user about taking the lock; usually None.
 
     Raises:
-        Locked: another process has it.
-        LinkRefused: the lock is a symbolic link.
+        Locked: another process holds the lock.
+        LinkRefused: the lock file is a symbolic link.
     """
 
     def __init__(self, folder: Path, flag: str, fix: str):
@@ -79,7 +82,7 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        """Release the lock. The second time nothing happens."""
+        """Release the lock. A second call has no effect."""
         file, self._file = self._file, None
         self._released.set()
         if file is None:
@@ -100,16 +103,16 @@ class FolderLock:
                 return False
         try:
             flocked = self._flock(file)
-            if not _is(file, self.path):  # released, or taken over, since it was opened
+            if not _is(file, self.path):  # another process released or replaced the lock after the open
                 return False
             if not made:
                 owner = _owner(file, wait=not flocked)
                 self.note = self._gone(owner, file, flocked)
-                if not flocked or os.fstat(file).st_nlink > 1:  # a hard link's other name may be anywhere
+                if not flocked or os.fstat(file).st_nlink > 1:  # never write to a hard-linked file
                     self._remove(file)
                     return False
             os.ftruncate(file, 0)
-            with contextlib.suppress(*[OSError] * flocked):  # on a full disk the lock has no name in it
+            with contextlib.suppress(*[OSError] * flocked):  # on a full disk the lock stays empty
                 os.pwrite(file, json.dumps({**_this_process(), "inode": os.fstat(file).st_ino}).encode(), 0)
             self._file, file = file, None
             return True
@@ -118,11 +121,11 @@ class FolderLock:
                 os.close(file)
 
     def _remove(self, file: int) -> None:
-        """Delete an abandoned lock, unless another process has replaced it since."""
+        """Delete an abandoned lock, unless another process has already replaced it."""
         busy = self.path.with_name(f"{LOCK}.removal")
         try:
             os.close(open_to_write(busy, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        except FileExistsError:  # another process is doing the same, or was killed in these few lines
+        except FileExistsError:  # another process is here too, or was killed here
             time.sleep(0.05)
             with contextlib.suppress(FileNotFoundError):
                 if abs(time.time() - busy.lstat().st_mtime) > PATIENCE_S:
@@ -143,7 +146,7 @@ class FolderLock:
         return True
 
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
-        """Return a line about an owner that left its lock behind. Raises Locked if the owner is alive."""
+        """Return a message about an owner that has ended and left its lock. Raises Locked if the owner is alive."""
         if not owner:
             return None  # the owner was killed before it wrote its name
         here, who = _this_process(), _name(owner)
@@ -161,7 +164,7 @@ class FolderLock:
             with (
                 contextlib.suppress(FileNotFoundError),
                 open(self.path) as again,
-            ):  # NFS refreshes the attributes of a file that is opened
+            ):  # opening a file makes NFS refresh its attributes
                 if os.fstat(again.fileno()).st_mtime_ns != touched:
                     raise self._locked(owner)
         return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
@@ -174,12 +177,13 @@ class FolderLock:
 def lock_folder(
     folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
 ) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
-    """Take a :class:`FolderLock` for all ranks of a job; rank 0 holds it. Call on every rank.
+    """Take a :class:`FolderLock` for all ranks of a job. Rank 0 holds the lock. Call on every rank.
 
-    written: names that the job will write in the folder, none of which may be a symbolic link.
+    Args:
+        written: names that the job will write in the folder. None of these may be a symbolic link.
 
     Returns:
-        A context manager, and notes for the user.
+        A context manager that releases the lock, and messages for the user.
 
     Raises:
         Locked, LinkRefused: on every rank.
@@ -206,7 +210,7 @@ def _touch(path: Path, released: threading.Event) -> None:
 
 
 def _is(file: int, path: Path) -> bool:
-    """Return True if an open file is still the one under this path."""
+    """Return True if ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
@@ -214,7 +218,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _owner(file: int, wait: bool) -> dict[str, Any]:
-    """Read the owner from a lock file; {} if there is none. wait: give the owner time to write itself down."""
+    """Read the owner from a lock file; {} without an owner. ``wait`` gives a new owner time to write its name."""
     end = time.monotonic() + (EMPTY_S if wait else 0)
     while True:
         with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything
@@ -241,7 +245,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def boot() -> str:
-    """Return an identity of this machine since it was switched on, the same in all containers on it."""
+    """Return an identifier of this machine's current boot, equal in all containers on the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -249,7 +253,7 @@ def boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the start of a process, in ticks since boot; 0 if it is gone or a zombie, None if it can't be known."""
+    """Return the start time of a process in ticks since boot; 0 if it has ended or is a zombie, None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
@@ -260,7 +264,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a loader's worker: a lock must end with its owner."""
+    """Close the lock files in a forked child, such as a loader's worker, because a lock must end with its owner."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

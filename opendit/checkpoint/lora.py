@@ -1,7 +1,8 @@
-"""LoRA in and out: products B A of our runs and of the files of others, moved between names and added to weights.
+"""Read LoRA products B A from OpenDiT runs and from other programs' files, rename them, and add them to weights.
 
-A layer has other neighbours under other names: q, k and v are one layer of ours, three in diffusers' and one in the
-authors' own names. So a product has a place in a weight, and moves with the rows or columns that it changes.
+Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT, three layers in diffusers
+and one layer in the names of the model's authors. So a product records the rows and columns of the weight that it
+changes, and renaming moves these rows and columns to another weight.
 """
 
 import json
@@ -27,7 +28,7 @@ from opendit.parallel.layout import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 DOTTED = ("transformer.", "diffusion_model.", "base_model.model.", "model.")
-FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")  # before names with _ for every dot
+FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")  # prefixes of names that have _ for every dot
 ENDINGS = {
     ".lora_A.weight": "A",
     ".lora_A.default.weight": "A",
@@ -53,12 +54,12 @@ KINDS_NOT_READ = {
 
 @dataclass(frozen=True)
 class PlacedLowRank:
-    """``scale`` B A, which is added to a part of a weight of two dimensions.
+    """The product ``scale`` B A, which is added to a rectangular part of a two-dimensional weight.
 
     Attributes:
         a: (rank, columns).
         b: (rows, rank).
-        row, column: of the weight, where the part begins.
+        row, column: first row and column of the part in the weight.
     """
 
     a: Tensor
@@ -68,8 +69,10 @@ class PlacedLowRank:
     column: int = 0
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
-        """Return the part of it in a range of rows (dim 0) or columns, counted from the range's start; None if there
-        is none. A factor that stays whole stays the same object."""
+        """Return the part of the product in a range of rows (dim 0) or columns (dim 1); None if there is no overlap.
+
+        The result's row or column is relative to ``start``. A factor that is not cut stays the same object.
+        """
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -81,16 +84,17 @@ class PlacedLowRank:
         return replace(self, a=a, column=first - start)
 
 
-Products = dict[str, list[PlacedLowRank]]  # by the names of weights
+Products = dict[str, list[PlacedLowRank]]  # name of the weight -> products
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Return products on weights of one set as products on those of another one.
+    """Convert products for one set of weights to products for another set of the same weights.
 
     Args:
-        products: by names of the first set.
-        pairs: (names in the first set, names in the other, dimension along which both are joined).
-        here, there: shapes of the weights of the two sets.
+        products: products by names of the first set.
+        pairs: (names in the first set, names in the other set, dimension). Concatenated along the dimension, the
+            weights of both sets are equal.
+        here, there: shapes of the weights of the first and of the other set.
     """
     found: Products = {}
     for ours, theirs, dim in pairs:
@@ -112,12 +116,12 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
     """Return A (rank, columns) and B (rows, rank) whose product is the sum of all B A.
 
-    Products with the same A share its rank.
+    Products with the same A share the rows of the resulting A.
 
     Args:
-        products: on one weight.
-        shape: of the weight.
-        scaled: B is multiplied by the scales, which the sum is without otherwise.
+        products: products for one weight.
+        shape: shape of the weight.
+        scaled: multiply B by the scales. Otherwise the scales are ignored.
     """
     starts: dict[tuple[int, int], int] = {}
     rank = 0
@@ -134,14 +138,15 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 
 class Merged(Mapping[str, Tensor]):
-    """A base's weights with products added, and with layers that were trained in full in the place of its own.
+    """Base weights with LoRA products added, and with fully trained layers replaced.
 
-    A weight is made when it is asked for, in the base's dtype; the products of all LoRAs are added in fp32 before.
+    A weight is computed on access. The products of all LoRAs are added in fp32, then the sum is cast to the base's
+    dtype.
 
     Args:
-        base: weights by our names.
-        products: by the same names.
-        full: what takes the place of the base's weights.
+        base: base weights by OpenDiT's names.
+        products: products by the same names.
+        full: fully trained weights by the same names, which replace the base's weights.
     """
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
@@ -149,7 +154,7 @@ class Merged(Mapping[str, Tensor]):
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-        """Dtype and shape of every weight, if the base knows them; none is made for it."""
+        """Name -> (dtype, shape) of every weight, if the base has this information. No weight is computed."""
         return getattr(self._base, "kinds", None)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -176,9 +181,10 @@ class Merged(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
-        """Change the weights of a model that has the base's, one weight at a time on the model's device.
+        """Merge the LoRAs into a model with the base's weights, one weight at a time on the model's device.
 
-        layout: of a model that has parts of its weights.
+        Args:
+            layout: for a model that holds parts of its weights, the layout of these parts.
         """
         for name, parameter in model.named_parameters():
             if name in self._products:
@@ -192,13 +198,14 @@ class Merged(Mapping[str, Tensor]):
             parameter.add_(part) if name in self._products else parameter.copy_(part)
 
 
-# ------------------------------------------------------------------------------------------ of our runs
+# ------------------------------------------------------------------------------------------ from OpenDiT runs
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return the products of a checkpoint of a run with --lora by our names, and the layers it trained in full.
+    """Return the products of a checkpoint of a run with --lora, by OpenDiT's names, and the fully trained weights.
 
-    weight: multiplies the products.
+    Args:
+        weight: factor for the products.
     """
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
@@ -211,13 +218,14 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
     return products, {name: value for name, value in state.items() if not name.endswith((A, B))}
 
 
-# ------------------------------------------------------------------------------------------ in the files of others
+# ------------------------------------------------------------------------------------------ from other programs
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
-    """Return the layers of a model by their authors' names -> the published layers whose rows are joined in each.
+    """Return layer in the authors' names -> the published layers whose rows the layer concatenates.
 
-    shapes: of the published weights.
+    Args:
+        shapes: shapes of the published weights.
     """
     found = {}
     for pattern, parts in family.original.items():
@@ -231,7 +239,7 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Return products whose rows are in the order of the family's other names: halves of some layers are exchanged."""
+    """Swap the two halves of the rows in the layers ``family.exchanged``, whose published order differs."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged
@@ -248,20 +256,21 @@ def of_file(
     weight: float = 1.0,
     notes: list[str] | None = None,
 ) -> Products:
-    """Return the products of a LoRA file for a public model, by our names.
+    """Return the products of a LoRA file for a public model, by OpenDiT's names.
 
-    Layers are named as diffusers, peft, ComfyUI or kohya's trainers name them. A file without alphas has alpha = rank,
-    or the one in its metadata.
+    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without alphas in the file, alpha comes
+    from the metadata or equals the rank.
 
     Args:
         opened: the model's folder.
-        state, metadata, path: the file's.
-        weight: multiplies all products.
-        notes: gets a line about keys of text encoders, which are left out; None: they are an error, too.
+        state, metadata, path: tensors, metadata and path of the file.
+        weight: factor for all products.
+        notes: list of messages for the user. A message is added if keys of text encoders are ignored. With None, such
+            keys are an error.
 
     Raises:
-        ValueError: in one line, a key that belongs to no layer of the model, a matrix without its counterpart or of
-            another shape, a layer that is there twice, or another kind of file than LoRA.
+        ValueError: a key belongs to no layer of the model, a matrix lacks its counterpart or has the wrong shape, a
+            layer occurs twice, or the file is not a LoRA file. The message is one line.
     """
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}
@@ -303,7 +312,7 @@ def of_file(
 
 
 def _layer_and_part(key: str) -> tuple[str, str | None]:
-    """Return a key's layer, and which of its tensors it is: A, B, alpha; None for another."""
+    """Return the layer of a key, and "A", "B" or "alpha", or None for another kind of key."""
     ending = next((ending for ending in ENDINGS if key.endswith(ending)), None)
     if ending is None:
         return key, None
@@ -319,7 +328,7 @@ def _belong(keys: Sequence[str]) -> str:
 
 
 def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: PublishedFolder) -> str:
-    """Describe keys that are not read."""
+    """Return the message for keys that can't be read."""
     for mark, kind in KINDS_NOT_READ.items():
         if marked := [key for key in strange if mark in key]:
             return f"{_belong(marked)} to {kind}, which is not read; a file of LoRA's A and B alone is needed"
@@ -330,7 +339,7 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
 
 
 def _scales(metadata: Mapping[str, str]) -> Callable[[str, int], float]:
-    """Return the scale of a layer of some rank, by what diffusers writes into a file's metadata; 1 without that."""
+    """Return a function (layer, rank) -> scale, from the metadata that diffusers writes; 1 without these metadata."""
     try:
         found: Any = json.loads(metadata.get("lora_adapter_metadata", "{}"))
     except ValueError:

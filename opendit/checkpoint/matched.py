@@ -1,9 +1,9 @@
-"""Tensors made of those of another set: joined, split, or both (opendit.models.families.base.Match).
+"""Concatenate or split the tensors of one set into the tensors of another (opendit.models.families.base.Match).
 
-One class serves both directions, for a match has no direction: a public model's weights are read under our names, and
-ours are written under the published ones. A shard of a tensor is read without the rest of it, by the flat runs that it
-has in the tensors that hold it (opendit/parallel/layout.py). Mapped files thus give up only the rows, or the parts of
-rows, that a rank holds.
+One class serves both directions, because a match has no direction: reading a public model's weights by OpenDiT's names,
+and writing OpenDiT's weights by the published names. A shard of a tensor is read without the rest of the tensor, by its
+runs of consecutive elements in the stored tensors (opendit/parallel/layout.py). So a rank reads only its own rows, or
+parts of rows, from mapped files.
 """
 
 import math
@@ -24,12 +24,12 @@ from opendit.models.zoo import Shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, overlap, runs_of
 
 Names = tuple[str, ...]
-Pair = tuple[Names, Names, int]  # names in either set, and the dimension along which both are joined
+Pair = tuple[Names, Names, int]  # names in each set, and the dimension of concatenation for both
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A stored tensor, and the range that it has of the joined tensor along its dimension."""
+    """A stored tensor, and its range [start, stop) in the joined tensor along the joined dimension."""
 
     name: str
     start: int
@@ -38,11 +38,13 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a tensor: its range of a joined tensor, and the stored tensors that overlap it.
+    """The position of a tensor in a joined tensor, and the stored tensors that overlap with this range.
 
     Attributes:
         joined: shape of the joined tensor.
-        dim: along which it is joined; None for one tensor that is another one, perhaps of another shape.
+        dim: dimension of concatenation; None if the tensor equals one stored tensor, perhaps in another shape.
+        start, stop: range of the tensor along ``dim``.
+        sources: the stored tensors.
     """
 
     joined: tuple[int, ...]
@@ -52,17 +54,17 @@ class _Place:
     sources: tuple[_Source, ...]
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs in the joined tensor of a range along its dimension, and of a shard of that."""
+        """Return the runs that a range along ``dim``, or a shard of this range, has in the joined tensor."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
 
 class Reading:
-    """A shard that is to be read.
+    """A shard that has not been read yet.
 
     Attributes:
-        shape: of the shard.
-        dtype: in which it is stored; of several, the one that holds the values of all.
+        shape: shape of the shard.
+        dtype: the stored dtype. If the stored tensors have different dtypes, their promoted dtype.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
@@ -75,7 +77,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return the shard as a view of one stored tensor, if it is one run of it in its dtype; else None."""
+        """Return a view of a stored tensor if the shard is one run of this tensor in the same dtype; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:
@@ -94,23 +96,23 @@ class Reading:
         left = out.numel()
         for tensor, runs in self._stored:
             left -= copy_overlap(out, part, tensor, runs)
-        assert not left  # the sizes were compared when the set was built
+        assert not left  # the constructor of the set has compared the sizes
 
 
 class MatchedTensors(TensorSet):
-    """Tensors that hold the numbers of other ones. Each element of either set has exactly one place in the other.
+    """A set of tensors with the elements of another set. Each element has exactly one position in either set.
 
     Args:
-        source: the tensors that are there, mapped or in memory.
-        pairs: (names here, names in ``source``, dimension).
-        shapes: of the tensors here.
-        dtypes: of the tensors here, as safetensors names them; by default those of the source.
-        path: for messages.
-        constants: tensors of the source that nothing here is made of; or, as a mapping, tensors that are here as well.
+        source: the other set, mapped or in memory.
+        pairs: (names in this set, names in ``source``, dimension).
+        shapes: shapes of the tensors of this set.
+        dtypes: dtypes of the tensors of this set, as safetensors spells them; by default those of the source.
+        path: path for messages.
+        constants: names of source tensors that this set does not use; or, as a mapping, tensors to add to this set.
 
     Raises:
-        ValueError: in one line, a tensor that is missing in ``shapes`` or in the source, is there without a match or
-            with two, or does not fit.
+        ValueError: a tensor is missing in ``shapes`` or in the source, has no match or two, or does not fit. The
+            message is one line.
     """
 
     def __init__(
@@ -169,21 +171,23 @@ class MatchedTensors(TensorSet):
         return self._source.file_of(name) if isinstance(self._source, TensorSet) else self.path
 
     def reading(self, name: str, shard: Shard | None = None) -> Reading:
-        """Return what reads a tensor, or a shard of it. Nothing of a mapped file is read by this."""
+        """Return the :class:`Reading` of a tensor or of a shard. Reads no data of a mapped file."""
         place = self._places[name]
         stored = [(self._stored(s.name), place.runs(s.start, s.stop)) for s in place.sources]
         shape = self.shapes[name] if shard is None else shard.shape
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened tensor of the source. The last one is kept: it is often of several tensors here."""
+        """Return a flattened tensor of the source, and cache it, because several tensors of this set often share it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor, or only a shard of it, in its own dtype or in ``dtype``. The result may be a view of the
-        file."""
+        """Return a tensor, or only a shard of the tensor, in its own dtype or in ``dtype``.
+
+        The result may be a view of the file.
+        """
         reading = self.reading(name, shard)
         full = reading.view()
         if full is None:
@@ -208,7 +212,7 @@ class MatchedTensors(TensorSet):
 
 
 def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> None:
-    """Raise ValueError, which begins with ``where``, unless ``names`` are those that are there, each once."""
+    """Raise ValueError unless ``names`` has every name of ``there`` exactly once. The message begins with ``where``."""
     counts = Counter(names)
     wanted, found = set(counts), set(there)
     problems = {
@@ -222,8 +226,11 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True for shapes of one tensor whose numbers stand in the same order: the weight of a convolution and the
-    matrix that it is to patches, or shapes that differ only in sides of 1."""
+    """Return True if a tensor can be reshaped from one shape to the other.
+
+    This holds for a convolution's weight and the equivalent matrix for flattened patches, and for shapes that differ
+    only in dimensions of size 1.
+    """
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]

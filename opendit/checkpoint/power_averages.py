@@ -1,8 +1,8 @@
-"""Averages of weights by power functions, and any other made of snapshots of them after training.
+"""Power-function averages of weights, and reconstruction of other averages from stored ones after training.
 
-T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv 2312.02696, sec. 3
-and appendix C. After t updates the weights of update i have a share of the average that grows as i^exponent, up to t:
-its standard deviation is a constant share of t, the ``width`` (sigma_rel).
+Reference: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
+2312.02696, sec. 3 and appendix C. In the average after t updates, the weights of update i <= t have a factor that is
+proportional to i^exponent. The standard deviation of this profile is a constant share of t, the ``width`` (sigma_rel).
 """
 
 import json
@@ -22,41 +22,51 @@ from opendit.checkpoint.tensor_set import kinds_of, write_weights
 from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 
-MOST_BYTES = 50 * 10**9  # of one file of weights
+MOST_BYTES = 50 * 10**9  # most bytes of one weights file
 
 
 @dataclass(frozen=True)
 class Profile:
-    """An average after ``updates`` of the width ``width``."""
+    """The profile of a power average: its width, and the number of updates so far."""
 
     updates: int
     width: float
 
 
 def exponent_of(width: float) -> float:
-    """Return the exponent (gamma) of the power function whose relative standard deviation is ``width``: the largest
-    root of eq. 127 of EDM2. width: above 0 and below 0.288, of which the exponent is 0."""
+    """Return the exponent (gamma) of the power function whose relative standard deviation is ``width``.
+
+    The exponent is the largest root of EDM2's eq. 127.
+
+    Args:
+        width: above 0 and below 0.288, where the exponent is 0.
+    """
     inverse = width**-2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def correlation(one: Profile, other: Profile) -> float:
-    """Return the inner product of two profiles over all updates, in the limit of many (EDM2, eq. 149)."""
+    """Return the inner product of two profiles over all updates, for many updates (EDM2, eq. 149)."""
     early, late = sorted((one, other), key=lambda profile: profile.updates)
     a, b = exponent_of(early.width), exponent_of(late.width)
     return (a + 1) * (b + 1) * (early.updates / late.updates) ** b / ((a + b + 1) * late.updates)
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return the factors of stored averages whose sum is nearest to the wanted one, (n,) float64 with the sum 1: the
-    least squares of its profile (EDM2, appendix C.3)."""
+    """Return factors of stored averages whose weighted sum approximates the wanted average.
+
+    The factors are the least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to the sum 1.
+
+    Returns:
+        (n,) float64.
+    """
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()
 
 
 class _Sum(Mapping[str, Tensor]):
-    """Tensors that are sums of others', computed when they are asked for."""
+    """A mapping whose tensors are weighted sums of other mappings' tensors, computed on access."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]], factors: Sequence[float]):
         self._parts, self._factors = parts, factors
@@ -77,7 +87,7 @@ class _Sum(Mapping[str, Tensor]):
 
 
 def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
-    """Return the stored power averages of a run at these steps, with the files or indices that hold them."""
+    """Return (profile, file or index) of every stored power average of a run at these steps."""
     found = []
     for step in steps:
         folders = (step_folder(run / name, step) for name in (CHECKPOINTS, AVERAGES))
@@ -89,15 +99,19 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 
 
 def reconstruct(path: Path, width: float) -> Path:
-    """Make the power average of this width at a checkpoint, of those stored until then, as a file of weights.
+    """Reconstruct the power average with this width at a checkpoint, from all averages stored until then.
 
-    It is written to the run's folder ``averages``, unless it is there and no older than the last snapshot.
+    The result is written to the run's folder ``averages``. An existing file that is at least as new as the checkpoint
+    is used instead.
 
     Args:
-        path: a run's or checkpoint's folder, as ``find_weights`` takes it.
+        path: a run's or checkpoint's folder that ``find_weights`` accepts.
+
+    Returns:
+        The weights file, or the index of several files.
 
     Raises:
-        ValueError: the checkpoint has no power averages, or stored ones are damaged.
+        ValueError: the checkpoint has no power averages, or a stored average is damaged.
         OSError: the file can't be written.
     """
     stored = find_weights(path, AVERAGE_SET)
@@ -126,5 +140,5 @@ def reconstruct(path: Path, width: float) -> Path:
 def _state(stored: Path) -> dict[str, Any]:
     try:
         return read_state(stored.parent)["ema"]
-    except ValueError:  # not a checkpoint of a run
+    except ValueError:  # the weights belong to no checkpoint
         return {}

@@ -1,5 +1,7 @@
-"""Weights in: our safetensors (the configuration is inside), whole or in several files, and those of others
-(opendit/checkpoint/foreign.py), into models and shards of models.
+"""Find, verify and read weights, and load them into models and shards of models.
+
+The sources are OpenDiT's safetensors files (with the configuration in the metadata), whole or in several files, and the
+formats of other programs (opendit/checkpoint/foreign.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,29 +40,29 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 
 METADATA_KEY = "opendit"
-WeightedLora = tuple[str | Path, float]  # a path, and what its products are multiplied by
+WeightedLora = tuple[str | Path, float]  # a path, and the factor for its products
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
-ROUNDING = 1e-6  # fp32 tolerance: the tables in Meta's files were computed by other libraries
+ROUNDING = 1e-6  # fp32 tolerance, because other libraries computed the tables in Meta's files
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """Find the weights of a path.
+    """Find the weights at a path.
 
-    The path is a file, a folder with weights, a checkpoint's folder, a run's folder (of which the newest checkpoint is
-    meant), or a folder of diffusers' DiTPipeline. The result is a .safetensors or .pt file, the index of several, or
-    the pipeline's model_index.json. A file that a checkpoint should have and has lost is returned too, for
-    :func:`read_weights` to report.
+    The path is a file, a folder with weights, a checkpoint's folder, a run's folder (which stands for the run's newest
+    checkpoint), or a folder of diffusers' DiTPipeline. The result is a .safetensors or .pt file, the index of several
+    files, or the pipeline's model_index.json. If a checkpoint has lost its weights file, the missing file's path is
+    returned, and :func:`read_weights` reports the loss.
 
     Raises:
-        FileNotFoundError: nothing of the kind is there; the message says what was looked for.
-        ValueError: it is a ``latest`` or ``best`` that does not lead to a checkpoint beside it.
+        FileNotFoundError: the path has no weights; the message lists what was looked for.
+        ValueError: the path is a link ``latest`` or ``best`` that does not lead to a checkpoint in the same folder.
     """
     path = named_checkpoint(Path(path))
     if path.is_file():
         return path
     newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
-    if is_published(path):  # whose weights have names that a checkpoint's may have as well
+    if is_published(path):  # checked first, because its weights may be named like a checkpoint's
         return next(
             path / name for name in (PIPELINE_INDEX, f"{TRANSFORMER}/{CONFIG}", CONFIG) if (path / name).is_file()
         )
@@ -79,7 +81,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
 
 def folder_of(path: Path) -> Path | None:
-    """Return the folder of the public model that a file stands for; None for other files."""
+    """Return the folder of the public model that a configuration or index file represents; None for other files."""
     if path.name not in (PIPELINE_INDEX, CONFIG):
         return None
     alone = path.parent.name != TRANSFORMER or expert_of(path.parent) is not None
@@ -88,7 +90,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Describe what is wrong with a ``latest`` that does not lead to a checkpoint beside it; None if nothing is."""
+    """Describe the error of a link that does not lead to a checkpoint in the same folder; None if there is no error."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -99,7 +101,7 @@ def _elsewhere(folder: Path) -> str | None:
 def weights_in(folder: Path, which: str) -> Path:
     """Return the file or index of one set of a checkpoint's weights.
 
-    If there is neither, return the name that is missing: of the index if there are shards, else of the file.
+    If neither exists, return the path that should exist: the index if the folder has shards, else the file.
     """
     names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
     missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
@@ -107,16 +109,17 @@ def weights_in(folder: Path, which: str) -> Path:
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """Read the weights of a path as :func:`find_weights` takes it.
+    """Read the weights at a path that :func:`find_weights` accepts.
 
     Args:
-        path: of a run's folder with ``notes``, its newest intact checkpoint is read.
+        path: a path of weights. For a run's folder with ``notes``, the newest intact checkpoint is read.
         which: the set of weights of a checkpoint.
-        notes: gets a line, to be shown, if a newer checkpoint is damaged.
-        mesh: ranks that all call this; they divide the verification and get the same result.
+        notes: list of messages for the user. A message is added if a newer checkpoint is damaged.
+        mesh: the ranks, which must all call this function. They divide the verification and get the same result.
 
     Raises:
-        FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint; on every rank.
+        FileNotFoundError, ValueError: the weights are missing, damaged or unreadable, or no checkpoint is intact.
+            Raised on every rank.
     """
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
@@ -126,8 +129,8 @@ def use_newest(
 ) -> T:
     """Return ``use(weights)`` for the weights that :func:`read_newest` finds.
 
-    ``use`` runs while the weights are verified, for several checkpoints in turn if some are damaged. Its results and
-    errors for damaged weights are dropped.
+    ``use`` runs while a thread verifies the weights. If a checkpoint is damaged, the result or error of ``use`` is
+    dropped, and ``use`` is called for the next older checkpoint.
     """
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
@@ -141,12 +144,12 @@ def use_newest(
             continue
         if damaged:
             notes.append(f"{'; '.join(damaged)}; taken is {folder}, the newest that is intact")
-        return cast(T, made)  # None only beside a problem
+        return cast(T, made)  # None only if there is a problem
     raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read and check (opendit.checkpoint.schema) the metadata of a weights file of ours; {} for other files.
+    """Read the metadata of an OpenDiT weights file and check them (opendit.checkpoint.schema); {} for other files.
 
     The weights are not read. Raises ValueError with one line that names the file and the field.
     """
@@ -159,16 +162,16 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def _info(tensors: TensorSet) -> dict[str, Any]:
-    from opendit.checkpoint.schema import checked_metadata  # pydantic, for who reads weights
+    from opendit.checkpoint.schema import checked_metadata  # imports pydantic, so only when weights are read
 
     text = tensors.metadata.get(METADATA_KEY)
     return {} if text is None else checked_metadata(text, tensors.path)
 
 
 def read_config(path: Path) -> DiTConfig | None:
-    """Read the configuration in a weights file of ours; None for other files and for damaged ones.
+    """Read the configuration in an OpenDiT weights file; None for other files and for damaged ones.
 
-    The weights are not read. :func:`read_weights` says what is wrong with a file.
+    The weights are not read. :func:`read_weights` reports the damage of a file.
     """
     try:
         return Weights({}, path, read_info(path)).config
@@ -177,25 +180,26 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
-    """Read the weights of a file or an index, verified if they are a checkpoint's.
+    """Read the weights of a file or an index, and verify them if they belong to a checkpoint.
 
-    The header must be that of the model which the metadata describes. Tensors stay in the file until they are used. No
-    code in a file is run (opendit.checkpoint.foreign).
+    The names and shapes in the header must match the model that the metadata describes. Tensors stay in the file until
+    they are used. Code in a file is never run (opendit.checkpoint.foreign).
 
-    group: ranks that all call this and divide the verification.
+    Args:
+        group: the ranks, which must all call this function and divide the verification.
 
     Raises:
-        ValueError: the file is damaged, can't be read, holds another model than it says, no state dict, or weights that
-            are not finite; on every rank.
+        ValueError: the file is damaged or unreadable, does not match the model of its metadata, has no state dict, or
+            has weights that are not finite. Raised on every rank.
     """
     return _use_intact(path, group or ControlGroup(ALONE), lambda weights: weights)
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
-    """Call :func:`_use`, and raise ValueError for damaged weights, naming the newest earlier ones that are intact."""
+    """Call :func:`_use`. Raise ValueError for damaged weights, and name the newest intact earlier checkpoint."""
     problem, made = _use(path, group, use)
     if problem is None:
-        return cast(T, made)  # None only beside a problem
+        return cast(T, made)  # None only if there is a problem
 
     def fix() -> str:
         which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
@@ -206,9 +210,10 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
-    """Return (None, ``use(weights)``), or (what is wrong with the weights by their manifest, None).
+    """Return (None, ``use(weights)``), or (how the weights differ from their manifest, None).
 
-    Checksums are computed in a thread beside ``use``: SHA-256 of DiT-XL/2 takes as long as bringing it to a GPU.
+    A thread computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to
+    a GPU.
     """
     made, error, mesh = None, None, group.mesh
     checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
@@ -228,9 +233,9 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damage(path: Path, group: ControlGroup) -> str | None:
-    """Describe how weights differ from the manifest beside them, the same on every rank; None if they do not.
+    """Describe how weights differ from the manifest in their folder; None if they are equal or have no manifest.
 
-    Weights without a manifest are not verified.
+    The result is the same on every rank.
     """
     return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
 
@@ -252,7 +257,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """Read weights, and check this share of them."""
+    """Read weights, and check share ``part`` of ``parts`` of their tensors."""
     if published := folder_of(path):
         return read_published(published)
     if path.name == PIPELINE_INDEX:
@@ -270,7 +275,7 @@ def _read_part(path: Path, part: int, parts: int) -> Weights:
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
-    """Return the same weights. Raises ValueError if a tensor of this share of them holds a NaN or an infinity."""
+    """Return ``weights``. Raises ValueError if a tensor in share ``part`` of ``parts`` holds a NaN or an infinity."""
     state = weights.state
     tensors = state.as_stored(part, parts) if isinstance(state, TensorSet) else list(state.items())[part::parts]
     if name := next((name for name, tensor in tensors if not_finite({name: tensor})), None):
@@ -281,9 +286,9 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the position tables in ``state`` that are not the computed ones: name -> largest difference of a number.
+    """Return name -> largest absolute difference for the position tables in ``state`` that differ from computed ones.
 
-    Tables that are missing or of another size are not compared.
+    Tables that are missing or have another size are not compared.
     """
     found = {}
     for name, (dim, sizes) in config.tables.items():
@@ -296,7 +301,7 @@ def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, fl
 
 
 def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> list[str]:
-    """Return a line for each of :func:`other_tables` of the file at ``path``."""
+    """Return a message for each table of the file at ``path`` that :func:`other_tables` finds."""
     return [
         f"{path}: its table {name} is not the computed one (numbers differ by up to {off:.2g}), which is used in its "
         "place"
@@ -308,22 +313,22 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """The first values of any shard of any parameter, under any plugin, as an adaptation says.
+    """Initial values for any shard of any parameter when training starts from pretrained weights.
 
-    They are read from a tensor of the file, of which only the shard is read, cut from a small tensor that was made of
-    one, or initial values.
+    The values of a parameter have one of three sources: a tensor of the file (only the shard is read), a small tensor
+    that the adaptation computed, or a random initialization.
 
     Args:
-        start: says which of these a parameter gets.
+        start: the adaptation, which selects the source for each parameter.
         state: the file's tensors.
-        initial: gives the initial values of any shard by the parameter's canonical name.
+        initial: returns the random initialization of a shard, given the parameter's canonical name.
     """
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
-        """Return a shard of a parameter, (shard.shape) fp32 in host memory. It may be a view of the file.
+        """Return a shard of a parameter, (shard.shape) fp32 in host memory. The result may be a view of the file.
 
         Raises ValueError or OSError if the file has changed since it was opened.
         """
@@ -334,7 +339,7 @@ class FirstWeights:
 
     @torch.no_grad()
     def fill(self, model: DiT) -> None:
-        """Set all parameters of an undivided model in memory."""
+        """Set all parameters of a model that is not divided between ranks."""
         for name, parameter in model.named_parameters():
             parameter.copy_(self(name, Shard(tuple(parameter.shape), ())))
 
@@ -351,16 +356,16 @@ def load_state(
     dtype: torch.dtype = torch.float32,
     layout: Layout | None = None,
 ) -> None:
-    """Load weights into a model, strictly.
+    """Load weights into a model, whose names and shapes must be exactly those of the weights.
 
-    A parameter on the meta device gets memory on ``device``, in ``dtype``. Buffers, which are fixed tables, must be in
-    the file, and stay as they are computed (see ``DiTConfig.tables``).
+    A parameter on the meta device gets memory on ``device``, in ``dtype``. Buffers are fixed tables. The file must have
+    the buffers, but the model keeps its computed values (see ``DiTConfig.tables``).
 
     Args:
-        layout: of a model that has parts of its parameters; only these are read from the files.
+        layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read.
 
     Raises:
-        ValueError: names the first differences.
+        ValueError: names or shapes differ; the message names the first differences.
     """
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
@@ -374,8 +379,8 @@ def load_state(
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
-            # Moved from the mapped file to the device as it is, and cast there. A copy in any case: others could change
-            # the file's own memory.
+            # The device casts the values, after a transfer in the stored dtype. On the CPU, the parameter must be a
+            # copy, because another program could change the memory of the mapped file.
             there = stored.to(device)
             made = there.to(dtype, copy=there is stored)
             owner, _, attribute = name.rpartition(".")
@@ -394,25 +399,26 @@ def load_pretrained(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
-    """Build a model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``.
+    """Build a model and load its weights, from an OpenDiT checkpoint or from Meta's .pt file and the model's ``name``.
 
-    A checkpoint of --lora is merged into the weights of its base.
+    A checkpoint of a run with --lora is merged into the weights of its base.
 
     Args:
-        path: as :func:`find_weights` takes it.
-        name: the model; needed if the file does not say.
+        path: a path that :func:`find_weights` accepts.
+        name: the model's name; needed if the file does not have it.
         which: the set of weights of a checkpoint.
-        lora: checkpoints of --lora to merge into the weights of ``path``, each with its weight. Classes, size and
-            objective are then those of the first. Of a public model also LoRA files of others.
-        num_classes: of a file that does not say (see :func:`infer_config`).
-        notes: gets what :func:`read_newest` adds, and the fixed tables of the files that are not used.
-        device: where ``DiT.place`` puts the model.
-        dtype: of the weights.
-        stage: returns the context for a named stage of the work.
-        mesh: if its ranks divide layers, the model has this rank's part of each (opendit.parallel.tensor).
+        lora: checkpoints of runs with --lora to merge into the weights of ``path``, each with a weight. The first one
+            sets the classes, the size and the objective. For a public model, LoRA files of other programs also work.
+        num_classes: number of classes, for a file that does not have it (see :func:`infer_config`).
+        notes: list of messages for the user, from :func:`read_newest` and about tables in the files that are not used.
+        device: device of the model, for ``DiT.place``.
+        dtype: dtype of the weights.
+        stage: returns the context manager for a named stage of the work.
+        mesh: the ranks. With tensor parallelism, the model gets this rank's part of each layer
+            (opendit.parallel.tensor).
 
     Raises:
-        FileNotFoundError, ValueError: nothing there, unreadable, or another model.
+        FileNotFoundError, ValueError: the weights are missing, unreadable, or belong to another model.
     """
     says_itself = (
         f"--num_classes {num_classes}: {lora[0][0] if lora else path} says itself what it draws; leave the flag out"
@@ -443,10 +449,10 @@ def load_pretrained(
             raise ValueError(says_itself)
         added = [(read_newest(each, which, notes), weight) for each, weight in lora]
         base = read_newest(path, which, notes)
-        if "lora" in base.info:  # a run, and more on top of it
+        if "lora" in base.info:  # ``path`` is a LoRA run, and ``lora`` is added on top
             added, base = [(base, 1.0), *added], _base_of(base)
         model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
-        if base.path.is_dir():  # a pipeline's folder, which was named: its VAE and text encoders, too
+        if base.path.is_dir():  # a pipeline's folder: use its own VAE and text encoder, too
             own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
             weights = replace(weights, path=base.path, info=weights.info | own)
         return model, weights
@@ -459,7 +465,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Leave this rank its part of every layer, if ranks divide them. Return the layout of the parts."""
+    """With tensor parallelism, reduce each layer to this rank's part and return the layout of the parts; else None."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -469,13 +475,13 @@ def _divide(model: DiT, mesh: Mesh) -> Layout | None:
 
 
 def check_name(weights: Weights, name: str | None) -> None:
-    """Raise ValueError if weights that name their model name another one than ``name``."""
+    """Raise ValueError if the model in the metadata of ``weights`` is not ``name``."""
     if name is not None and weights.info["model"] != canonical_model(name):
         raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of {name}; give its --model")
 
 
 def _base_of(added: Weights) -> Weights:
-    """Read the weights that a checkpoint of --lora adds to."""
+    """Read the base weights of a checkpoint of a run with --lora."""
     base = Path(added.info["lora"]["base"])
     if not (base.is_file() or is_published(base)):
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
@@ -491,10 +497,12 @@ def _with_lora(
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``base`` with the weighted LoRAs of runs and of files; arguments as of
-    :func:`load_pretrained`.
+    """Build the model of ``base`` and merge weighted LoRAs of runs and of files.
 
-    Return it with the first run, or with ``base`` if there is none.
+    The other arguments are those of :func:`load_pretrained`.
+
+    Returns:
+        The model, and the weights of the first LoRA run, or ``base`` if all LoRAs are files.
     """
     found = base.config
     products: Products = {}
@@ -503,7 +511,7 @@ def _with_lora(
     for each, weight in added:
         if "lora" in each.info:
             check_name(each, name)
-            assert each.config is not None  # whatever has "lora" has one
+            assert each.config is not None  # metadata with "lora" always have a configuration
             check_size(each.config, base.shapes | each.shapes, each.path)
             check_lora(each)
             found = found or infer_config(base.state, each.info["model"], base.path, base.num_classes)
@@ -535,14 +543,14 @@ def _with_lora(
     if notes is not None:
         notes += table_notes(found, base.state, base.path)
     merged = Merged(base.state, products, full)
-    if isinstance(base.state, MatchedTensors):  # which fit as they are; parts of them are read
+    if isinstance(base.state, MatchedTensors):  # these weights need no adaptation, so shards can be read
         model = empty_model(config, parameters=False)
         layout = _divide(model, mesh)
         fill(model, base.state, device, dtype, layout)
         merged.add_to(model, layout)
         return model.place(device, dtype), first
     model = empty_model(config)
-    initial = InitialValues(model, seed=0)  # for new parameters, which --lora trained as well
+    initial = InitialValues(model, seed=0)  # for new parameters, which --lora has also trained
     start = adapt(model, base, found, first.info.get("class_names") or (), fresh=initial.whole)
     FirstWeights(start, base.state, initial).fill(model)
     merged.add_to(model)

@@ -1,12 +1,13 @@
-"""Public models, read from the folders in which diffusers keeps them, without trusting these.
+"""Read public models from folders in diffusers' layout. The folders are not trusted, so all contents are checked.
 
-    model_index.json                     what the pipeline consists of; compared, and nothing is imported for it
+    model_index.json                     the pipeline's components; compared with the family, nothing is imported
     transformer/config.json              the network's class and sizes
     transformer/diffusion_pytorch_model.safetensors, or several files and their .index.json
     vae/, text_encoder/, tokenizer/, scheduler/
 
-The folder of the transformer alone will do as well. What a family's file says (opendit/models/families) decides how the
-configuration and the names are understood. Headers are read and compared; weights are read when they are asked for.
+The folder of the transformer alone is accepted as well. The model's family (opendit/models/families) defines how the
+configuration and the weights' names are translated. Opening a folder reads and compares only the headers of the weight
+files. A weight is read on access.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,13 +40,13 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import Shapes, model_shapes
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
-EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # of pipelines of two networks
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # in pipelines with two networks
 SCHEDULER = "scheduler_config.json"
 MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
 
 class NetworkConfig(PretrainedConfig):
-    """transformer/config.json of any family. Its numbers are bounded before a family computes with them."""
+    """The content of transformer/config.json of any family. The numbers are bounded before a family uses them."""
 
     class_name: Word = Field(alias="_class_name")
 
@@ -72,7 +73,7 @@ def _check_bounds(key: str, value: Any) -> None:
 
 
 class ModelIndex(OpenJsonObject):
-    """model_index.json of any pipeline."""
+    """The content of model_index.json of any pipeline."""
 
     class_name: Word = Field(alias="_class_name")
 
@@ -82,18 +83,19 @@ NETWORK, MODEL_INDEX = FileKind(NetworkConfig, 4 * MIB), FileKind(ModelIndex, 4 
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """A public model's folder, compared with what its family says.
+    """A public model's folder that agrees with the definition of its family.
 
     Attributes:
-        family, spec: the family, and the specification that it makes of the configuration.
+        family: the model's family.
+        spec: the family's specification of the network, derived from the configuration.
         config: the content of ``transformer``/config.json.
         transformer: the folder of the network.
-        pipeline: the folder around it; None if only the network's was named.
-        index: the content of model_index.json, if there is one.
-        root: nothing outside of this folder is read.
-        files: the weights under their published names.
-        pairs: our names, published names, and the dimension along which they are joined.
-        alone: one of the two networks of ``pipeline`` was named.
+        pipeline: the folder of the pipeline; None if the user named only the network's folder.
+        index: the content of model_index.json, or None.
+        root: the folder that all files must lie in.
+        files: the weights by their published names.
+        pairs: (OpenDiT's names, published names, dimension along which the weights are concatenated).
+        alone: True if the user named the folder of one of the pipeline's two networks.
     """
 
     family: Family
@@ -108,7 +110,7 @@ class PublishedFolder:
     alone: bool = False
 
     def shapes(self) -> Shapes:
-        """Return the shapes of the parameters of our network. Raises ValueError, naming the configuration."""
+        """Return the shapes of OpenDiT's parameters. Raises ValueError that names the file of the configuration."""
         try:
             return model_shapes(public_config(self.family.name, self.config))[0]
         except (ValueError, KeyError, TypeError, ArithmeticError) as error:
@@ -117,29 +119,28 @@ class PublishedFolder:
     def tensors(
         self, shapes: Mapping[str, Sequence[int]] | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> MatchedTensors:
-        """Return the weights under our names.
+        """Return the weights by OpenDiT's names.
 
         Args:
-            shapes: of all parameters of the network; by default those of :meth:`shapes`.
-            weights: under their published names, instead of those in the files.
+            shapes: shapes of all parameters of the network; by default those of :meth:`shapes`.
+            weights: weights by their published names, to use instead of the weights in the files.
 
         Raises:
-            ValueError: in one line, the file and the weight that does not fit.
+            ValueError: a weight does not fit; the message is one line that names the file and the weight.
         """
         shapes = self.shapes() if shapes is None else shapes
         source = self.files if weights is None else weights
         return MatchedTensors(source, self.pairs, shapes, self.files.path, constants=self.family.constants)
 
     def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
-        """Return weights of ours under the published names, in the published shapes and dtypes; the inverse of
-        :meth:`tensors`.
+        """Convert OpenDiT's weights to the published names, shapes and dtypes. The inverse of :meth:`tensors`.
 
         Args:
-            state: weights by our names.
-            path: of these, for messages.
+            state: weights by OpenDiT's names.
+            path: path of the weights, for messages.
 
         Raises:
-            ValueError: in one line, what is missing, unexpected, or does not fit.
+            ValueError: a weight is missing, unexpected, or does not fit; the message is one line.
         """
         back = [(theirs, ours, dim) for ours, theirs, dim in self.pairs]
         constants = {name: self.files[name] for name in self.family.constants}
@@ -151,7 +152,11 @@ class PublishedFolder:
 
 
 def expert_of(folder: Path) -> str | None:
-    """Return which of a pipeline's two networks, divided by times, a folder holds, "high" or "low"; None for others."""
+    """Return which network a folder holds in a pipeline with one network for high noise and one for low noise.
+
+    Returns:
+        "high" or "low"; None if the folder is not in such a pipeline.
+    """
     path = folder.parent / PIPELINE_INDEX
     if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
         return None
@@ -163,14 +168,14 @@ def expert_of(folder: Path) -> str | None:
 
 
 def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
-    """Return the folder of the network of a configuration: ``folder``, or in a pipeline of two that of its expert."""
+    """Return the folder of a configuration's network: ``folder``, or in a two-network pipeline the expert's folder."""
     expert = config.expert if isinstance(config, PublicConfig) else None
     inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
     return inside if expert_of(inside) == expert else Path(folder)
 
 
 def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) -> bool:
-    """Return True for a folder that :func:`open_published` is for, whatever may be wrong with it beside its class."""
+    """Return True if the folder names the network class of a known family. Nothing else is checked."""
     folder = Path(folder)
     path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
     try:
@@ -182,15 +187,16 @@ def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) 
 
 
 def open_published(folder: str | Path, families: Mapping[str, Family]) -> PublishedFolder:
-    """Open a public model's folder. Of its weights only the headers are read.
+    """Open a public model's folder. Only the headers of the weight files are read.
 
     Args:
-        folder: of the pipeline, or of its transformer.
-        families: those that are known, by their names.
+        folder: the folder of the pipeline, or of its transformer.
+        families: name -> known family.
 
     Raises:
-        FileNotFoundError: no such folder, or a file is missing.
-        ValueError: in one line, the file that is damaged, leads out of the folder, or is another model's.
+        FileNotFoundError: the folder or a file does not exist.
+        ValueError: a file is damaged, is a link out of the folder, or belongs to another model. The message is one line
+            that names the file.
     """
     folder = Path(folder)
     inside, expert = folder / TRANSFORMER, expert_of(folder)
@@ -227,14 +233,17 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that all files must lie in: the one that was named, or its repository in the hub's cache, where
-    files are links to ``blobs``."""
+    """Return the folder that all files must lie in.
+
+    In the Hugging Face cache, this is the folder of the repository, because files are links to its ``blobs``. Elsewhere
+    it is ``folder`` itself.
+    """
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 
 
 def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | None:
-    """Return model_index.json, compared with the family's components; None if there is none."""
+    """Read model_index.json and compare it with the family's components. Return None if the file does not exist."""
     path = pipeline / PIPELINE_INDEX
     if not path.is_symlink() and not path.exists():
         return None
@@ -266,7 +275,7 @@ def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | 
 
 
 def _open_files(transformer: Path, root: Path) -> WholeTensors:
-    """Map the files of weights, and compare their headers with their sizes and the index."""
+    """Map the weight files, and compare their headers with the file sizes and the index."""
     files = weight_files(transformer, STEM)
     for file in files:
         file_id(file, root)
@@ -282,13 +291,13 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
     return tensors
 
 
-# ------------------------------------------------------------------------------------------------ as weights of ours
+# ------------------------------------------------------------------------------------------------ as OpenDiT weights
 
 
 def read_published(folder: str | Path) -> Weights:
-    """Open a public model's folder as weights under our names, with all that its files say about how to use them.
+    """Open a public model's folder as weights by OpenDiT's names, with the settings for their use in ``info``.
 
-    Weights stay in the files until they are asked for. Raises as :func:`open_published` and ``published_schedule``.
+    A weight is read from its file on access. Raises the errors of :func:`open_published` and ``published_schedule``.
     """
     opened = open_published(folder, FAMILIES)
     family, info = opened.family, {}
@@ -308,7 +317,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            if family.shift == "empirical" and objective.shift_tokens is not None:  # or it says another, fixed one
+            if family.shift == "empirical" and objective.shift_tokens is not None:  # else its shift is fixed
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
     expert = expert_of(opened.transformer) if opened.alone else None

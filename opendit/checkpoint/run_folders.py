@@ -1,7 +1,10 @@
-"""The folders of runs, OUTPUTS/NNN-MODEL (000 to 999, then 1000 and on), and of the checkpoints in them.
+"""Find and create the folders of runs, OUTPUTS/NNN-MODEL, and find the checkpoints in these folders.
 
-A run's folder ``checkpoints`` holds ``step_0000100`` and so on (opendit/checkpoint/files.py says what is in one),
-``latest``, a symbolic link to the newest or a file with its name, and ``best``, the same for the best by some figure.
+The numbers NNN go from 000 to 999 and then on from 1000. A run's folder ``checkpoints`` holds:
+
+- ``step_0000100`` and so on, the checkpoints (opendit/checkpoint/files.py lists their files),
+- ``latest``, a symbolic link to the newest checkpoint, or a file with the checkpoint's name,
+- ``best``, a link or file of the same kind for the checkpoint with the best value of a figure.
 """
 
 import contextlib
@@ -16,10 +19,10 @@ from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-AVERAGES = "averages"  # what stays of deleted checkpoints of a run with --average power:...
+AVERAGES = "averages"  # keeps the averages of deleted checkpoints of a run with --average power:...
 ENDED = "ended.json"  # how the run ended; see opendit/training/run_end.py
-_MOST_NAME = 255  # bytes in ``latest``
-# What a run and its loggers write in its folder, beside the lock.
+_MOST_NAME = 255  # most bytes of the file ``latest``
+# Names that a run and its loggers write in the run's folder, in addition to the lock.
 WRITTEN = (
     "config.json",
     "config_damaged.json",
@@ -40,9 +43,10 @@ _NAME = re.compile(r"([0-9]{3,})-(.+)", re.DOTALL | re.ASCII)
 
 
 def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
-    """Return the folders of runs below ``outputs``, in the order of their numbers.
+    """Return the folders of runs in ``outputs``, in the order of their numbers.
 
-    model: a pattern for the model's part of their names.
+    Args:
+        model: an fnmatch pattern for the part MODEL of the folders' names.
     """
     with contextlib.suppress(OSError):
         found = [(path, _NAME.fullmatch(path.name)) for path in Path(outputs).iterdir()]
@@ -52,15 +56,16 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Make OUTPUTS/NNN-MODEL, with the number after the highest there is.
+    """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number.
 
-    Runs that start at the same moment get different numbers, whatever their models. Call on one rank. Raises OSError.
+    Runs that start at the same moment get different numbers, also if their models differ. Call on one rank. Raises
+    OSError.
     """
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
     while True:
-        # Only one process can make this folder, so the number is its own whatever its model is called.
+        # Only one process can create this folder, so no other run gets the number, even one of another model.
         claim = outputs / f".{number:03d}"
         try:
             claim.mkdir()
@@ -106,11 +111,11 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, damaged ones included, in the order in which to try loading them.
+    """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them.
 
-    First comes the one that ``latest`` names, then the earlier ones, the newest first, and last those of later steps,
-    which belong to an attempt that was abandoned by resuming from before it. Without ``latest`` the highest step is
-    the newest.
+    The checkpoint that ``latest`` names comes first. Earlier checkpoints follow, the newest first. Checkpoints of later
+    steps come last; they remain if the run was resumed from before them. Without ``latest``, the checkpoint with the
+    highest step is the newest.
     """
     folder = run / CHECKPOINTS
     try:
@@ -129,24 +134,25 @@ def checkpoints_in(run: Path) -> list[Path]:
     try:
         newest = step_of(named_checkpoint(latest))
     except ValueError:
-        return [latest, *steps]  # damage, to be reported by whoever loads it
+        return [latest, *steps]  # the attempt to load it reports the damage
     if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # it names a folder that is gone: likewise
+        steps.insert(0, latest)  # names a missing folder; the attempt to load it reports this
     return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
 
 
 def named_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a run's ``latest`` or ``best`` names, and any other folder as it is.
+    """Return the checkpoint that a run's ``latest`` or ``best`` names. Return any other folder unchanged.
 
-    Both are symbolic links, or files with a name in them. They are read as names, never followed. Raises ValueError, in
-    one line, for one that holds anything but the name ``step_*`` of a folder beside it.
+    ``latest`` and ``best`` are symbolic links, or files that contain a name. A link is never followed; its target is
+    read as a name. Raises ValueError, with one line, if the name is not ``step_*``, the name of a folder in the same
+    folder.
     """
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
     try:
         if not path.is_symlink() and (path.is_dir() or not path.exists()):
-            return folder  # a copy of the run without links; or there is none
+            return folder  # a copy of the run without links, or a missing path
         name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
@@ -161,7 +167,9 @@ def named_checkpoint(folder: Path) -> Path:
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
     """Return the newest run folder that has a checkpoint, or None.
 
-    model: whose runs to look at. video: without a model, look at those of any model for clips.
+    Args:
+        model: search only the runs of this model.
+        video: without a model, search only the runs of models for clips.
     """
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
@@ -169,7 +177,7 @@ def newest_run(outputs: str, model: str | None = None, video: bool = False) -> P
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the checkpoint to resume from, which may be damaged; None if there is none."""
+    """Return the checkpoint to resume from, which may be damaged, or None if the run has no checkpoint."""
     for folder in checkpoints_in(run):
         with contextlib.suppress(ValueError):
             return named_checkpoint(folder).resolve()
@@ -177,10 +185,10 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def point_to(latest: Path, final: Path) -> None:
-    """Make ``latest`` a symbolic link to a checkpoint, or a file with its name where links can't be made.
+    """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name where links are impossible.
 
-    A folder called ``latest``, which a copy without links has, is renamed. Raises OSError if neither can be made; then
-    ``latest`` is gone, for an outdated one would be followed.
+    A folder called ``latest`` is renamed; a copy of a run without links has such a folder. Raises OSError if neither a
+    link nor a file can be created. In this case ``latest`` is removed, so that an outdated one is never used.
     """
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
@@ -200,13 +208,14 @@ def point_to(latest: Path, final: Path) -> None:
         raise
 
 
-# ------------------------------------------------------------------------------------------ where its files may be
+# ------------------------------------------------------------------------------------------ allowed locations
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that the files of a checkpoint must lie in: its run's, or its own if it is in no run.
+    """Return the folder that the files of a checkpoint must lie in.
 
-    Where ``checkpoints`` is a link out of the run, which its user made to keep them on another disk, it is that folder.
+    This is the run's folder, or the checkpoint's own folder if it belongs to no run. If ``checkpoints`` is a link out
+    of the run, which a user may create to store checkpoints on another disk, it is the target of this link.
     """
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
@@ -216,9 +225,10 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the folder of the run that a checkpoint is in, if it may be written to.
+    """Return the folder of a checkpoint's run if the run may be written to.
 
-    None if the checkpoint is in no run, or if ``checkpoints`` is a link: what it leads to is only read.
+    Returns None if the checkpoint belongs to no run, or if ``checkpoints`` is a link, because the target of a link is
+    only read.
     """
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
@@ -226,6 +236,6 @@ def run_of(folder: Path) -> Path | None:
 
 
 def _in_run(folder: Path) -> Path:
-    """Return a checkpoint's folder by its own name if that is below ``checkpoints``, else with links resolved."""
+    """Return a checkpoint's absolute path. Links are resolved unless the folder's parent is called ``checkpoints``."""
     folder = Path(os.path.abspath(folder))
     return folder if folder.parent.name == CHECKPOINTS else folder.resolve()

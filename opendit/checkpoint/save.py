@@ -1,12 +1,16 @@
-"""Saving a run: training waits only for the copy off the device, and the files are written in the background.
+"""Save a run. Training waits only for the copy off the device; a background thread writes the files.
 
-One of two classes decides what each rank copies and writes. With ``WholeTensorFiles`` each file is written by one rank,
-which gathers its tensors, parameter by parameter, into a buffer in host memory. The buffers of all ranks hold
-(3 + averages) x 4 bytes x parameters, 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles`` every rank writes what
-it holds, no tensor is gathered, and an index says which slices of which tensor are in which file. What several ranks
-hold (replicas of a sharded model, tensors that every rank has in full) is divided among them evenly.
+One of two classes decides what each rank copies and writes:
 
-A checkpoint's folder gets its name when all of its files are on the disk. At every moment there is one to load.
+- ``WholeTensorFiles``: one rank writes each file. This rank gathers the file's tensors, parameter by parameter, into a
+  buffer in host memory. The buffers of all ranks together hold (3 + averages) x 4 bytes x parameters: 10.8 GB for
+  DiT-XL/2 with one average.
+- ``ShardFiles``: every rank writes its own shards, and no tensor is gathered. An index records which slices of which
+  tensor are in which file. Data that several ranks hold (replicas of a sharded model, tensors that every rank has in
+  full) is divided evenly among these ranks.
+
+A checkpoint's folder gets its final name only when all of its files are on the disk, so a complete checkpoint exists at
+every moment.
 """
 
 import contextlib
@@ -64,8 +68,8 @@ from opendit.parallel.supervisor import CLOSING
 
 logger = logging.getLogger(__name__)
 
-Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor in host memory
-THREADS = 4  # that copy from host to host: one alone does not fill the memory's bandwidth
+Files = dict[str, dict[str, Tensor]]  # one rank's output: file -> name of the tensor -> tensor in host memory
+THREADS = 4  # threads for host-to-host copies, because one thread does not use the full memory bandwidth
 OPTIMIZER = "optimizer"
 
 
@@ -73,7 +77,7 @@ OPTIMIZER = "optimizer"
 
 
 def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (set, parameter, this rank's shard) of masters, averages and moments, in the same order on all ranks."""
+    """Yield (set, parameter, this rank's shard) for masters, averages and moments, in the same order on all ranks."""
     averages = average_sets(ema.decays)
     for name in engine.shapes:
         yield MODEL_SET, name, engine.master(name)
@@ -89,7 +93,7 @@ def buffers_of(engine: Engine) -> dict[str, Tensor]:
 
 
 class HostBuffer:
-    """A buffer of fp32 numbers in host memory, page-locked for copies from a GPU until :meth:`free`."""
+    """A buffer of fp32 numbers in host memory. Until :meth:`free`, the memory is page-locked for copies from a GPU."""
 
     def __init__(self, numel: int, device: torch.device):
         self.device, self._used = device, 0
@@ -107,14 +111,14 @@ class HostBuffer:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor into the buffer. Return the copy, complete when :meth:`wait` has returned."""
+        """Start to copy a tensor into the buffer. Return the copy, which is complete after :meth:`wait`."""
         space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
         if tensor.device.type != "cpu" or self.device.type == "cpu":
             return space.copy_(tensor, non_blocking=True)
         self._threads = self._threads or ThreadPoolExecutor(THREADS, "save")
         self._copies.append(self._threads.submit(space.copy_, tensor))
-        while len(self._copies) > THREADS:  # bounds the memory of tensors that only live until they are copied
+        while len(self._copies) > THREADS:  # limits the memory of temporary tensors that wait for their copy
             self._copies.popleft().result()
         return space
 
@@ -139,8 +143,11 @@ class HostBuffer:
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
     """Return the rank that writes each (set, parameter), so that all ranks write about the same amount.
 
-    A set of weights is one file, so one rank's. The moments (set ``OPTIMIZER``) are assigned parameter by parameter,
-    the largest first, to the rank with the least to write.
+    One rank writes a whole set of weights, because the set is one file. The moments (set ``OPTIMIZER``) are assigned
+    parameter by parameter, the largest first, to the rank with the least to write.
+
+    Args:
+        sizes: number of elements of each parameter.
     """
     load, owner = [0] * ranks, {}
 
@@ -157,11 +164,11 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the bytes of the buffers of a host's ranks, on the host with the most of them.
+    """Return the bytes of all save buffers on one host, for the host whose ranks need the most.
 
     Args:
-        sizes: numbers of each parameter.
-        averages: how many averages are saved.
+        sizes: number of elements of each parameter.
+        averages: number of saved averages.
     """
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
@@ -175,7 +182,7 @@ class WholeTensorFiles:
 
     Attributes:
         version: the version in state.json.
-        averages: the file of each average, the one to sample from first.
+        averages: the file of each average. The first average is the one to sample from.
     """
 
     version = 2
@@ -191,7 +198,7 @@ class WholeTensorFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """Copy what this rank writes to host memory. Collective."""
+        """Copy the tensors that this rank writes to host memory. Collective."""
         files: Files = {}
         moments = f"{OPTIMIZER}_{self.mesh.rank:03d}{WHOLE}"
         self.buffer.clear()
@@ -212,7 +219,7 @@ class WholeTensorFiles:
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the remaining files on rank 0, after all ranks have written. Return as :meth:`write`."""
+        """Write the remaining files on rank 0, after all ranks have written. Return their entries of the manifest."""
         return {}
 
 
@@ -220,7 +227,10 @@ class WholeTensorFiles:
 
 
 def written_part(layout: Layout, name: str) -> Shard:
-    """Return the part of a parameter that this rank writes: its shard, or an even part of one that others hold too."""
+    """Return the part of a parameter that this rank writes.
+
+    If only this rank holds the shard, the part is the shard. Ranks with equal shards write an even part each.
+    """
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
@@ -234,14 +244,14 @@ class ShardFiles:
     """Copy and write one rank's files of a checkpoint of shards.
 
     Args:
-        channel: tells the ranks, once, what each of them holds and writes.
+        channel: exchanges once, between the ranks, what each rank holds and writes.
 
     Attributes:
         version: the version in state.json.
-        averages: the index of each average, the one to sample from first.
+        averages: the index file of each average. The first average is the one to sample from.
 
     Raises:
-        ValueError: on every rank, unless the ranks together hold every element of each parameter once.
+        ValueError: the ranks together do not write every element of each parameter exactly once. Raised on every rank.
     """
 
     version = 3
@@ -255,7 +265,7 @@ class ShardFiles:
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}
-        # Ranks of a pipeline know only the parameters of their own stages.
+        # With pipeline parallelism, a rank knows only the parameters of its own stages.
         everywhere = channel.gather((shapes, moments, buffers))
         self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
@@ -272,7 +282,7 @@ class ShardFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """Copy what this rank writes to host memory."""
+        """Copy the tensors that this rank writes to host memory."""
         files: Files = {}
         self.buffer.clear()
         for which, name, shard in state_tensors(self.engine, self.ema):
@@ -298,7 +308,7 @@ class ShardFiles:
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the indices on rank 0, after all ranks have written. Return as :meth:`write`."""
+        """Write the indices on rank 0, after all ranks have written. Return their entries of the manifest."""
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
@@ -324,7 +334,7 @@ class ShardFiles:
 
 
 def incomplete(final: Path) -> Path:
-    """Return the folder that a checkpoint is written to until it is complete."""
+    """Return the temporary folder that a checkpoint is written to until it is complete."""
     return final.with_name(f".{final.name}.incomplete")
 
 
@@ -333,13 +343,18 @@ def _replaced(final: Path) -> Path:
 
 
 def put_in_place(final: Path) -> OSError | None:
-    """Rename a complete checkpoint to its final name, then move ``latest``. At every moment there is one to load.
+    """Rename a complete checkpoint to its final name, then point ``latest`` to the checkpoint.
 
-    Returns the error if ``latest`` could not be moved, which does not harm the checkpoint, else None. Raises OSError
-    if the checkpoint could not be renamed.
+    A complete checkpoint exists at every moment.
+
+    Returns:
+        The error if ``latest`` could not be moved, else None. The checkpoint is intact in both cases.
+
+    Raises:
+        OSError: the checkpoint could not be renamed.
     """
     run = final.parent.parent
-    if os.path.lexists(final):  # of an abandoned attempt: the run was resumed from before this step; may be damaged
+    if os.path.lexists(final):  # from an earlier attempt, before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
         rename(final, _replaced(final), root=run)
     rename(incomplete(final), final, root=run)
@@ -354,16 +369,16 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove what a killed save or deletion left behind. Return where the checkpoint ``in_use`` is now.
+    """Remove the folders that a killed save or deletion left behind. Return the current path of checkpoint ``in_use``.
 
-    Call on one rank, while nothing is being saved.
+    Call this function on one rank, while no save is in progress.
     """
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
-        if left == in_use:  # what replaced it is damaged, or was never complete
+        if left == in_use:  # the run resumed from the replaced folder, so the new folder is unusable
             remove_tree(final, root=run)
         if os.path.lexists(final):
             remove_tree(left, root=run)
@@ -376,17 +391,20 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete all but the ``keep`` newest checkpoints up to ``newest``, never one of ``kept``. With 0 none is deleted.
+    """Delete the checkpoints up to ``newest``, except for the ``keep`` newest and those in ``kept``.
 
-    Checkpoints of later steps, from an attempt that was abandoned by resuming before them, stay until these steps are
-    saved again.
+    Checkpoints of later steps exist if the run was resumed from before them. They stay until the run saves these steps
+    again.
 
-    keep_averages: their averages stay, in the run's folder ``averages``.
+    Args:
+        keep: number of checkpoints to keep; 0 keeps all.
+        kept: checkpoints that are never deleted.
+        keep_averages: move the averages of a deleted checkpoint to the run's folder ``averages``.
     """
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
-            gone = old.with_name(f".{old.name}.deleted")  # renamed first: half a folder would be a damaged checkpoint
+            gone = old.with_name(f".{old.name}.deleted")  # a half-deleted folder would look like a damaged checkpoint
             with contextlib.suppress(OSError):
                 rename(old, gone, root=checkpoints.parent)
                 if keep_averages:
@@ -395,30 +413,30 @@ def prune(
 
 
 def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
-    """Move the averages of a checkpoint to a run's folder of averages, under its name. Raises OSError."""
+    """Move the averages of a checkpoint to the folder ``name`` in the run's folder of averages. Raises OSError."""
     for path in checkpoint.iterdir():
         if not path.name.startswith(AVERAGE_SET) and path.name not in (STATE, MANIFEST):
             remove(path, root=run)
-    remove_tree(run / AVERAGES / name, root=run)  # of an abandoned attempt
+    remove_tree(run / AVERAGES / name, root=run)  # may exist from before the run was resumed at an earlier step
     move_into(checkpoint, run / AVERAGES / name, root=run)
 
 
 class BestCheckpoint:
-    """Keep ``checkpoints/best`` at the checkpoint with the best value of one figure. Use it on one rank.
+    """Keep the link ``checkpoints/best`` at the checkpoint with the best value of one figure. For one rank only.
 
     Figures are compared only if they were measured in the same way on the same samples. After a resume, checkpoints of
-    later steps are ignored, because these steps will be saved again.
+    later steps are ignored, because the run will save these steps again.
 
     Args:
-        checkpoints: the folder of the run's checkpoints, which may not be there yet.
-        name: a figure of ``BEST``.
-        of: identifies what the figure was measured on: ``fingerprint["validation"]`` of a checkpoint for the held-out
-            loss, ``evaluation["of"]`` for all others.
+        checkpoints: the folder of the run's checkpoints. The folder may not exist yet.
+        name: a key of ``BEST``.
+        of: identifier of the data that the figure was measured on. The identifier is ``fingerprint["validation"]`` of a
+            checkpoint for the held-out loss, and ``evaluation["of"]`` for all other figures.
         last: the step that the run is resumed from.
 
     Attributes:
-        folder: the best checkpoint; None while none has such a figure.
-        figure: its value.
+        folder: the best checkpoint; None if no checkpoint has such a figure.
+        figure: the figure of the best checkpoint.
     """
 
     def __init__(self, checkpoints: Path, name: str, of: str, last: int):
@@ -429,17 +447,17 @@ class BestCheckpoint:
             if 0 <= step_of(folder) <= last:
                 try:
                     self.take(folder, read_state(folder))
-                except ValueError:  # damaged; --load would report it
+                except ValueError:  # a damaged checkpoint; --load would report the damage
                     continue
 
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
-        """Compare a checkpoint that has just been saved with this state. Raises OSError if the link can't be moved."""
+        """Compare the checkpoint just saved, whose state is ``state``. Raises OSError if the link can't be moved."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        if self.folder is not None:  # even if it is an old one: before a resume the link may have been at another
+        if self.folder is not None:  # even if unchanged: before a resume the link may have named another folder
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def take(self, folder: Path, state: dict[str, Any]) -> None:
-        """Make a checkpoint the best one if its figure is better. folder, state: of the checkpoint."""
+        """Make a checkpoint with this folder and state the best one if its figure is better."""
         if self._of_samples:
             evaluation = state.get("evaluation", {"of": None, "figures": {}})
             figure, of = evaluation["figures"].get(self._name), evaluation["of"]
@@ -455,26 +473,26 @@ class BestCheckpoint:
 
 
 class Checkpoints:
-    """Save checkpoints of one run, at most one at a time. Build and call it on every rank.
+    """Save checkpoints of one run, at most one at a time. Construct and call the object on every rank.
 
-    A context manager: on exit it waits for the write in progress and frees the host memory. After an error it waits
-    ``CLOSING`` seconds at most; then the write is abandoned, and the checkpoint before it stays the newest.
+    On exit, this context manager waits for the write in progress and frees the host memory. After an error, the wait is
+    at most ``CLOSING`` seconds; then the write is abandoned, and the previous checkpoint stays the newest.
 
     Args:
         folder: the run's checkpoints/ folder.
         info: the metadata of the weights files (model, config, class names, VAE, ...).
-        keep: how many to keep, 0 for all.
-        in_use: the checkpoint that this run was resumed from; it is not deleted.
+        keep: number of checkpoints to keep; 0 keeps all.
+        in_use: the checkpoint that this run was resumed from. This checkpoint is never deleted.
         sharded: True if every rank writes its own shards, False for whole tensors.
-        enabled: False for a run that saves nothing, which then needs no host memory for it.
-        write_failures: counts failures with ``latest`` and ``best``, which do not harm the checkpoints themselves.
-        best: keeps the best checkpoint beside the newest ones; None to keep only these.
+        enabled: False for a run that saves nothing, so that no host memory is allocated.
+        write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
+        best: tracks the best checkpoint, which is kept in addition to the newest ones; None to keep only the newest.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
         newest: the last complete checkpoint of this run, on every rank.
         stall_s: seconds for which the last save stopped training.
-        write_s: seconds that its writing took.
+        write_s: seconds that the last save took to write its files.
     """
 
     def __init__(
@@ -499,7 +517,7 @@ class Checkpoints:
         self.failures: list[str] = []
         self.newest: Path | None = in_use
         self.stall_s = self.write_s = 0.0
-        self._channel = ControlGroup(self.mesh)  # the writing threads'
+        self._channel = ControlGroup(self.mesh)  # used by the writing threads
         self._thread: threading.Thread | None = None
         kind = ShardFiles if sharded else WholeTensorFiles
         self._kind = kind(engine, ema, self._channel, enabled)
@@ -528,10 +546,10 @@ class Checkpoints:
         return self._kind.buffer.bytes
 
     def save(self, state: dict[str, Any]) -> None:
-        """Copy the run's state and start to write it, after the save before has ended.
+        """Wait for the previous save, copy the tensors of the run, and start to write the checkpoint.
 
         Args:
-            state: ``state["step"]`` and whatever else the loop needs to resume.
+            state: ``state["step"]`` and all other values that the training loop needs to resume.
         """
         started = time.perf_counter()
         self.wait()
@@ -550,30 +568,31 @@ class Checkpoints:
         if self.ema.power:
             self.ema.snapshots.append(state["step"])
             full["ema"]["snapshots"] = list(self.ema.snapshots)
-        # A daemon: when a rank dies, the other ranks' threads wait for it forever and must not keep processes alive.
+        # A daemon thread, because the threads of the other ranks wait forever for a dead rank and must not keep their
+        # processes alive.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
         self.stall_s = time.perf_counter() - started
 
     def refuse(self, step: int, why: str) -> None:
-        """Count a save that must not be made as one that failed. Call it on every rank."""
+        """Record a failed save without writing anything, for a state that must not be saved. Call on every rank."""
         self.wait()
         self._failed(step, why, "")
 
     def wait(self) -> None:
-        """Wait until the write in progress, if there is one, has succeeded or failed."""
+        """Wait until the write in progress, if any, has succeeded or failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    # ------------------------------------------------------------------ the writing, in a thread of its own
+    # ------------------------------------------------------------------ writing, in a separate thread
 
     def _write(self, files: Files, state: dict[str, Any]) -> None:
         started, step = time.perf_counter(), state["step"]
         final = step_folder(self.folder, step)
         try:
             problem = self._write_together(final, files, state)
-        except Exception as error:  # of the control group: a rank is gone, so the others can't continue
+        except Exception as error:  # from the control group: a rank has died, so the others can't continue
             problem = f"the ranks lost each other ({error})"
         self.write_s = time.perf_counter() - started
         if problem is None:
@@ -594,7 +613,7 @@ class Checkpoints:
             logger.warning(message, step, problem, before, then)
 
     def _write_together(self, final: Path, files: Files, state: dict[str, Any]) -> str | None:
-        """Write a checkpoint on all ranks. Return None, or the first rank's error, the same text on every rank."""
+        """Write a checkpoint on all ranks. Return None, or the error of the lowest failed rank; equal on every rank."""
         info = {**self.info, "step": state["step"], "version": self._kind.version}
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
         step, written, problem, run = state["step"], {}, None, self.folder.parent
@@ -604,7 +623,7 @@ class Checkpoints:
                     raise ValueError(f"{bad} in {name} is not finite")
             make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
-        except Exception as error:  # of any kind: the other ranks must be told
+        except Exception as error:  # every kind, because the other ranks must know
             problem = f"rank {self.mesh.rank}: {error}"
         reports = self._channel.gather((written, problem))
         problem = next((text for _, text in reports if text), None)

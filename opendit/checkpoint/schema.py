@@ -1,10 +1,11 @@
 """Check the contents of the files of runs and checkpoints, before anything is allocated or built.
 
-The models of a network's and an objective's settings are derived from their dataclasses: the fields, their types, and
-which are required. Keys that no version of this program has written are refused, for a file that says more than is
-understood means more.
+The pydantic models for the settings of a network or an objective are derived from their dataclasses: the fields, the
+types, and which fields are required. Keys that no version of this program has written are refused, because ignoring
+them could change the meaning of the file.
 
-Importing this module imports pydantic and defines its models, so it is imported where a file is read.
+Importing this module is slow, because it imports pydantic and defines the models. So other modules import this module
+only where they read a file.
 """
 
 import dataclasses
@@ -39,8 +40,8 @@ from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.zoo import CLASSES, config_from_dict
 
-# Bounds of a configuration's fields, far above every model there is. What a model really takes is compared with the
-# weights beside it (opendit.checkpoint.pretrained).
+# Bounds of a configuration's fields, far above every existing model. The real size of a model is compared with its
+# weights in opendit.checkpoint.pretrained.
 BOUNDS = {
     "input_size": Interval(ge=1, le=1 << 16),
     "patch_size": Interval(ge=1, le=64),
@@ -57,7 +58,7 @@ BOUNDS = {
     "expert_capacity": Interval(gt=0, le=4096),
     "width": Interval(ge=1, le=1 << 16),
     "max_tokens": Interval(ge=1, le=1 << 16),
-    # of objectives
+    # Fields of objectives:
     "min_snr": Interval(gt=0, le=1e6),
     "shift": Interval(gt=0, le=1e6),
     "shift_tokens": Interval(ge=1, le=1 << 31),
@@ -73,15 +74,15 @@ BY_TYPE: dict[type[Any], Any] = {
     float: Annotated[float, Interval(ge=-1e9, le=1e9)],
     str: Annotated[str, MaxLen(256)],
 }
-MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8  # of a shard in an index
-TOKENS = 1 << 22  # of a sample: four times the longest that anybody has trained on
+MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8  # limits for a shard in an index
+TOKENS = 1 << 22  # most tokens of a sample: four times the longest published training sample
 
 # ------------------------------------------------------------------------------------------ from dataclasses
 
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Return the model of a dataclass as JSON, with a string under ``tag`` beside its fields."""
+    """Return the pydantic model for a dataclass as JSON, with an additional string field ``tag``."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
@@ -91,7 +92,7 @@ def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
 
 
 def _typed(hint: Any, bounds: Interval | None) -> Any:
-    """Return the type of a field in JSON, where tuples are lists. bounds: of the numbers in it."""
+    """Return the type of a field in JSON, where tuples are lists. ``bounds`` limits the numbers in the field."""
     if dataclasses.is_dataclass(hint):
         return model_of(typing.cast(type[Any], hint))
     if typing.get_origin(hint) in (types.UnionType, Union):
@@ -106,7 +107,7 @@ def _typed(hint: Any, bounds: Interval | None) -> Any:
 
 
 def _tagged(kinds: dict[str, type[JsonObject]], tag: str, default: str | None) -> Any:
-    """Return the type of an object that is of the model that the string under ``tag`` names."""
+    """Return the union of the models ``kinds``. The object's string under ``tag`` selects its model."""
 
     def named(value: Any) -> str | None:
         found = value.get(tag, default) if isinstance(value, dict) else None
@@ -121,7 +122,7 @@ def _tagged(kinds: dict[str, type[JsonObject]], tag: str, default: str | None) -
 
 
 class PublicIndex(JsonObject):
-    """The settings of a public model's ``model_index.json`` that matter."""
+    """The settings that are read from a public model's ``model_index.json``."""
 
     expand_timesteps: bool | None = None
     boundary_ratio: Annotated[float, Interval(gt=0, lt=1)] | None = None
@@ -143,10 +144,10 @@ if TYPE_CHECKING:
     ModelConfig: TypeAlias = dict[str, Any]
     ObjectiveSettings: TypeAlias = dict[str, Any]
 else:
-    # As ``DiTConfig.to_dict`` writes it; one without a kind is a DiT's.
+    # The output of ``DiTConfig.to_dict``. A configuration without a kind belongs to a DiT.
     KINDS = {kind.config.kind: model_of(kind.config, "kind") for kind in CLASSES.values()}
     ModelConfig = _tagged(KINDS | {PublicConfig.kind: PublicModel}, "kind", DiTConfig.kind)
-    # As ``Objective.to_dict`` writes it.
+    # The output of ``Objective.to_dict``.
     ObjectiveSettings = _tagged({name: model_of(kind, "name") for name, kind in OBJECTIVES.items()}, "name", None)
 
 # ------------------------------------------------------------------------------------------ the files
@@ -157,7 +158,7 @@ Figure = Annotated[float, Interval(ge=-1e38, le=1e38)]
 
 
 class LoraEntry(JsonObject):
-    """LoRA settings of a checkpoint, and the base weights that its layers are added to."""
+    """LoRA settings of a checkpoint, and the path of its base weights."""
 
     rank: int = Field(ge=1, le=1 << 16)
     alpha: Rate
@@ -223,8 +224,10 @@ class Scaler(JsonObject):
 
 
 class Averages(JsonObject):
-    """The averages of a checkpoint: file -> decay; of power averages file -> width, and the steps of the checkpoints
-    that the run has saved until this one."""
+    """The averages of a checkpoint, as file -> decay, or file -> width for power averages.
+
+    With power averages, ``snapshots`` lists the steps of the checkpoints that the run has saved, including this one.
+    """
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
@@ -232,7 +235,7 @@ class Averages(JsonObject):
 
 
 class SavedFigures(JsonObject):
-    """The figures of --evaluate_every; of: identifies what they were measured on."""
+    """The figures of --evaluate_every; ``of`` identifies the data that the figures were measured on."""
 
     of: Word
     figures: Annotated[dict[Word, Figure], FailFast(), MaxLen(100)]
@@ -247,7 +250,7 @@ class Packs(JsonObject):
     global_batch: Positive
     capacity: Positive
     step: Count = 0
-    window: Count = 0  # this and the next where windows had a fixed number of steps
+    window: Count = 0  # ``window`` and ``origin`` come from versions with a fixed number of steps per window
     origin: Count = 0
 
 
@@ -262,7 +265,7 @@ class StateFile(JsonObject):
     optimizer_steps: Count
     scaler: Scaler
     ema: Averages
-    # What the run was; a later start compares it with itself.
+    # Settings of the run; a later start compares them with its own settings.
     world_size: int = Field(1, ge=1, le=1 << 20)
     plugin: Word = ""
     precision: Word = ""
@@ -279,7 +282,7 @@ class StateFile(JsonObject):
 
 
 class RunConfig(OpenJsonObject):
-    """A run's config.json, of which only the list of starts is read (opendit.training.fingerprint)."""
+    """A run's config.json. Only the list of starts is read (opendit.training.fingerprint)."""
 
     starts: Annotated[list[Any], MaxLen(100_000)] = []
 
@@ -307,7 +310,7 @@ SideLength = Annotated[int, Interval(ge=1, le=1 << 40)]
 
 
 class IndexedTensor(JsonObject):
-    """A tensor in an index of shards: file -> the cuts that lead to its shard."""
+    """A tensor in an index of shards. ``shards`` maps a file to the cuts that define the shard in the file."""
 
     dtype: str = Field(pattern=rf"^({'|'.join(ITEM_BYTES)})\z")
     shape: Annotated[list[SideLength], MaxLen(MOST_DIMENSIONS), AfterValidator(_check_shape)]
@@ -325,17 +328,17 @@ class IndexFile(JsonObject):
 
 
 class PartsFile(JsonObject):
-    """``*.safetensors.index.json``."""
+    """The content of an index of whole tensors, ``*.safetensors.index.json``."""
 
     weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(1 << 20)]
     metadata: dict[str, Any] | None = None
 
 
-# ------------------------------------------------------------------------------------------ of diffusers
+# ------------------------------------------------------------------------------------------ files of diffusers
 
 
 class TransformerConfig(OpenJsonObject):
-    """transformer/config.json of a DiTPipeline of diffusers."""
+    """The content of transformer/config.json of diffusers' DiTPipeline."""
 
     class_name: Word = Field(alias="_class_name")
     num_attention_heads: Width
@@ -351,7 +354,7 @@ ClassNumber = Annotated[str, Field(pattern=r"^[0-9]{1,7}\z")]
 
 
 class PipelineIndex(OpenJsonObject):
-    """model_index.json of a DiTPipeline of diffusers."""
+    """The content of model_index.json of diffusers' DiTPipeline."""
 
     id2label: Annotated[dict[ClassNumber, Name] | None, FailFast()] = None
 
@@ -368,8 +371,10 @@ TRANSFORMER, PIPELINE = FileKind(TransformerConfig, 4 * MIB), FileKind(PipelineI
 
 
 def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
-    """Parse and check the metadata of a weights file, with its model and objective. Raises ValueError as
-    :func:`read_file` does."""
+    """Parse and check the metadata of a weights file, including the model's configuration and the objective.
+
+    Raises ValueError with one line that names the source.
+    """
     info = parse_text(text, METADATA, source)
     if "config" in info:
         checked_config(info["config"], source)
@@ -381,9 +386,10 @@ def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
 
 
 def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
-    """The configuration that ``values``, which were checked, describe.
+    """Return the configuration described by ``values``, which have passed the pydantic checks.
 
-    Raises ValueError with one line that names the source, for one that can't be built or has too many tokens."""
+    Raises ValueError, with one line that names the source, if the model can't be built or has too many tokens.
+    """
     try:
         config = config_from_dict(values)
         if config.hidden_size % config.num_heads:

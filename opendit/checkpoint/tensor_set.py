@@ -1,14 +1,21 @@
-"""Named tensors on disk: one safetensors file, files that share out the tensors (``*.safetensors.index.json``, as
-transformers and diffusers write them), or shards of tensors (``*.shards.json``). Files are mapped: what is not asked
-for is not read.
+"""Read and write named tensors on disk.
+
+A set of tensors has one of three forms:
+
+- one safetensors file,
+- several safetensors files with whole tensors and an index (``*.safetensors.index.json``, as transformers and diffusers
+  write them),
+- files with shards of tensors and an index (``*.shards.json``).
+
+Files are memory-mapped, so only requested tensors are read.
 
     model.shards.json                         the index of the set "model"
-    model-shard-00000-of-00004.safetensors    what rank 0 of 4 has written of it
+    model-shard-00000-of-00004.safetensors    the shards of this set that rank 0 of 4 has written
 
-An index of shards holds for each tensor its canonical shape, its dtype, and for every file with a shard of it the cuts
-that lead there, outer to inner, each as [dim, start, stop, start, stop, ...]: these ranges along dim, null for the
-flattened tensor, of what the cuts before have left (opendit/parallel/layout.py). In the file the shard has the tensor's
-name.
+An index of shards holds the canonical shape and the dtype of each tensor, and the cuts of each of its shards by file. A
+cut is a list [dim, start, stop, start, stop, ...], which selects these ranges along dim. The dim null means the
+flattened tensor. Cuts are listed from outer to inner, and each cut applies to the result of the previous one
+(opendit/parallel/layout.py). In its file, a shard has the name of its tensor.
 """
 
 import contextlib
@@ -43,7 +50,7 @@ from opendit.models.zoo import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1
-SHARD_OF = "shard_of"  # in the metadata of a file of shards
+SHARD_OF = "shard_of"  # key in the metadata of a file of shards
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Opener = Callable[[Path], safe_open]
 
@@ -52,14 +59,17 @@ Opener = Callable[[Path], safe_open]
 
 
 def shard_file(tensors: str, rank: int, ranks: int) -> str:
-    """Return the name of the file that a rank writes of a set of tensors."""
+    """Return the name of the file with one rank's shards of a set of tensors."""
     return f"{tensors}-shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
     """Return the metadata of a file of shards: the set, the step, and each tensor's canonical shape and cuts.
 
-    An index must agree with the metadata of its files. held: (canonical shape, shard) by name.
+    An index must agree with the metadata of its files.
+
+    Args:
+        held: name -> (canonical shape, shard).
     """
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
@@ -67,7 +77,7 @@ def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor in an index: dtype, canonical shape, and file -> the shard of it that the file holds."""
+    """A tensor in an index: dtype, canonical shape, and file -> the tensor's shard in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,7 +90,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """An index of shards. step: of the run. metadata: as in a safetensors file."""
+    """An index of shards, with the step of the run and metadata like those of a safetensors file."""
 
     tensors_are: str  # model, ema, exp_avg, ...
     step: int
@@ -93,7 +103,7 @@ class ShardIndex:
         return sorted({file for tensor in self.tensors.values() for file in tensor.shards})
 
     def held_by(self, file: str) -> dict[str, ShardedTensor]:
-        """The tensors that a file has a shard of."""
+        """Return the tensors that have a shard in a file."""
         return {name: tensor for name, tensor in self.tensors.items() if file in tensor.shards}
 
     def metadata_of(self, file: str) -> dict[str, str]:
@@ -110,9 +120,10 @@ class ShardIndex:
         return total
 
     def check_cover(self) -> None:
-        """Raise ValueError unless the shards hold every element of every tensor once.
+        """Raise ValueError unless the shards hold every element of every tensor exactly once.
 
-        The work is bounded by the number of elements only, so check first that the files are as large as ``bytes_in``.
+        The work grows with the number of elements that the index claims. So check first that the files are as large as
+        ``bytes_in``.
         """
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
@@ -131,12 +142,12 @@ def index_text(index: ShardIndex) -> str:
 
 
 def _cuts(shard: Shard) -> list[list[int | None]]:
-    # int(): Gemini's edges are numpy integers, which json refuses.
+    # int(), because Gemini's edges are numpy integers, which json can't serialize.
     return [[dim, *(int(edge) for edges in ranges for edge in edges)] for dim, ranges in shard.slices]
 
 
 def index_from(value: dict[str, Any]) -> ShardIndex:
-    """Return the index that checked JSON describes. Raises ValueError for one that is impossible."""
+    """Return the index that checked JSON describes. Raises ValueError if the index is inconsistent."""
     tensors = {}
     for name, entry in value["tensors"].items():
         shape = tuple(entry["shape"])
@@ -148,9 +159,9 @@ def index_from(value: dict[str, Any]) -> ShardIndex:
 
 
 def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
-    """Return the shard that cuts, each [dim or None, start, stop, start, stop, ...], leave of a tensor.
+    """Return the shard that remains of a tensor after cuts, each [dim or None, start, stop, start, stop, ...].
 
-    Raises ValueError for a cut along a dimension that the tensor does not have, or with a range outside of it.
+    Raises ValueError if a cut has a dimension that the tensor does not have, or a range outside of the tensor.
     """
     slices = []
     for dim, *edges in cuts:
@@ -170,13 +181,13 @@ def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
 
 
 class TensorSet(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for. Build one with :func:`open_set`.
+    """A mapping from names to tensors that reads a tensor on access. Create one with :func:`open_set`.
 
     Attributes:
-        path: the safetensors file, or the index of several.
-        shapes: canonical, by name.
-        dtypes: as safetensors names them, by name.
-        metadata: as in a safetensors file.
+        path: the safetensors file, or the index of several files.
+        shapes: name -> canonical shape.
+        dtypes: name -> dtype, as safetensors spells it.
+        metadata: the metadata of the safetensors file or of the index.
     """
 
     def __init__(self, path: Path, open_file: Opener):
@@ -187,18 +198,18 @@ class TensorSet(Mapping[str, Tensor]):
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str, shard: Shard | None = None) -> Tensor:
-        """Return a tensor in its stored dtype, or only a shard of it. The result may be a view of the file.
+        """Return a tensor, or only a shard of the tensor, in the stored dtype. The result may be a view of the file.
 
-        Raises ValueError if a file does not hold what the index says, and OSError.
+        Raises ValueError if a file does not agree with the index, and OSError if a file can't be read.
         """
         raise NotImplementedError
 
     def file_of(self, name: str) -> Path:
-        """Return the file to name in messages about a tensor."""
+        """Return the file that messages about a tensor should name."""
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield share ``part`` of ``parts`` of the tensors as the files hold them: each shard by itself, uncopied."""
+        """Yield share ``part`` of ``parts`` of the stored tensors: each shard separately, without a copy."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
@@ -225,7 +236,7 @@ class TensorSet(Mapping[str, Tensor]):
 
     @property
     def kinds(self) -> Kinds:
-        """(dtype, shape) of every tensor."""
+        """Name -> (dtype, shape) of every tensor."""
         return {name: (self.dtypes[name], shape) for name, shape in self.shapes.items()}
 
     def check_floats(self) -> None:
@@ -249,7 +260,7 @@ class WholeTensors(TensorSet):
         for name in dict.fromkeys(place.values()) or [path.name]:
             file = self._file(name)
             self.metadata |= file.metadata() or {}
-            for key in file.keys():  # noqa: SIM118 (it is no dictionary)
+            for key in file.keys():  # noqa: SIM118 (safe_open is not iterable)
                 found = file.get_slice(key)
                 if place and place.get(key) != name:
                     raise ValueError(f"{path} does not say that {path.with_name(name)} holds {key[:100]!r}")
@@ -267,7 +278,7 @@ class WholeTensors(TensorSet):
 
 
 class ShardedTensors(TensorSet):
-    """Tensors in shards, as ranks have written them."""
+    """Tensors in shards, which the ranks of a run have written."""
 
     def __init__(self, path: Path, open_file: Opener, index: ShardIndex):
         super().__init__(path, open_file)
@@ -316,7 +327,7 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False if two sets of runs can't share elements, as for most files that a rank looks at."""
+    """Return False if two sets of runs certainly share no element. This fast check rules out most files for a rank."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -328,17 +339,17 @@ def is_set(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[str]:
-    """Return the other files of the set that :func:`open_set` opens by ``path``. Raises as it does."""
+    """Return the other files of the set that :func:`open_set` opens for ``path``. Raises the same errors."""
     if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Return tensor -> file by an index of whole tensors; {} for a single file."""
+    """Return tensor -> file from an index of whole tensors; {} for a single file."""
     if not path.name.endswith(PARTS):
         return {}
-    from opendit.checkpoint.schema import PARTS_FILE  # pydantic, for who reads an index
+    from opendit.checkpoint.schema import PARTS_FILE  # imports pydantic, so only when an index is read
     from opendit.common.json_models import read_file
 
     places = read_file(path, PARTS_FILE)["weight_map"]
@@ -348,12 +359,13 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
-    """Open the tensors of a safetensors file or of an index. No file outside the folder, or its run, is read.
+    """Open the tensors of a safetensors file or of an index. Files outside the folder or its run are never read.
 
-    open_file: opens a safetensors file; by default without further checks.
+    Args:
+        open_file: opens a safetensors file. The default makes no further checks.
 
     Raises:
-        ValueError: in one line, what is damaged, missing or contradicts itself.
+        ValueError: a file is damaged, missing or contradicts the index; the message is one line.
         OSError: the file can't be opened.
     """
     open_file = open_file or open_safetensors
@@ -366,12 +378,15 @@ def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read an index, and check that its files exist, are large enough, and hold every element once. None is opened.
+    """Read an index, and check that its files exist, are large enough, and hold every element once.
+
+    The listed files are not opened.
 
     Raises:
-        ValueError: in one line that names the file at fault. OSError: the index can't be opened.
+        ValueError: a check failed; the message is one line that names the file at fault.
+        OSError: the index can't be opened.
     """
-    from opendit.checkpoint.schema import INDEX_FILE  # pydantic, for who reads an index
+    from opendit.checkpoint.schema import INDEX_FILE  # imports pydantic, so only when an index is read
     from opendit.common.json_models import read_file
 
     try:
@@ -393,8 +408,10 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
-    """Raise ValueError if the configuration describes more weights than the files hold. A formula counts them, so
-    nothing is built first."""
+    """Raise ValueError if the configuration describes more weights than the files hold.
+
+    A formula counts the weights, so no model is built.
+    """
     described, held = config.parameters(), sum(map(math.prod, shapes.values()))
     if described > held:
         raise ValueError(
@@ -414,7 +431,7 @@ def check_shapes(config: DiTConfig, shapes: Shapes, path: Path) -> None:
 
 
 def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
-    """Raise ValueError unless both have the same names and shapes."""
+    """Raise ValueError unless ``own`` and ``theirs`` have the same names and shapes."""
     differences = {
         "missing": own.keys() - theirs.keys(),
         "unexpected": theirs.keys() - own.keys(),
@@ -431,12 +448,12 @@ def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
 def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int) -> list[Path]:
     """Write weights as one .safetensors file, or as several with an index, as transformers and diffusers do.
 
-    If the tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, with
-    STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Files of the other form
-    under the same name are removed.
+    If the tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, and the index
+    is STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Earlier files of
+    the same name in the other form are removed.
 
     Returns:
-        The files; the first is the single file or the index.
+        The written files; the first is the single file or the index.
 
     Raises:
         OSError: a file can't be written.
@@ -464,15 +481,15 @@ def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str,
 
 
 def parts_of(output: Path) -> list[Path]:
-    """Return the files beside ``output`` that hold parts of weights of its name."""
+    """Return the files STEM-?????-of-?????.safetensors in the folder of the file ``output``, STEM.safetensors."""
     number = "[0-9]" * 5
     return sorted(output.parent.glob(f"{output.name.removesuffix(WHOLE)}-{number}-of-{number}{WHOLE}"))
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """Group the tensors, in their order, into at most ``most_bytes`` each. A larger tensor gets a group for itself.
+    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor forms its own group.
 
-    huggingface_hub groups them in the same way, but needs all tensors in memory.
+    huggingface_hub groups tensors in the same way, but needs all tensors in memory.
     """
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
@@ -488,7 +505,7 @@ def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
 
 
 def kinds_of(state: Mapping[str, Tensor]) -> Kinds:
-    """Return (dtype, shape) of every tensor, without reading those of files."""
+    """Return name -> (dtype, shape) of every tensor. Tensors of a file are not read for this."""
     known: Kinds | None = getattr(state, "kinds", None)
     return (
         known

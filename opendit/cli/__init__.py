@@ -1,1 +1,1 @@
-"""The console command ``opendit`` and what it starts: the programs under one name. Needs no torch."""
+"""The console command ``opendit``, which starts all programs. Importing it does not import torch."""

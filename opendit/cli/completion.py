@@ -54,7 +54,7 @@ def script(shell: str) -> str:
             if takes.choices is None and (
                 takes.unit in FILES or action.metavar in ("ROOT", "CSV", "DIR", "RUN", "DATA")
             ):
-                setattr(action, "complete", shtab.FILE)  # noqa: B010 (of shtab, not of argparse)
+                setattr(action, "complete", shtab.FILE)  # noqa: B010 (shtab's attribute, not argparse's)
         if parser.commands:
             nested = to.add_parser(name, help=about, add_help=False).add_subparsers()
             for inner, of in parser.commands.items():
@@ -63,7 +63,7 @@ def script(shell: str) -> str:
             to.add_parser(name, help=about, parents=[parser], add_help=False)
 
     for command, about in COMMANDS.items():
-        add(commands, command, about, copy.deepcopy(parser_of(command)))  # add() changes actions; parsers are cached
+        add(commands, command, about, copy.deepcopy(parser_of(command)))  # add() would change a cached parser
     return shtab.complete(whole, shell)
 
 

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 
 def table(found: HardwareModel) -> list[str]:
-    """Describe the figures in words, a line for each kind."""
+    """Return the measured figures as lines of text."""
     forward, backward = found.attention_rates(128, 8192)
     gathers = ", ".join(f"{rate / 2**30:,.1f} among {ranks}" for ranks, rate in found.gather)
     return [

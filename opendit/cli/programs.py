@@ -1,6 +1,8 @@
 # pyright: standard
-"""Import train.py, sample.py and preprocess.py as modules, from the repository's root or from an installed wheel
-(setup.py copies them to opendit/cli/scripts); and ``opendit.train``, which starts the first from Python."""
+"""Import train.py, sample.py and preprocess.py as modules, and define ``opendit.train``, which runs train.py.
+
+The scripts are in the repository's root, or, in an installed wheel, in opendit/cli/scripts, where setup.py copies them.
+"""
 
 import importlib.util
 import sys
@@ -16,7 +18,7 @@ from opendit.config.train import TrainConfig
 
 
 def program(name: str) -> ModuleType:
-    """Return the module of ``name``.py, imported once. Raises ModuleNotFoundError if it is not beside the package."""
+    """Import ``name``.py once and return the module. Raises ModuleNotFoundError if the file does not exist."""
     full = f"opendit.cli.scripts.{name}"
     if full in sys.modules:
         return sys.modules[full]
@@ -38,20 +40,20 @@ def program(name: str) -> ModuleType:
 
 
 def train(config: TrainConfig, data: Any = None) -> Path:
-    """Train as train.py does with the flags of ``config``, in this process, and return the run's folder.
+    """Run train.py with the flags of ``config`` in this process, and return the run's folder.
 
-    data: trained on instead of ``data_path``: an ``opendit.data.MediaDataset``, or a map-style data set whose samples
-    are dicts of "image" or "video" and of "text" or "label" (docs/python.md).
+    The data set ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set whose
+    samples are dictionaries with "image" or "video" and with "text" or "label" (docs/python.md).
 
         folder = opendit.train(opendit.TrainConfig(model="DiT-S/2", data_path="pictures", image_size=64, vae="none"))
         pipe = opendit.load(folder)
 
-    A field at its default counts as not given, like a flag that is left out. For several processes, call it in a script
-    that torchrun starts.
+    A field at its default value is treated like an omitted flag. To train on several processes, call this function in a
+    script that torchrun starts.
 
     Raises:
         ValueError: the configuration can't work; the message names the flag and the fix.
-        Exception: the error that ended the run; its line has been printed, too.
+        Exception: the error that ended the run. Its message has also been printed.
     """
     config = as_given(config)
     if data is not None:
@@ -71,8 +73,10 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of a command line with exactly the fields that are not at their defaults; with a recipe,
-    all others are the recipe's."""
+    """Return the configuration of a command line that has exactly the flags that differ from their defaults.
+
+    With a recipe, all other flags get the recipe's values.
+    """
     if config.given:
         return config
     plain = TrainConfig()

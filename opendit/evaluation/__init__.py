@@ -1,1 +1,1 @@
-"""Measure the quality of samples: FID and its kin, FVD and CLIP score, each with everything that decides it."""
+"""Measure the quality of samples by FID and similar metrics, and record all settings that affect each figure."""

@@ -1,9 +1,9 @@
-"""Features of the built-in digits and of clips of moving digits, by a small classifier that is trained on the spot.
+"""Features of the built-in digits and of clips of moving digits, from a small classifier that is trained when needed.
 
-It is to the digits what Inception is to photographs: the Fréchet distance is computed from its last hidden layer, and
-its logits say which digit a sample shows. It is trained within seconds, in float64 and with a fixed seed, so that
-machines and numbers of threads differ by rounding only; no weights are shipped. For clips, the digit's path is measured
-by its centre of mass, and the classifier sees the digit cut out along that path.
+The classifier has the role that Inception has for photographs: the Fréchet distance is computed from the last hidden
+layer, and the logits show which digit a sample contains. Training takes seconds, in float64 and with a fixed seed, so
+machines and numbers of threads differ only by rounding. No weights are shipped. For clips, the digit's path is measured
+by its centre of mass, and the classifier sees the digit cut out along this path.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from opendit.common.utils import hash_parts
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_split, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
-VERSION = "1"  # of the code that decides the features; increase it with every change but that of a constant below
-WIDTH = 16  # of the features; a covariance needs many more samples than that, and there are 359 held-out digits
+VERSION = "1"  # version of the code; increase it if the features change for another reason than the constants below
+WIDTH = 16  # width of the features, small because a covariance needs many more samples, and only 359 are held out
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
 SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05  # augmentations: shift in half widths, noise in pixels of -1..1
-COPY_QUANTILE = 0.01  # a sample is a copy if it is nearer to a training digit than this share of held-out digits is
+COPY_QUANTILE = 0.01  # a sample is a copy if its distance to the nearest training digit is below this quantile
 
-# Of moving digits:
-FILE_FRAMES, FILE_SIZE = 48, 64  # of the demo's clips
-HELD_OUT = 400  # clips of the 359 held-out digits
-PLACES, PATH_SCALE = 4, 10.0  # points of the path in the features; a tenth of the frame counts as one
+# Constants of moving digits:
+FILE_FRAMES, FILE_SIZE = 48, 64  # number of frames and size in pixels of the demo's clips
+HELD_OUT = 400  # number of clips of the 359 held-out digits
+PLACES, PATH_SCALE = 4, 10.0  # number of path points in the features; factor for positions in widths of the frame
 SEEDS = {"train": 1, "test": 2}
 
 
@@ -41,8 +41,10 @@ SEEDS = {"train": 1, "test": 2}
 class DigitClassifier:
     """A classifier of digits, in float64.
 
-    hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features -> logits (B, 10). images: the training
-    digits (N, 64).
+    Attributes:
+        hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH).
+        head: features -> logits (B, 10).
+        images: the training digits (N, 64).
     """
 
     hidden: nn.Module
@@ -51,8 +53,12 @@ class DigitClassifier:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Float64 (B, 1, 8, 8) in -1..1 -> "pool" (B, WIDTH), "digit" (B, 10) logits, and "nearest" (B, 1), the
-        Euclidean distance to the nearest training digit."""
+        """Compute features of float64 pixels (B, 1, 8, 8) in -1..1.
+
+        Returns:
+            "pool" (B, WIDTH), the logits "digit" (B, 10), and "nearest" (B, 1), the Euclidean distance to the nearest
+            training digit.
+        """
         hidden, head = self.hidden.to(pixels.device), self.head.to(pixels.device)
         images = self.images.to(pixels.device)
         pool = hidden(pixels)
@@ -63,7 +69,7 @@ class DigitClassifier:
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
     """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise.
 
-    The same digits give the same classifier, up to float64's rounding.
+    The same digits give the same classifier, up to rounding in float64.
     """
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
@@ -93,7 +99,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
                     [batch, 1, SIZE, SIZE],
                     align_corners=False,
                 )
-                # grid_sample pads with 0, and the background is -1: hence + 1 and - 1.
+                # + 1 and - 1, because grid_sample pads with 0, and the background is -1.
                 pixels = F.grid_sample(x[rows] + 1, moved, align_corners=False) - 1
                 pixels = pixels + NOISE * torch.randn(pixels.shape, generator=generator, dtype=torch.float64)
                 loss = F.cross_entropy(head(hidden(pixels)), y[rows], label_smoothing=SMOOTHING)
@@ -108,7 +114,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread: matrices as small as these are multiplied more slowly by several."""
+    """Use one thread inside the context, because several threads multiply such small matrices more slowly."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -118,14 +124,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first caller may be in inference mode, and this trains
+@torch.inference_mode(False)  # the first call trains, and its caller may be in inference mode
 def picture_classifier() -> DigitClassifier:
     """Return the classifier of the built-in training digits, trained at the first call."""
     return train_classifier(*digits_split("train"))
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """Compute :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W), made grey and resized to its size."""
+    """Convert uint8 pictures (B, 3, H, W) to grey 8 x 8 pixels, and compute :class:`DigitClassifier`'s features."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -134,8 +140,7 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """Hash everything that decides the features of "pictures" or "clips": the classifier's version, constants and
-    digits."""
+    """Hash the version, the constants and the digits, which determine the features of "pictures" or "clips"."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -146,14 +151,14 @@ def digits_sha256(kind: str) -> str:
 
 @dataclass(frozen=True)
 class RealDigits:
-    """Real samples: their media, and what they show."""
+    """Real samples: their pixels, and the digits and directions that they show."""
 
     media: Media
     asked: "AskedDigits"
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return digits of a split as uint8 pictures (8, 8, 3): all of them, or a fixed random choice of ``count``."""
+    """Return the digits of a split, or a fixed random choice of ``count`` digits, as uint8 pictures (8, 8, 3)."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
@@ -171,15 +176,19 @@ SPLIT_NAMES = {"train": "train", "test": "held out"}
 
 @dataclass(frozen=True)
 class AskedDigits:
-    """The digits that samples should show, (N,) int64, and the directions in which they should move, (N, 2) of x and y,
-    or None."""
+    """The requested content of samples.
+
+    Attributes:
+        digits: the digit that each sample should show, (N,) int64.
+        directions: the direction (x, y) in which each digit should move, (N, 2) float64, or None.
+    """
 
     digits: Tensor
     directions: Tensor | None = None
 
 
 def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | None:
-    """Read the digits that class labels ask for; None for labels that are no digits."""
+    """Return the digits that class labels request; None if the labels are not 0 to 9."""
     found = torch.as_tensor(np.asarray([] if labels is None else labels))
     if not len(found) or found.is_floating_point() or found.ndim != 1 or found.min() < 0 or found.max() > 9:
         return None
@@ -187,7 +196,7 @@ def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | 
 
 
 def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
-    """Read the digits that captions ask for ("a seven", "a seven moving left"); None for other captions."""
+    """Return the digits that captions such as "a seven" or "a seven moving left" request; None for other captions."""
     try:
         found = [parse_caption(text) for text in captions or ()]
         directions = torch.tensor([DIRECTIONS[direction] for _, direction in found], dtype=torch.float64)
@@ -203,7 +212,7 @@ def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
 
 
 def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
-    """Return True for each sample, (N,), whose largest logit of (N, 10) is that of the requested digit."""
+    """Return (N,) bool: True for each sample whose largest logit, of (N, 10), belongs to the requested digit."""
     return logits.argmax(dim=1).cpu() == asked.digits
 
 
@@ -223,7 +232,7 @@ def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ClipShape:
-    """Shape of clips as a loader reads them from the demo's files."""
+    """Number of frames, frame interval and size in pixels with which clips are read."""
 
     frames: int
     interval: int
@@ -232,10 +241,13 @@ class ClipShape:
 
 @functools.cache
 def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
-    """Return clips uint8 (T, H, W, 3) of the digits of a split, each of the four directions equally often.
+    """Render uint8 clips (T, H, W, 3) of the digits of a split. The four directions are equally frequent.
 
-    count: None for HELD_OUT clips of the held-out digits, or one clip of every training digit. Raises ValueError for
-    clips that are longer than the demo's.
+    Args:
+        count: number of clips. By default, HELD_OUT clips of the held-out digits, or one clip of every training digit.
+
+    Raises:
+        ValueError: the clips would be longer than the demo's clips.
     """
     span = (shape.frames - 1) * shape.interval + 1
     if span > FILE_FRAMES:
@@ -261,18 +273,21 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first caller may be in inference mode, and this trains
+@torch.inference_mode(False)  # the first call trains, and its caller may be in inference mode
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
-    """Return the classifier of digits as training clips show them, trained at the first call."""
+    """Return the classifier of the digits in training clips, trained at the first call."""
     real = real_clips("train", shape)
     grey = _grey(torch.from_numpy(np.array(real.media.read_all())).movedim(-1, 1))
     return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
 
 
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
-    """Compute features of uint8 clips (B, 3, T, H, W): "pool", the classifier's features and the digit's centre at four
-    times; "digit" and "nearest" of :class:`DigitClassifier`; "moved" (B, 2), how far the digit moved, in widths of the
-    frame."""
+    """Compute features of uint8 clips (B, 3, T, H, W).
+
+    Returns:
+        "pool", the classifier's features and the digit's centre at four times; "digit" and "nearest" of
+        :class:`DigitClassifier`; "moved" (B, 2), the digit's displacement (x, y) in widths of the frame.
+    """
     grey = _grey(pixels)
     path = centres(grey)
     found = clip_classifier(shape)(centred_digits(grey, path))
@@ -284,26 +299,26 @@ def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
 
 
 def clips_sha256(shape: ClipShape) -> str:
-    """Hash everything that decides the features of clips of a shape."""
+    """Hash everything that affects the features of clips with this shape."""
     return hash_parts(digits_sha256("clips"), str(shape))
 
 
 def _grey(pixels: Tensor) -> Tensor:
-    """uint8 (B, 3, T, H, W) -> float64 (B, T, H, W) in 0..1."""
+    """Convert uint8 (B, 3, T, H, W) to grey float64 (B, T, H, W) in 0..1."""
     return pixels.double().mean(dim=1) / 255
 
 
 def centres(clips: Tensor) -> Tensor:
-    """Return the centre of mass (x, y) of every frame of clips (B, T, H, W), in pixels: (B, T, 2)."""
+    """Return the centre of mass (x, y), in pixels, of every frame of clips (B, T, H, W), as (B, T, 2)."""
     mass = clips.sum(dim=(2, 3)) + 1e-6
     x, y = (torch.arange(size, dtype=clips.dtype, device=clips.device) for size in (clips.shape[3], clips.shape[2]))
     return torch.stack([(clips.sum(dim=2) * x).sum(-1) / mass, (clips.sum(dim=3) * y).sum(-1) / mass], dim=-1)
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return the digit that clips (B, T, H, W) in 0..1 show, as (B, 1, 8, 8) in -1..1.
+    """Return the digit that each of the clips (B, T, H, W) in 0..1 shows, as (B, 1, 8, 8) in -1..1.
 
-    It is the mean of all frames, each moved so that its centre of mass, ``path`` (B, T, 2), is in the middle.
+    The digit is the mean of all frames, after shifting each frame's centre of mass, ``path`` (B, T, 2), to the middle.
     """
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))
@@ -322,8 +337,13 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 
 
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
-    """Return True for each sample, (N,), whose digit moved as requested: by ``moved`` (N, 2), in widths of the frame,
-    further along its direction than across it, and at least a twentieth of the frame."""
+    """Return (N,) bool: True for each sample whose digit moved in the requested direction.
+
+    The movement along the direction must be larger than across it, and larger than a twentieth of the frame.
+
+    Args:
+        moved: displacement (N, 2) in widths of the frame.
+    """
     moved, wanted = moved.double().cpu(), asked.directions
     assert wanted is not None
     along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()

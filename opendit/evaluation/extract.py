@@ -1,8 +1,8 @@
-"""Compute features of samples: several networks on the same pixels, cached in parts on disk, distributed over ranks.
+"""Compute features of samples: several networks on the same pixels, distributed over ranks, cached in parts on disk.
 
-Features are computed where samples are drawn, and no picture is written to disk. The rows of features are kept in
-OUTPUT/features/HASH, where HASH covers every setting that decides them. An evaluation that was killed continues there,
-and the next evaluation of the same samples reads them.
+The rank that draws a sample also computes its features, so no picture is written to disk. The rows of features are
+kept in OUTPUT/features/HASH, where HASH covers every setting that affects the features. A killed evaluation resumes
+from this folder, and the next evaluation of the same samples reads the features from there.
 """
 
 import logging
@@ -35,8 +35,8 @@ from opendit.sampling.sampling_run import SamplingRun
 logger = logging.getLogger(__name__)
 
 FOLDER = "features"
-AHEAD = 3  # batches that are read while one is computed
-# Name of features -> their shape for one sample. For clips, "pool" and "caption" are (frames, width).
+AHEAD = 3  # number of batches that are read while another batch is computed
+# Name of features -> shape for one sample. For clips, "pool" and "caption" have the shape (frames, width).
 Layout = dict[str, tuple[int, ...]]
 
 
@@ -44,11 +44,11 @@ class Extractor:
     """Networks of an evaluation as one function from pixels to features.
 
     Args:
-        pictures: applied to pictures or to the frames of clips: "pool", and for pictures "spatial" and "logits".
-        clips: applied to clips: "clip"; for moving digits also "digit", "nearest" and "moved".
-        captions: CLIP, for its score: "caption".
-        motion: measure "motion", the mean difference between frames.
-        batch_size: pictures or frames at a time.
+        pictures: network for pictures or frames of clips. Gives "pool", and for pictures "spatial" and "logits".
+        clips: network for clips. Gives "clip"; for moving digits also "digit", "nearest" and "moved".
+        captions: CLIP, for the CLIP score. Gives "caption".
+        motion: True to measure "motion", the mean difference between frames.
+        batch_size: number of pictures or frames at a time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Extractor:
         self.pictures, self.clips, self.captions = pictures, clips, captions
 
     def settings(self) -> dict[str, str]:
-        """Return everything that decides the features of given pixels."""
+        """Return all settings that affect the features of pixels."""
         networks = {"features": self.pictures, "clips": self.clips, "captions": self.captions}
         settings = {
             f"{role} {name}": getattr(network, name)
@@ -75,12 +75,12 @@ class Extractor:
         return {**settings, "motion": "on" if self.motion else "off"}
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """Return the shapes of the features of a sample of this shape, (H, W, 3) or (T, H, W, 3)."""
+        """Return the shapes of the features of one sample with the shape (H, W, 3) or (T, H, W, 3)."""
         found = self(torch.zeros(1, *shape, dtype=torch.uint8))
         return {name: tuple(features.shape[1:]) for name, features in found.items()}
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """uint8 (B, H, W, 3) or (B, T, H, W, 3) -> features (B, ...) float32 by name."""
+        """Return name -> features (B, ...) float32 for uint8 pixels (B, H, W, 3) or (B, T, H, W, 3)."""
         pixels = pixels.to(self.device)
         found: dict[str, Tensor] = {}
         if pixels.ndim == 4:
@@ -108,8 +108,11 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Return the motion of clips (B, T, H, W, 3) uint8: the mean absolute difference between consecutive frames, on a
-    scale of 255; (B,), 0 for clips of one frame."""
+    """Return the mean absolute difference between consecutive frames of clips (B, T, H, W, 3) uint8.
+
+    Returns:
+        (B,), on a scale of 255; 0 for clips of one frame.
+    """
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -118,10 +121,14 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of all samples, on the CPU: name -> (N, ...) float32. Only rank 0 has them; ``arrays`` is empty on other
-    ranks.
+    """Features of all samples, on the CPU. Only rank 0 has the features; ``arrays`` is empty on other ranks.
 
-    computed, seconds: number of samples whose features were not cached, and the time that they took.
+    Attributes:
+        count: number of samples.
+        arrays: name -> features (N, ...) float32.
+        settings: all settings that affect the features.
+        seconds: time of the computation.
+        computed: number of samples whose features were not in the cache.
     """
 
     count: int
@@ -179,15 +186,17 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Fe
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """Select the settings that decide a sample, from those that sample.py records; leave out what only says which files
-    are kept."""
+    """Select the settings that affect samples from the settings that sample.py records.
+
+    Settings that only select which files are kept are left out.
+    """
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 class _FiniteLatents:
-    """Check that latents are finite. A batch is checked while the next one is drawn, so that the host need not wait.
+    """Check that latents are finite, because a NaN would be invisible in uint8 pixels.
 
-    In uint8 pixels NaN could no longer be seen.
+    A batch is checked while the next one is drawn, so that the host does not wait for the device.
     """
 
     def __init__(self):
@@ -210,7 +219,7 @@ class _FiniteLatents:
 
 
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
-    """Yield batches with their pixels, and read the next ones meanwhile."""
+    """Yield (batch, pixels), and read the next batches in the background."""
     with ThreadPoolExecutor(AHEAD) as readers:
         waiting: deque[tuple[range, Future[Any]]] = deque()
         try:
@@ -231,7 +240,7 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of a set of features on disk: the parts that an earlier start left, and the numbers of the missing ones."""
+    """Cache of features on disk. It finds the parts from an earlier start and the numbers of the missing parts."""
 
     def __init__(
         self,
@@ -284,7 +293,7 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Let ``fill`` deliver the missing samples, then read all features."""
+        """Call ``fill`` to deliver the missing samples, then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -304,10 +313,10 @@ class _Store:
 
 
 class Sink:
-    """Computes the features of delivered pixels and writes them into parts.
+    """Receiver of pixels that computes their features and writes the features into the cache.
 
-    On a GPU the networks run on their own stream beside the one that draws. The rows of a batch are read back after the
-    next batch has been launched, so that the device does not wait for the host.
+    On a GPU, the networks run on a separate stream, parallel to the stream that draws samples. The features of a batch
+    are read back after the next batch has been launched, so that the device does not wait for the host.
     """
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
@@ -315,15 +324,15 @@ class Sink:
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # the networks were loaded there
+            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # this one loaded the networks
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Accept samples (B,) by number with their uint8 pixels, in memory that may be reused after this call."""
+        """Accept uint8 pixels of the samples numbered ``index`` (B,). The caller may reuse the memory afterwards."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # This copy blocks the host, but only until this stream is done, which computes nothing but features.
+            # This copy blocks the host, but only until this stream is done, and the stream computes only features.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:
@@ -335,7 +344,7 @@ class Sink:
             self._hand_over(*self._waiting.popleft())
 
     def flush(self) -> None:
-        """Write the features of all batches delivered so far."""
+        """Write the features of all delivered batches."""
         while self._waiting:
             self._hand_over(*self._waiting.popleft())
 

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: what each metric needs, and how it is computed from features."""
+"""Compute the figures of an evaluation from features, and check that each metric has the features that it needs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,11 +40,18 @@ _WITHOUT = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A value with its interval.
+    """The value of a metric, with its interval.
 
-    interval_by: how the interval was found. network: which one it rests on: "pictures", "clips" or "captions".
-    compared: the figure compares samples with the reference. truncated: number of captions longer than CLIP reads.
-    of_real: the same figure of real samples, where these are known.
+    Attributes:
+        metric: name of the figure.
+        value: the value.
+        network: the feature network: "pictures", "clips" or "captions".
+        interval: (low, high), or None.
+        interval_by: the method that gave the interval.
+        compared: True if the figure compares samples with the reference.
+        truncated: number of captions that CLIP truncates.
+        of_real: the same figure for real samples, or None if these are unknown.
+        note: a remark for the user.
     """
 
     metric: str
@@ -60,10 +67,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Features of real digits, for comparison with those of the samples.
+    """Features of real digits, for comparison with the features of the samples.
 
-    train: of training digits, as many as there are samples or REAL at most. held_out: of the digits that nothing was
-    trained on; asked says what they show. reference: the held-out digits are the reference, too.
+    Attributes:
+        train: features of training digits: as many digits as samples, but at most REAL.
+        held_out: features of the held-out digits.
+        asked: the digits and directions that the held-out samples show.
+        reference: True if the held-out digits are also the reference.
     """
 
     train: dict[str, Tensor]
@@ -74,11 +84,18 @@ class RealSamples:
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """Everything that figures are computed from.
+    """The inputs of all figures.
 
-    features: of the samples, name -> (N, ...). clips: the samples are clips. inception: "pool" comes from the Inception
-    network that FID is defined with. scores: CLIP score of every sample, (N,). device: where figures are computed.
-    asked, real: for the built-in digits.
+    Attributes:
+        features: features of the samples, name -> (N, ...).
+        clips: True if the samples are clips.
+        inception: True if "pool" comes from the Inception network that defines FID.
+        reference: the reference, or None.
+        device: device of the computation.
+        intervals: True to compute jackknife intervals.
+        scores: CLIP score of every sample, (N,).
+        truncated: number of captions that CLIP truncates.
+        asked, real: the requested digits and the real digits, for the built-in digits only.
     """
 
     features: dict[str, Tensor]
@@ -93,7 +110,7 @@ class MetricInputs:
     real: RealSamples | None = None
 
     def of(self, name: str) -> Tensor:
-        """Return features of the samples as rows, on the device of the computation."""
+        """Return features of the samples as rows (N, D), on the device of the computation."""
         return _rows(self.features[name], self.device)
 
     def of_reference(self, name: str) -> Tensor:
@@ -107,7 +124,7 @@ class MetricInputs:
 
     @property
     def digits(self) -> tuple[AskedDigits, RealSamples]:
-        """The digits that were asked for, and real ones; the inputs must have both."""
+        """The requested digits and the real digits; the inputs must have both."""
         assert self.asked is not None and self.real is not None
         return self.asked, self.real
 
@@ -117,8 +134,10 @@ def _rows(features: Tensor, device: torch.device) -> Tensor:
 
 
 def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None:
-    """Check, before anything is computed, that the samples have features for every requested metric, and any features
-    at all; raise ValueError otherwise."""
+    """Raise ValueError unless the samples have features for every requested metric, and at least one kind of features.
+
+    This check runs before anything is computed.
+    """
     for name in asked:
         if (problem := _without(name, layout, captions)) is not None:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
@@ -129,10 +148,10 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics to compute, and a line for each that is left out although its features exist.
+    """Return the metrics to compute, and a message for each metric that is left out although its features exist.
 
-    The metrics are the requested ones, or all that can be computed. Raises ValueError, before any sample is drawn, if a
-    requested one can't be computed; the message says what it needs.
+    The result has the requested metrics, or without a request all computable metrics. Raises ValueError, before any
+    sample is drawn, if a requested metric can't be computed; the message names the missing input.
     """
     found, left_out = [], []
     for name in asked or METRICS:
@@ -141,7 +160,7 @@ def plan(
             found.append(name)
         elif asked:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
-        elif METRICS[name].features in layout:  # for pictures, metrics of clips go without a remark
+        elif METRICS[name].features in layout:  # no message for metrics of clips if the samples are pictures
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out
 
@@ -176,8 +195,12 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of a metric's figures. clips, inception: see :class:`MetricInputs`. digits: the features are
-    those of the built-in digits."""
+    """Return the names of a metric's figures.
+
+    Args:
+        clips, inception: see :class:`MetricInputs`.
+        digits: True if the features are those of the built-in digits.
+    """
     if metric == "pr":
         return ("precision", "recall")
     if metric not in ("fid", "sfid", "fvd"):
@@ -192,8 +215,10 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
 
 
 def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
-    """Compute the figures of a metric that :func:`plan` returned. Raises ValueError, with the metric's name, for too
-    few samples."""
+    """Compute the figures of a metric that :func:`plan` returned.
+
+    Raises ValueError, with the metric's name, if there are too few samples.
+    """
     try:
         yield from _COMPUTE[name](inputs)
     except ValueError as error:
@@ -294,9 +319,9 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's score interval of 95 % (1927) for a share in [0, 1] of ``count`` samples.
+    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples.
 
-    It stays within [0, 1], and it has a width at shares of 0 and 1, where a standard error has none.
+    The interval stays within [0, 1]. At shares of 0 and 1 its width is above 0, unlike that of a standard error.
     """
     square = NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
@@ -305,7 +330,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:
-    """Return (mean, no network, interval, how the interval was found)."""
+    """Return (mean, None, interval, name of the interval's method), the fields of :class:`Figure` after metric."""
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None, None, None

@@ -1,4 +1,4 @@
-"""Evaluate a run's EMA weights during training, with a small number of samples drawn every --evaluate_every steps."""
+"""Evaluate a run's EMA weights during training, on a few samples that are drawn every --evaluate_every steps."""
 
 import logging
 import math
@@ -28,19 +28,19 @@ from opendit.training.specification import RunSpecification, example_captions
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "evaluation"  # in the run's folder, where `opendit evaluate plot RUN` finds the figures
-PROMPTS = 64  # most captions to draw samples for; their embeddings stay on the device
+FOLDER = "evaluation"  # folder in the run's folder, where `opendit evaluate plot RUN` finds the figures
+PROMPTS = 64  # most captions to draw samples for, because their embeddings stay on the device
 
 
 class RunEvaluation:
-    """Draws --evaluate_samples samples from the EMA weights and measures them, on all ranks.
+    """The evaluation of a training run: it draws --evaluate_samples samples from the EMA weights and measures them.
 
-    The figures are the same on any number of data-parallel ranks: a sample's noise is keyed by its number, and the
-    samples are divided into the same batches. The constructor loads networks and reference and checks the metrics on
-    every rank, before training begins.
+    All ranks take part. The figures do not depend on the number of data-parallel ranks, because a sample's noise is
+    keyed by the sample's number, and the batches are always the same. The constructor loads the networks and the
+    reference and checks the metrics on every rank, before training begins.
 
     Attributes:
-        of: hash of everything besides the weights that decides the figures; only figures with equal hashes are
+        of: hash of everything besides the weights that affects the figures. Only figures with equal hashes are
             compared.
 
     Raises:
@@ -114,10 +114,11 @@ class RunEvaluation:
         return self._spec.codec
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate samples after ``step`` and return the fields for its line of the log. Collective.
+        """Evaluate samples after ``step`` and return the fields for the step's line in the log. Collective.
 
-        They are ``eval_NAME`` for every figure (null if it is not finite or could not be computed), the number of
-        samples, and the seconds that it took.
+        Returns:
+            ``eval_NAME`` for every figure (None if the figure is not finite or can't be computed), ``eval_of`` (the
+            hash), ``eval_samples`` (the number of samples) and ``eval_s`` (the time in seconds).
         """
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
@@ -133,7 +134,7 @@ class RunEvaluation:
 
     @torch.no_grad()
     def _features(self, model: DiT, sampler: EMASampler) -> dict[str, Tensor]:
-        """Draw all samples and return their features on every rank, on the CPU."""
+        """Draw all samples, and return their features in CPU memory, on every rank."""
         spec, mesh = self._spec, self._spec.mesh
         device, flags = mesh.device, spec.flags
         found = {name: torch.zeros(self.count, *shape, device=device) for name, shape in self._layout.items()}
@@ -148,10 +149,10 @@ class RunEvaluation:
                     pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
-        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # exact: all but one rank add 0
+        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # exact, because all but one rank add 0
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
-        """Compute the figures, log them, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
+        """Compute and log the figures, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
         problems: list[str] = []
         rows: list[Measurement] = []
         details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}

@@ -1,7 +1,7 @@
-"""FID's Inception network with the parameter names of torchvision's, so that the published weights load strictly.
+"""FID's Inception network, with torchvision's parameter names, so that the published weights load strictly.
 
-It is the network of December 2015 that TensorFlow's FID used, with 1,008 classes. Unlike torchvision's, its average
-pools leave padding out, and its last block has a maximum pool instead of an average pool.
+This is the network of December 2015 that FID was defined with in TensorFlow. It has 1,008 classes. Unlike torchvision's
+network, its average pooling excludes the padding, and its last block has maximum pooling instead of average pooling.
 """
 
 from typing import Any
@@ -67,9 +67,9 @@ def _average(x: Tensor) -> Tensor:
 
 
 class FIDInception(nn.Module):
-    """(B, 3, 299, 299) in 0..255 -> "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
+    """Map pixels (B, 3, 299, 299) in 0..255 to "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
 
-    spatial: the first seven channels of Mixed_6d's first branch, channels last, as in ADM's sFID. logits: without the
+    "spatial" has the first seven channels of Mixed_6d's first branch, channels last, as in ADM's sFID. "logits" has no
     bias, as in the Inception score.
     """
 

@@ -26,27 +26,27 @@ from opendit.training.fingerprint import code
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-REAL = 1_000  # most training digits to compute the digits' figures of, for comparison with those of the samples
+REAL = 1_000  # most training digits whose figures are computed, for comparison with the samples' figures
 
 
 class Measuring:
-    """A checked evaluation: its networks are loaded, its reference is open, and its metrics are known to be computable.
+    """A checked evaluation with loaded networks and an open reference, whose metrics can all be computed.
 
-    Constructing it is collective; do so before any sample is drawn.
+    The construction is collective. Construct the object before any sample is drawn.
 
     Args:
-        samples: description of what will be measured: shape, reading options, captions, and the digits to show.
+        samples: description of the samples: shape, reading options, captions, and requested digits.
         output: folder that caches the features of the reference.
 
     Attributes:
-        extractor: computes the samples' features.
-        reference: what samples are compared with; None if no metric needs it.
-        metrics: names of the metrics that are computed.
-        figure_names: names of their figures.
-        why_nothing: message for an evaluation without any metric.
+        extractor: function that computes the samples' features.
+        reference: the reference; None if no metric needs one.
+        metrics: names of the metrics to compute.
+        figure_names: names of the metrics' figures.
+        why_nothing: error message for an evaluation without metrics.
 
     Raises:
-        ValueError: a requested metric can't be computed; the message says what it needs.
+        ValueError: a requested metric can't be computed; the message names the missing input.
         OSError: a file does not exist.
     """
 
@@ -58,7 +58,7 @@ class Measuring:
         self.extractor = self._networks.extractor(flags, mesh.device, samples.clips, self._with_captions)
         layout = _usable(self.extractor.layout(samples.shape), samples)
         check_features(flags.metrics, layout, self._with_captions)
-        self._real: RealSamples | None = None  # computed once: a training run measures many times
+        self._real: RealSamples | None = None  # computed once, because a training run measures many times
         self.reference = None
         if flags.reference is not None and _compares(flags):
             of_reference = self._networks.extractor(flags, mesh.device, samples.clips, captions=False)
@@ -75,7 +75,7 @@ class Measuring:
                 logger.info("note: %s", line)
 
     def announce(self) -> None:
-        """Print what will be measured, against what, and by which networks."""
+        """Print the samples, the reference, the feature networks and the metrics."""
         samples, reference = self._samples, self.reference
         rows = {
             "samples": f"{samples.count:,} of {' x '.join(map(str, samples.shape[:-1]))}, {samples.details['samples']}"
@@ -92,12 +92,12 @@ class Measuring:
     def compute(
         self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
     ) -> Iterator[list[Measurement]]:
-        """Yield the figures of each metric. Call it on rank 0 only.
+        """Yield the figures of each metric. Call on rank 0 only.
 
         Args:
-            features: of all samples, by name.
-            details: the fields that every Measurement has in common.
-            problems: receives a line for each metric that could not be computed.
+            features: name -> features of all samples.
+            details: fields that are equal in all measurements.
+            problems: list of messages; one is added for each metric that can't be computed.
         """
         inputs = self._inputs(features)
         for name in self.metrics:
@@ -158,15 +158,19 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Networks:
-    """Networks of an evaluation; None where no metric needs one of this kind."""
+    """Feature networks of an evaluation. A network that no metric needs is None."""
 
     pictures: FeatureNetwork | None
     clips: FeatureNetwork | None
     captions: FeatureNetwork | None
 
     def extractor(self, flags: EvaluateConfig, device: torch.device, motion: bool, captions: bool) -> Extractor:
-        """Build the extractor. motion: measure the motion of clips. captions: the samples have captions to compare
-        CLIP's features with."""
+        """Build the extractor.
+
+        Args:
+            motion: True to measure the motion of clips.
+            captions: True to compute CLIP's features, for samples with captions.
+        """
         shown = self.captions if captions else None
         return Extractor(device, self.pictures, self.clips, shown, motion, flags.feature_batch_size)
 
@@ -174,8 +178,11 @@ class Networks:
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Networks:
     """Load the networks that the metrics need.
 
-    of_clips: how clips are read; None if the samples are pictures. Raises FileNotFoundError if a requested network does
-    not exist.
+    Args:
+        of_clips: options for reading clips; None if the samples are pictures.
+
+    Raises:
+        FileNotFoundError: a requested network does not exist.
     """
     device = mesh.device
     asked = {METRICS[name].features for name in flags.metrics or METRICS}
@@ -203,10 +210,12 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 
 
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
-    """Compute the features of real digits: of as many training digits as there are samples (at most REAL), and of all
-    held-out digits.
+    """Compute the features of real digits.
 
-    reference: the held-out digits are also what the samples are compared with.
+    The training digits are as many as the samples, but at most REAL. All held-out digits are used.
+
+    Args:
+        reference: True if the held-out digits are also the reference.
     """
     of_clips = samples.options if samples.clips else None
     train, held_out = real_digits("train", of_clips, min(samples.count, REAL)), real_digits("test", of_clips)
@@ -215,7 +224,7 @@ def real_samples(samples: DescribedSamples, extractor: Extractor, reference: boo
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """Drop the features that need to know which digit and direction a sample should show, where that is unknown."""
+    """Drop the features "digit" and "moved" unless the requested digit and direction of each sample are known."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}
@@ -228,7 +237,7 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, which alone has the reference's features; return or raise the same on every rank."""
+    """Call ``decide`` on rank 0, which alone has the reference's features. Return or raise its result on every rank."""
     value, problem = None, None
     if mesh.is_main:
         try:

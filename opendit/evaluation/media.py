@@ -1,4 +1,4 @@
-"""Pictures and clips to evaluate, as uint8 by number: from folders, .npz and .npy files, and CSV tables."""
+"""Read uint8 pictures and clips to evaluate, by sample number, from folders, .npz and .npy files, and CSV tables."""
 
 import json
 import os
@@ -24,15 +24,16 @@ from opendit.data.picture_file import center_crop, picture_suffixes, read_pictur
 from opendit.data.tables import read_csv
 from opendit.sampling.output_files import INDEX
 
-SAMPLES, LABELS = "arr_0", "arr_1"  # arrays of an .npz that sample.py or ADM wrote
+SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.py or ADM
 
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Settings that turn files into pixels.
+    """Settings for reading pixels from files.
 
-    image_size: side to which every picture is cropped and resized, as by ADM; None leaves it as it is. num_frames,
-    frame_interval, fps: for clips, which are read from their middle.
+    Attributes:
+        image_size: side in pixels to which every picture is cropped and resized, as ADM does; None for no change.
+        num_frames, frame_interval, fps: settings for clips. The frames are taken from the middle of a clip.
     """
 
     image_size: int | None = None
@@ -41,18 +42,27 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """Write out everything that decides the pixels. fps is named only if it is set, so that features of earlier
-        versions are found."""
+        """Return all settings that affect the pixels, as text for the hash of cached features.
+
+        The text has fps only if it is set, so that the cached features of earlier versions are still found.
+        """
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
 
 @dataclass(frozen=True)
 class Media:
-    """Pictures (H, W, 3) or clips (T, H, W, 3) by number.
+    """Pictures (H, W, 3) or clips (T, H, W, 3), which can be read by number.
 
-    sha256: of the files or of the array. how: what else decides the pixels. read: ``read(number)`` -> uint8. captions,
-    labels: one per sample, or None. read_range: reads a range at once, where that is faster than one by one.
+    Attributes:
+        name: name for messages.
+        sha256: hash of the files or of the array.
+        count: number of samples.
+        clips: True for clips.
+        read: function from a sample's number to its uint8 pixels.
+        captions, labels: one per sample, or None.
+        read_range: function that reads a range of samples at once, or None if this is not faster.
+        how: other settings that affect the pixels, as text.
     """
 
     name: str
@@ -66,12 +76,12 @@ class Media:
     labels: np.ndarray | None = None
 
     def read_all(self) -> np.ndarray:
-        """Read everything at once, from media that have ``read_range``."""
+        """Read all samples at once; the media must have ``read_range``."""
         assert self.read_range is not None
         return self.read_range(range(self.count))
 
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
-        """Read uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if the samples differ in size."""
+        """Read a batch of uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if the samples differ in size."""
         if self.read_range is not None:
             return self.read_range(numbers)
         found = list(pool.map(self.read, numbers))
@@ -86,12 +96,11 @@ class Media:
 
 
 def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
-    """Open the samples of a folder of pictures or clips, of an .npz or .npy, or of a CSV with the columns path and
-    text.
+    """Open a folder of pictures or clips, an .npz or .npy file, or a CSV with the columns path and text.
 
     Raises:
-        FileNotFoundError: there is nothing at ``path``.
-        ValueError: it is none of these, it is empty, or its pixels are not uint8; the message names ``flag``.
+        FileNotFoundError: ``path`` does not exist.
+        ValueError: the path has another form, is empty, or has pixels that are not uint8; the message names ``flag``.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -111,9 +120,13 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
 
 
 def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels: np.ndarray | None = None) -> Media:
-    """Make media of a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3).
+    """Create :class:`Media` from a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3).
 
-    labels: the caption or the class of each sample. Raises ValueError for any other array.
+    Args:
+        labels: the caption or the class of each sample.
+
+    Raises:
+        ValueError: the array has another shape or dtype.
     """
     if pixels.dtype != np.uint8:
         hint = ""
@@ -138,7 +151,7 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels
 
 
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the pixels of a file, and each sample's caption or class if the file has them."""
+    """Return the pixels of a file, and the captions or classes of the samples, or None if the file has neither."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
@@ -155,7 +168,7 @@ def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def npz_names(path: Path, flag: str) -> set[str]:
-    """List the names of an .npz's arrays. Raises ValueError for a file that is no .npz."""
+    """Return the names of the arrays in an .npz. Raises ValueError if the file is not an .npz."""
     try:
         with zipfile.ZipFile(path) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
@@ -164,7 +177,7 @@ def npz_names(path: Path, flag: str) -> set[str]:
 
 
 def npz_member(path: Path, name: str) -> np.ndarray:
-    """Return an array of an .npz: memory-mapped if it is stored uncompressed, else read."""
+    """Return an array of an .npz. An uncompressed array is memory-mapped; a compressed one is read."""
     with zipfile.ZipFile(path) as archive:
         found = archive.getinfo(f"{name}.npy")
         if found.compress_type == zipfile.ZIP_STORED:
@@ -181,7 +194,7 @@ def npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def _start_of(path: Path, header: int) -> int:
-    """Return the offset at which a zip member's bytes begin, according to its local header."""
+    """Return the offset of a zip member's first byte, according to its local header."""
     with open(path, "rb") as file:
         file.seek(header + 26)
         name, extra = np.frombuffer(file.read(4), "<u2").tolist()
@@ -199,8 +212,10 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures or, if it has none, of clips. Of a folder that sample.py wrote, only the single samples
-    are used."""
+    """Open a folder of pictures, or of clips if the folder has no pictures.
+
+    If sample.py wrote the folder, only the files with a single sample are used.
+    """
     drawn = _drawn(path)
     if drawn:
         files = drawn
@@ -216,7 +231,7 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
 
 
 def _drawn(path: Path) -> list[str]:
-    """List the single samples among the files that sample.py recorded in its folder, without the contact sheet."""
+    """Return the single-sample files that sample.py recorded in its folder, so without the contact sheet."""
     try:
         names = json.loads((path / INDEX).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -241,7 +256,7 @@ def _files(name: str, files: list[str], clips: list[bool], captions: list[str] |
         raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
     if clips[0] and options.image_size is None:
         raise ValueError(f"{name} holds clips; give --image_size, the pixels to which they are cropped and resized")
-    picture_suffixes()  # registers Pillow's formats here, because the threads would race to do so
+    picture_suffixes()  # registers Pillow's formats now; otherwise the threads would race to register them
     read = _read_clip if clips[0] else _read_picture
 
     def load(number: int) -> np.ndarray:

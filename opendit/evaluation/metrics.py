@@ -1,8 +1,8 @@
 """Metrics of features: Fréchet distance, Inception score, kernel distance, precision and recall, CLIP score.
 
-FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017), sFID the same for
-features that keep their place in the picture (Nash et al. 2021), and FVD for features of clips (Unterthiner et al.
-2018).
+FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017). sFID is the same
+distance for spatial features, which are not averaged over the picture (Nash et al. 2021). FVD is the same distance for
+features of clips (Unterthiner et al. 2018).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 8192  # of features converted to float64 at once
-GROUPS = 10  # of the jackknife
-NORMAL_95 = 1.959964  # standard errors on either side of the mean that hold 95 % of a normal distribution
+ROWS = 8192  # number of feature rows that are converted to float64 at once
+GROUPS = 10  # number of groups in the jackknife
+NORMAL_95 = 1.959964  # mean +- so many standard errors contains 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A mean (D,) and a covariance (D, D), float64. count: of the samples behind them; None if unknown."""
+    """A mean (D,) and a covariance (D, D), in float64. ``count`` is the number of samples, or None if unknown."""
 
     mean: Tensor
     covariance: Tensor
@@ -36,8 +36,9 @@ class Gaussian:
 class Moments:
     """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64.
 
-    They are merged by the formula of Chan, Golub and LeVeque (1979), which loses no precision when the mean is large:
-    batches of any size, on any number of ranks, give the result of one pass over all vectors, up to float64's rounding.
+    Moments are merged by the formula of Chan, Golub and LeVeque (1979), which keeps its precision when the mean is
+    large. Batches of any size, on any number of ranks, give the result of one pass over all vectors, up to rounding in
+    float64.
     """
 
     def __init__(self, width: int, device: torch.device | str = "cpu"):
@@ -63,7 +64,7 @@ class Moments:
         self._merge(len(rows), mean, rows.T @ rows)
 
     def merge(self, other: "Moments") -> None:
-        """Add the vectors of ``other``, for example of another rank."""
+        """Add the vectors of ``other``, for example the moments of another rank."""
         if other.count:
             self._merge(other.count, other.mean.to(self.mean.device), other.scatter.to(self.mean.device))
 
@@ -75,8 +76,7 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """Return the Gaussian with the unbiased covariance, as numpy.cov computes it. Raises ValueError for fewer than
-        two vectors."""
+        """Return the Gaussian with the unbiased covariance of numpy.cov. Raises ValueError for fewer than 2 vectors."""
         if self.count < 2:
             raise ValueError(f"{self.count} samples have no covariance; at least 2 are needed")
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
@@ -85,10 +85,10 @@ class Moments:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
 
-    The trace of the matrix root is computed as the sum of the singular values of C_a^(1/2) C_b^(1/2). This needs no
-    root of a matrix that is not symmetric, and for covariances without full rank it stays within their own subspaces.
+    The trace of the matrix root equals the sum of the singular values of C_a^(1/2) C_b^(1/2). This sum needs only roots
+    of symmetric matrices, and is well defined for covariances without full rank.
 
-    Raises ValueError if the two have different widths or are not finite.
+    Raises ValueError if ``a`` and ``b`` have different widths or are not finite.
     """
     if a.width != b.width:
         raise ValueError(
@@ -102,7 +102,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 def covariance_root(covariance: Tensor) -> Tensor:
-    """Return a matrix R (D, rank) with R R^T = covariance, without the eigenvalues that are only rounding errors."""
+    """Return a matrix R (D, rank) with R R^T = covariance. Eigenvalues that are only rounding errors are dropped."""
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     kept = values > values[-1].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()
@@ -114,13 +114,16 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
-    """Standard error of the Fréchet distance of features (N, D), or of clips' frames (N, T, D), by the delete-a-group
-    jackknife.
+    """Return the standard error of the Fréchet distance of features, by the delete-a-group jackknife.
 
-    Samples are assigned to ``groups`` groups at random, because they may be sorted by class; the assignment is the same
-    in every call. The frames of a clip, which resemble each other, stay in one group.
+    Samples are assigned to ``groups`` groups at random, because samples may be sorted by class. The assignment is the
+    same in every call. All frames of a clip are in one group, because they resemble each other.
 
-    The error says how far another draw of as many samples would differ, not how far fewer samples bias the distance.
+    The error estimates the spread between sets of the same number of samples. It does not include the bias of a finite
+    number of samples.
+
+    Args:
+        features: (N, D), or (N, T, D) for the frames of clips.
     """
     whole = _shuffled_groups(features, groups)
     root = covariance_root(reference.covariance)
@@ -146,15 +149,16 @@ def _merged(all_moments: Iterable[Moments]) -> Moments:
     return merged
 
 
-SPLIT = 5000  # samples of an Inception score, which is averaged over such splits (as by ADM)
-SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets (torch-fidelity's)
+SPLIT = 5000  # samples in a split; the Inception score is the mean over splits (as in ADM)
+SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets (as in torch-fidelity)
 
 
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
-    """exp(E_x KL(p(y|x) || p(y))) of a classifier's logits (N, classes), in float64 (Salimans et al. 2016).
+    """Return exp(E_x KL(p(y|x) || p(y))) of a classifier's logits (N, classes), in float64 (Salimans et al. 2016).
 
-    Return the mean over splits of ``split`` consecutive samples (the last may be smaller), as ADM's evaluator does, and
-    the standard deviation over the splits, or None for a single one.
+    Returns:
+        The mean over splits of ``split`` consecutive samples, as in ADM's evaluator, and the standard deviation over
+        the splits, or None for a single split. The last split may be smaller.
     """
     scores = []
     for part in logits.split(split):
@@ -171,11 +175,14 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | 
 def kernel_distance(
     samples: Tensor, reference: Tensor, subsets: int = SUBSETS, size: int = SUBSET
 ) -> tuple[float, float]:
-    """KID (Binkowski et al. 2018): the unbiased squared maximum mean discrepancy of features (N, D) and (M, D) under
-    the kernel (x.y / D + 1)^3.
+    """Return KID, the unbiased squared maximum mean discrepancy of features (N, D) and (M, D).
 
-    Return its mean and standard deviation over random subsets of ``size`` samples of each set. Equal numbers of samples
-    always give the same subsets. Unlike FID's, its expectation does not depend on the number of samples.
+    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Unlike the expectation of FID, that of KID does not depend on
+    the number of samples.
+
+    Returns:
+        Mean and standard deviation over random subsets of ``size`` samples of each set. Equal numbers of samples always
+        give the same subsets.
     """
     size = min(size, len(samples), len(reference))
     if size < 2:
@@ -193,8 +200,11 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the unbiased MMD of x and y, (n, D) each: the mean kernel between different samples of a set, summed over
-    both sets, minus twice the mean kernel between the sets."""
+    """Compute the unbiased squared MMD of x and y, (n, D) each.
+
+    The result is the mean kernel between different samples of a set, summed over both sets, minus twice the mean kernel
+    between the sets.
+    """
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
     within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
@@ -206,24 +216,24 @@ def _kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 NEIGHBOURS = 3
-BLOCK = 1 << 28  # squared distances in memory at once on a GPU: 1 GiB of float32
+BLOCK = 1 << 28  # number of squared distances in memory at once on a GPU: 1 GiB of float32
 CPU_BLOCK = 1 << 24
 
 
 def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
-    """Improved precision and recall of features (N, D) against (M, D) (Kynkäänniemi et al. 2019), as ADM's evaluator
-    defines them.
+    """Return improved precision and recall of features (N, D) against (M, D), as in ADM's evaluator.
 
-    A set's manifold is the union of balls around its features, each as wide as the distance to the ``neighbours``-th
-    nearest other feature. Precision is the share of samples in the manifold of the reference, recall the share of the
-    reference in the manifold of the samples. Distances are float32; ADM's are float16, which changes the third digit.
+    The metrics are those of Kynkäänniemi et al. (2019). A set's manifold is the union of balls around its features. A
+    ball's radius is the distance to the ``neighbours``-th nearest other feature. Precision is the share of samples in
+    the manifold of the reference. Recall is the share of the reference in the manifold of the samples. Distances are
+    float32; ADM's are float16, which changes the third digit.
 
-    Raises ValueError if either set has no more than ``neighbours`` features.
+    Raises ValueError unless both sets have more than ``neighbours`` features.
     """
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    centre = reference.mean(dim=0)  # distances are computed from products, which are more exact near the origin
+    centre = reference.mean(dim=0)  # distances come from products, which are more exact near the origin
     samples, reference = samples.float() - centre, reference.float() - centre
     return (
         float(_inside(samples, reference, _radii(reference, neighbours)).double().mean()),
@@ -236,13 +246,13 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
     found = []
     for first, squares in _squared_distances(features, features):
         rows = torch.arange(len(squares), device=squares.device)
-        squares[rows, first + rows] = 0  # exactly 0 for a feature and itself, despite rounding
+        squares[rows, first + rows] = 0  # the distance of a feature to itself, exactly 0 despite rounding
         found.append(squares.kthvalue(neighbours + 1, dim=1).values)
     return torch.cat(found)
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
-    """Return, for each of features (N, D), True if it lies in the ball of any of the others: (N,) bool."""
+    """Return (N,) bool: True for each of features (N, D) that lies in the ball around any of ``others``."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 
@@ -257,10 +267,13 @@ def _squared_distances(features: Tensor, others: Tensor):
 
 
 def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
-    """CLIP score 100 max(cos, 0) of embeddings (N, D) of pictures and of their captions: (N,). For clips (N, T, D), the
-    mean over frames.
+    """Return the CLIP score 100 max(cos, 0) of each pair of embeddings, (N,).
 
-    It says how well pictures match their captions (Hessel et al. 2021), without that paper's factor of 2.5.
+    The score measures how well pictures match their captions (Hessel et al. 2021), without that paper's factor of 2.5.
+
+    Args:
+        pictures: embeddings (N, D) of pictures, or (N, T, D) of clips; the score of a clip is the mean over frames.
+        captions: embeddings (N, D) of captions.
     """
     pictures, captions = F.normalize(pictures.double(), dim=-1), F.normalize(captions.double(), dim=-1)
     if pictures.ndim == 2:

@@ -1,7 +1,7 @@
-"""Feature networks: load one from a file or folder, as a function from pictures or clips to rows of numbers.
+"""Load a feature network from a file or a folder, as a function from pictures or clips to rows of numbers.
 
-Nothing is downloaded. Weights are read with ``weights_only=True``, and folders of transformers without their own code,
-as those of text encoders are (opendit/encoders/folder.py).
+Nothing is downloaded. Weights are read with ``weights_only=True``. Code in folders of transformers is not run; the same
+holds for folders of text encoders (opendit/encoders/folder.py).
 """
 
 import contextlib
@@ -38,13 +38,13 @@ class FeatureNetwork:
     """A network together with the preprocessing of its pixels.
 
     Attributes:
-        sha256: hash of its file or files; of the code and data for a network that is built in.
-        clips: it takes (B, T, H, W, 3) instead of (B, H, W, 3).
-        inception: it is the Inception network that FID is defined with.
-        resize: name of the filter that resizes pixels to its input size.
+        sha256: hash of the network's file or files; for a built-in network, of its constants and data.
+        clips: True if the network takes (B, T, H, W, 3) instead of (B, H, W, 3).
+        inception: True for the Inception network that defines FID.
+        resize: name of the filter that resizes pixels to the network's input size.
         precision: fp32 or tf32; fp64 for the built-in classifier.
-        compute: uint8 pixels with channels second -> named features (B, D).
-        known: its hash is a published one, or it is built in.
+        compute: function from uint8 pixels, with channels second, to named features (B, D).
+        known: True for a network with a published hash, and for a built-in network.
     """
 
     name: str
@@ -63,7 +63,7 @@ class FeatureNetwork:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """uint8 (B, H, W, 3) or (B, T, H, W, 3) -> named features (B, D) in float32."""
+        """Return named features (B, D) in float32 for uint8 pixels (B, H, W, 3) or (B, T, H, W, 3)."""
         pixels = pixels.to(self.device).movedim(-1, 1)
         with _precision(self.precision):
             found = {name: features.float() for name, features in self.compute(pixels).items()}
@@ -78,8 +78,10 @@ class FeatureNetwork:
 
 
 def digits_network(device: torch.device, shape: ClipShape | None = None) -> FeatureNetwork:
-    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits; it is trained at
-    its first use. Features: "pool", "digit" and "nearest", and for clips "moved"."""
+    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits.
+
+    The classifier is trained at its first use. The features are "pool", "digit" and "nearest", and for clips "moved".
+    """
     if shape is None:
         sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
     else:
@@ -92,19 +94,23 @@ def load_network(
 ) -> FeatureNetwork:
     """Load the network of a file or folder.
 
+    The path has one of these forms:
+
+    - the weights of FID's Inception (.pth, as pytorch-fid and torch-fidelity distribute them);
+    - a TorchScript module: StyleGAN's Inception or I3D, or any module that takes uint8 (B, 3, H, W), or (B, 3, T, H, W)
+      for clips, and returns features (B, D) or a dict with "pool" and optionally "spatial" and "logits";
+    - a folder of transformers with a CLIP, DINOv2 or VideoMAE model.
+
     Args:
-        path: one of: the weights of FID's Inception (.pth, as pytorch-fid and torch-fidelity distribute them); a
-            TorchScript module, either Inception or I3D as StyleGAN's metrics use them or any that takes uint8 (B, 3, H,
-            W), for clips (B, 3, T, H, W), and returns features (B, D) or a dict of "pool" and optionally "spatial" and
-            "logits"; a folder of transformers with a CLIP, DINOv2 or VideoMAE.
-        device: where it computes.
-        how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed one.
+        path: the file or folder.
+        device: device of the network.
+        how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter.
         precision: fp32, or tf32 on GPUs that support it.
-        clips: load a network of clips.
+        clips: True to load a network for clips.
 
     Raises:
-        FileNotFoundError: there is nothing at ``path``.
-        ValueError: it holds no such network, or it has the name of a published file and other contents.
+        FileNotFoundError: ``path`` does not exist.
+        ValueError: the path holds no such network, or a file with a published name has other contents.
     """
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
@@ -123,13 +129,13 @@ def load_network(
 
 
 def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[Compute, bool, str]:
-    """Return (function that computes, it is FID's Inception, name of the resize filter)."""
+    """Return (function that computes features, True for FID's Inception, name of the resize filter)."""
     if not _is_script(path):
         if clips:
             raise ValueError(f"{path} is no TorchScript module, as features of clips need one")
         network = _inception(path).to(device).eval()
         if device.type == "cuda":
-            network = network.to(memory_format=torch.channels_last)  # the layout that TF32 convolutions want
+            network = network.to(memory_format=torch.channels_last)  # the fastest layout for TF32 convolutions
         return _with_resize(network, how), True, how
     try:
         with warnings.catch_warnings():
@@ -180,7 +186,7 @@ def _inception(path: Path) -> torch.nn.Module:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         network = FIDInception()
         network.load_state_dict(weights)
-    except Exception as error:  # of pickle, zip or torch
+    except Exception as error:  # pickle, zip and torch raise different errors
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} holds neither TorchScript nor the weights of FID's Inception: {why}") from error
     return network.requires_grad_(False)
@@ -188,7 +194,7 @@ def _inception(path: Path) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Compute matrix products and convolutions in full float32 or in TF32."""
+    """Set full float32 or TF32 for matrix products and convolutions inside the context."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -206,7 +212,7 @@ _INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A published file by its usual name. sha256: None if no hash has been published; any file is accepted then."""
+    """A published file by its usual name. Without a published hash, ``sha256`` is None and any file is accepted."""
 
     name: str
     sha256: str | None
@@ -240,14 +246,14 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Return the folder of torch.hub, which torch-fidelity and pytorch-fid use, too."""
+    """Return the folder of torch.hub, which torch-fidelity and pytorch-fid also use."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
 def find_default(clips: bool, flag: str) -> Path:
-    """Find the published network of pictures, or of clips, in its usual folder.
+    """Find the published network for pictures or for clips in its usual folder.
 
-    Raises FileNotFoundError with the address of the missing file and the folder to put it into.
+    Raises FileNotFoundError if it is missing; the message has the file's address and the folder to put the file into.
     """
     files = [file for file in KNOWN if file.clips == clips]
     for file in files:
@@ -260,7 +266,7 @@ def find_default(clips: bool, flag: str) -> Path:
 
 
 def check_known(path: Path, sha256: str) -> None:
-    """Raise ValueError for a file that has the name of a published one and other contents."""
+    """Raise ValueError if a file has the name of a published file but other contents."""
     for file in KNOWN:
         if path.name == file.name and file.sha256 not in (None, sha256):
             raise ValueError(
@@ -275,8 +281,8 @@ def is_known(sha256: str) -> bool:
 
 # ------------------------------------------------------------------------------------------ FID's Inception
 
-INCEPTION_SIDE = 299  # pixels of its input
-SPATIAL_CHANNELS = 7  # of the first branch of Mixed_6d: ADM's spatial features are 17 x 17 x 7 numbers
+INCEPTION_SIDE = 299  # height and width of the input in pixels
+SPATIAL_CHANNELS = 7  # channels of Mixed_6d's first branch in ADM's spatial features, which are 17 x 17 x 7 numbers
 
 
 class ScriptedInception(nn.Module):
@@ -297,7 +303,7 @@ class ScriptedInception(nn.Module):
             if name == "mixed_6":
                 spatial = spatial_features(layer.conv(x))
             x = layer(x)
-        assert spatial is not None  # see fits
+        assert spatial is not None  # ``fits`` has checked that mixed_6 exists
         pool = x.flatten(1)
         return {"pool": pool, "spatial": spatial, "logits": F.linear(pool, self.script.output.weight)}
 
@@ -309,9 +315,10 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    how: "tf", the bilinear filter of TensorFlow 1 that FID was defined with, which samples at i * H / side without
-    antialiasing; "torch", the same at pixel centres (pytorch-fid's); "clean", Pillow's bicubic filter with
-    antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
+    Args:
+        how: the filter. "tf" is TensorFlow 1's bilinear filter, which defines FID and samples at i * H / side without
+            antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter
+            with antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
     """
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
@@ -332,9 +339,9 @@ FOLDER_WEIGHTS = "model"
 PREPROCESSOR = "preprocessor_config.json"
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-USUAL_SIDE = 224  # pixels, for a folder that does not name its size
+USUAL_SIDE = 224  # input size in pixels for a folder that does not have it
 CAPTIONS_AT_ONCE = 256
-# model_type of config.json -> (class of transformers, mean and deviation of colours, True for a model of clips)
+# model_type of config.json -> (class of transformers, mean and deviation of colours, True for a model for clips)
 CLASSES = {
     "clip": ("CLIPVisionModelWithProjection", CLIP, False),
     "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP, False),
@@ -346,8 +353,13 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class FolderNetwork:
-    """A network of transformers with its preprocessing. compute: uint8 (B, 3, H, W) or (B, 3, T, H, W) -> {"pool": (B,
-    D)}."""
+    """A network of transformers with its preprocessing.
+
+    Attributes:
+        sha256: hash of the folder's configurations and weights.
+        resize: name of the resize filter.
+        compute: function from uint8 (B, 3, H, W) or (B, 3, T, H, W) to {"pool": (B, D)}.
+    """
 
     sha256: str
     resize: str
@@ -355,9 +367,9 @@ class FolderNetwork:
 
 
 def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwork:
-    """Load a folder's model: features are CLIP's projected embedding, DINOv2's class token, or VideoMAE's mean token.
+    """Load a folder's model. Features are CLIP's projected embedding, DINOv2's class token, or VideoMAE's mean token.
 
-    Raises ValueError for a folder that holds none of them, or one for the other kind of media.
+    Raises ValueError if the folder holds none of these models, or holds a model for the other kind of media.
     """
     config = read_config(folder)
     kind = config.get("model_type")
@@ -400,8 +412,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, name: str) -> Any:
-    """Load a model of transformers' class ``name``, frozen, in float32. Raises ValueError if the folder does not hold
-    it."""
+    """Load a frozen float32 model of transformers' class ``name``. Raises ValueError if the folder has none."""
     try:
         model = transformers_model(folder, name, FOLDER_WEIGHTS)
     except Exception as error:
@@ -410,7 +421,7 @@ def load_model(folder: Path, name: str) -> Any:
 
 
 def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
-    """Return (side in pixels, mean, deviation) of the folder's preprocessor, or the model's usual ones."""
+    """Return (side in pixels, mean, deviation) from the folder's preprocessor, or the model's usual values."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():
         found = read_file(path, PRETRAINED)
@@ -431,10 +442,10 @@ def folder_sha256(folder: Path) -> str:
 
 
 def caption_embeddings(folder: Path, captions: list[str], device: torch.device) -> tuple[Tensor, list[bool]]:
-    """Return CLIP's projected embeddings of captions (N, D), and a bool for each: it is longer than CLIP reads, and its
-    end is cut off. Equal captions are embedded once.
+    """Return CLIP's projected embeddings of captions (N, D), and for each caption True if it was truncated.
 
-    Raises ValueError for a folder without CLIP's text model and tokenizer.
+    CLIP truncates long captions. Equal captions are embedded once. Raises ValueError for a folder without CLIP's text
+    model and tokenizer.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)

@@ -1,4 +1,4 @@
-"""Plot runs over each other: figures over training, steps and guidance; training and held-out losses."""
+"""Plot several runs in the same panels: figures over training, sampling steps and guidance, and losses."""
 
 import io
 import json
@@ -15,17 +15,24 @@ from opendit.data.files import printable
 from opendit.evaluation.results import FILE as RESULTS
 from opendit.evaluation.results import Measurement, read_results, why_not_comparable
 
-LOG, FOLDER = "log.jsonl", "evaluation"  # of a run: its log, and the folder that may hold its figures
-ACROSS = 4  # most panels side by side
+LOG, FOLDER = "log.jsonl", "evaluation"  # the log of a run, and the subfolder that may hold its figures
+ACROSS = 4  # most panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # of the lines of one run
-SMOOTH = 50  # most points of the training loss's curve
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for the lines of one run
+SMOOTH = 50  # most points in the curve of the training loss
 
 
 @dataclass
 class PlottedRun:
-    """The data of a run: its figures and, from its log, the training and held-out loss by step, and the last held-out
-    loss by noise level (sigma). Points are (x, y)."""
+    """The data of a run. Points are (x, y).
+
+    Attributes:
+        name: name of the run.
+        figures: the measured figures.
+        loss: (step, training loss), from the log.
+        held_out: (step, held-out loss), from the log.
+        by_noise: (noise level sigma, held-out loss) of the last validation in the log.
+    """
 
     name: str
     figures: list[Measurement]
@@ -41,8 +48,12 @@ PlotPoint = tuple[float, float, float | None, float | None]  # x, y, low, high
 class PlotLine:
     """A line of a panel.
 
-    points: (x, y, low, high), low and high None without an interval; sorted by x, for precision against recall by
-    guidance. words: beside the points. run: lines of one run share a colour.
+    Attributes:
+        name: text of the legend.
+        points: (x, y, low, high), sorted by x, or by guidance for precision against recall. Without an interval, low
+            and high are None.
+        words: text next to each point.
+        run: name of the run. All lines of a run have the same colour.
     """
 
     name: str
@@ -59,15 +70,15 @@ class PlotPanel:
     x: str
     y: str
     lines: list[PlotLine]
-    scale: str = "linear"  # of x
+    scale: str = "linear"  # scale of the x axis
     y_scale: str = "linear"
-    ticks: bool = False  # ticks only at the points
+    ticks: bool = False  # True for x ticks only at the points
 
 
 def read_run(path: Path) -> PlottedRun:
-    """Read a run's folder (log.jsonl, evaluation/results.jsonl), the folder of an evaluation, or a results.jsonl.
+    """Read a run's folder (log.jsonl, evaluation/results.jsonl), an evaluation's folder, or a results.jsonl.
 
-    Raises ValueError if there is neither a figure nor a log.
+    Raises ValueError if ``path`` has neither figures nor a log.
     """
     folder = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else [folder / RESULTS, folder / FOLDER / RESULTS]
@@ -78,7 +89,7 @@ def read_run(path: Path) -> PlottedRun:
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 _add_line(run, json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError):  # cut short by a full disk, or another program's
+            except (ValueError, TypeError, KeyError, AttributeError):  # a truncated line, or a line of another program
                 continue
     if not (run.figures or run.loss or run.held_out):
         raise ValueError(f"{printable(path)} holds neither {RESULTS} with figures nor {LOG} of a run")
@@ -103,8 +114,10 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return the panels to draw for runs, of all metrics or the chosen ones, and a line for each group of figures that
-    is left out because it is not comparable with the others."""
+    """Return the panels for all metrics or the chosen ones, and messages about figures that are left out.
+
+    Figures are left out if they are not comparable with the other figures of their metric.
+    """
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -152,7 +165,7 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# (title, name of the x axis, scale, x, what else distinguishes lines)
+# (title, name of the x axis, scale of the x axis, function for x, functions for the parts of a line's name)
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
@@ -163,8 +176,10 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each model and each combination of ``others``, of the rows that have an x; the last row of each
-    x counts."""
+    """Return a line for each model and each combination of ``others``.
+
+    Rows without an x are skipped. If several rows have the same x, the last one is used.
+    """
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:
@@ -186,7 +201,7 @@ def _point(x: float, row: Measurement) -> PlotPoint:
 
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
-    """Return a line for each model and number of steps, through its guidance scales."""
+    """Return a line through the guidance scales for each model, checkpoint, number of steps and seed."""
     pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Measurement]]] = {}
     for row in rows:
         if row.metric in ("precision", "recall"):
@@ -204,7 +219,7 @@ def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
 
 
 def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return the rows that can be compared with the last one of their metric, and why the others can't."""
+    """Return the rows that are comparable with the last row of their metric, and messages about the other rows."""
     last = {row.metric: row for row in rows}
     kept, left_out = [], {}
     for row in rows:
@@ -217,7 +232,7 @@ def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[st
 
 
 def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Average neighbours, so that at most SMOOTH points are left."""
+    """Average groups of neighbouring points, so that at most SMOOTH points are left."""
     size = -(-len(points) // SMOOTH) or 1
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
@@ -227,8 +242,10 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw runs to a PNG, with all metrics or the given ones, and return notes on what was left out. Raises ValueError
-    or OSError."""
+    """Draw runs to a PNG, with all metrics or the given ones. Return messages about figures that were left out.
+
+    Raises ValueError or OSError.
+    """
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):
@@ -249,7 +266,7 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
 
 
 def _draw(found: Sequence[PlotPanel], output: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
+    from matplotlib.figure import Figure  # not pyplot, because it keeps every figure and needs a display backend
 
     names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
     columns = min(ACROSS, len(found))
@@ -264,7 +281,7 @@ def _draw(found: Sequence[PlotPanel], output: Path) -> None:
             style["linestyle"] = STYLES[number % len(STYLES)]
             style["marker"] = MARKERS[number % len(MARKERS)] if len(x) < SMOOTH // 2 else ""
             errors = None
-            if any(value is not None for value in low):  # errorbar wants distances, not ends
+            if any(value is not None for value in low):  # errorbar takes distances, not end points
                 ends = zip(low, y, high, strict=True)
                 sides = [(0, 0) if a is None else (max(b - a, 0), max(c - b, 0)) for a, b, c in ends]
                 errors = list(zip(*sides, strict=True))

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Run an evaluation from its flags to its figures: ``opendit evaluate``, and ``opendit.evaluate`` in Python."""
+"""Run a whole evaluation for the command ``opendit evaluate`` and the Python function ``opendit.evaluate``."""
 
 import logging
 import math
@@ -35,24 +35,24 @@ from opendit.parallel.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-EARLIER_ROWS = 12  # earlier results shown above the new ones
-DRY_RUN_BATCHES = 4  # per process, after a first batch that is not timed: it compiles and records kernels
+EARLIER_ROWS = 12  # most earlier results that are shown above the new ones
+DRY_RUN_BATCHES = 4  # per process, after an untimed first batch, which compiles and records kernels
 
 
 def run(flags: EvaluateConfig) -> None:
-    """Evaluate as the flags say and print a table; ``Supervisor`` reports errors and ends the program."""
+    """Run the evaluation of the flags and print a table. ``Supervisor`` reports errors and ends the program."""
     with Supervisor((ValueError, OSError)) as supervisor:
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, group_of_one=False)
         measure(flags, mesh, lambda: supervisor.started(()))
 
 
 def evaluate(config: EvaluateConfig) -> list[Measurement]:
-    """Evaluate as ``opendit evaluate`` does with the flags of ``config``, in this process, and return the figures.
+    """Run ``opendit evaluate`` with the flags of ``config`` in this process, and return the figures.
 
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
 
-    The figures are also appended to ``results.jsonl`` in the configuration's ``output``. In a script that torchrun
-    starts on several processes, only rank 0 gets them.
+    The figures are also appended to ``results.jsonl`` in the folder ``config.output``. If torchrun starts the script on
+    several processes, only rank 0 gets the figures.
 
     Raises:
         ValueError: the configuration can't work; the message names the flag and the fix.
@@ -70,10 +70,12 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
 
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """Return the figures of an evaluation, or of every point of a sweep, on rank 0, and an empty list on other ranks.
-    Collective.
+    """Return the figures of an evaluation, or of every point of a sweep. Collective.
 
-    ``started`` is called once everything that the flags ask for has been checked, before the long work begins.
+    Ranks other than 0 get an empty list.
+
+    Args:
+        started: called once after all checks of the flags, before the long work begins.
     """
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
@@ -147,21 +149,21 @@ def _show(output: Path, found: list[Measurement]) -> None:
 
 
 class NoNetwork(Extractor):
-    """Stand-in for the networks of an evaluation that accepts pixels and computes nothing."""
+    """Replacement for the networks of an evaluation that computes nothing, to time the drawing alone."""
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         return {"pool": torch.zeros(len(pixels), 1, device=self.device)}
 
 
 def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
-    """Draw and measure a few batches, and print the time that all samples would take. Collective; no result is kept.
+    """Draw and measure a few batches, and print the predicted time for all samples. Collective; no result is kept.
 
     Args:
-        batch_size: samples that a process draws at a time.
-        gpus: number of GPUs to predict for; 0 for the GPUs of this run.
+        batch_size: number of samples that a process draws at a time.
+        gpus: number of GPUs for the prediction; 0 for the GPUs of this run.
 
     Raises:
-        ValueError: ``gpus`` is no multiple of the number of GPUs that draw a sample together.
+        ValueError: ``gpus`` is not a multiple of the number of GPUs that draw a sample together.
     """
     here = mesh.dp_size
     group = mesh.world_size // here

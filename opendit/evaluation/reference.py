@@ -1,4 +1,4 @@
-"""The reference that samples are compared with: samples, their features, or only the features' mean and covariance."""
+"""Open the reference that samples are compared with: samples, features, or the features' mean and covariance."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from opendit.evaluation.metrics import Gaussian, Moments
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.model_loading import SOURCE_FPS
 
-# Features -> names of their mean and covariance in an .npz; the first two are ADM's, of Inception's features.
+# Features -> names of their mean and covariance in an .npz. The first two are ADM's names for Inception's features.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
 SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
@@ -30,9 +30,9 @@ class Reference:
     """Statistics or features of the media that samples are compared with.
 
     Attributes:
-        gaussians: mean and covariance by the name of the features.
-        features: of the samples (N, ...), if known.
-        settings: of the networks that computed them; None if unknown.
+        gaussians: name of the features -> mean and covariance.
+        features: name -> features (N, ...) of the reference's samples, if known.
+        settings: settings of the networks that computed the features; None if unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Reference:
     settings: dict[str, str] | None = None
 
     def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
-        """Return the mean and covariance of the features with this name; None if there are none."""
+        """Return the mean and covariance of the features with this name; None without such features."""
         if name not in self.gaussians and name in self.features:
             rows = self.features[name].flatten(0, -2).to(device)
             self.gaussians[name] = Moments.of(rows).gaussian()
@@ -61,12 +61,16 @@ def open_reference(
 ) -> Reference:
     """Open the reference at a path. Collective.
 
-    It is one of: samples, as :func:`open_media` takes them, whose features are computed; "digits", the built-in
-    held-out digits; ADM's statistics (an .npz with mu and sigma), whose pictures, if the file has any, serve precision,
-    recall and KID; a file that :func:`save_features` wrote.
+    The path is one of:
+
+    - samples that :func:`open_media` accepts; their features are computed;
+    - "digits", the built-in held-out digits;
+    - ADM's statistics, an .npz with mu and sigma; pictures in the file are used for precision, recall and KID;
+    - a file that :func:`save_features` wrote.
 
     Raises:
-        ValueError: it holds clips where pictures are evaluated or vice versa, or features of other networks.
+        ValueError: the reference holds clips but the samples are pictures or vice versa, or it holds features of other
+            networks.
     """
     if path == DIGITS:
         return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, {})
@@ -93,23 +97,25 @@ def _reference_of(
     mesh: Mesh,
     gaussians: dict[str, Gaussian],
 ) -> Reference:
-    """Compute the features of samples and make a reference of them and of the statistics that are already known.
-    Collective."""
+    """Compute the features of samples, and return a reference with them and the known statistics. Collective."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return built-in digits of a split, or moving digits if ``clips`` says how clips are read. count: None for the
-    usual number of a reference."""
+    """Return built-in digits of a split, or moving digits.
+
+    Args:
+        clips: options for reading clips, to get moving digits; None for pictures.
+        count: number of samples; None for the usual number in a reference.
+    """
     if clips is None:
         return real_pictures(split, count)
     return real_clips(split, clip_shape(clips), count)
 
 
 def clip_shape(options: MediaOptions) -> ClipShape:
-    """Return the shape of moving digits that are read with these options. Raises ValueError for clips that are not
-    square."""
+    """Return the shape of moving digits that match these options. Raises ValueError if the clips are not square."""
     if options.image_size is None:
         raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
     interval = options.frame_interval if options.fps is None else max(1, round(SOURCE_FPS / options.fps))
@@ -117,7 +123,7 @@ def clip_shape(options: MediaOptions) -> ClipShape:
 
 
 def _pictures_of(path: Path) -> Media:
-    """Open the pictures that lie beside the statistics in a file of ADM's."""
+    """Open the pictures in a file of ADM that also has statistics."""
     return array_media(path.name, lambda: sha256_of(path), npz_member(path, SAMPLES))
 
 
@@ -154,10 +160,12 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
-    """Write features and their statistics to an .npz: a reference for later, and by its mu and sigma one for other
-    tools.
+    """Write features and their statistics to an .npz, which can be used as a reference.
 
-    settings: of the networks. Raises OSError.
+    Other tools can use the statistics mu and sigma as a reference. Raises OSError.
+
+    Args:
+        settings: settings of the feature networks.
     """
     arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
     for name, keys in STATISTICS.items():
@@ -165,7 +173,7 @@ def save_features(path: Path, features: Features, settings: dict[str, str], devi
             found = Moments.of(features.arrays[name].flatten(0, -2).to(device)).gaussian()
             arrays |= dict(zip(keys, (found.mean.cpu().numpy(), found.covariance.cpu().numpy()), strict=True))
     for name, rows in features.arrays.items():
-        if name != "spatial":  # only its statistics are needed, for sFID
+        if name != "spatial":  # sFID needs only the statistics of spatial features
             arrays[FEATURES + name] = rows.contiguous().numpy()
     with replacing(path) as file:
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] no name is one of its parameters

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Results of evaluations: figures with their provenance, as lines of JSON, in tables, and of sweeps."""
+"""Store and show results of evaluations: figures and their settings, as lines of JSON and in tables."""
 
 import csv
 import dataclasses
@@ -16,7 +16,7 @@ from opendit.config.names import DIGITS
 
 FILE, SWEEP_FILE = "results.jsonl", "sweep.csv"
 SWEEP_COLUMNS = ("metric", "steps", "guidance", "value", "low", "high", "count", "sampler", "seed", "samples")
-# Fields that must agree for two figures of one metric to be comparable -> their names in messages.
+# Field -> name in messages. Two figures of one metric are comparable only if these fields are equal.
 COMPARED_FIELDS = {
     "count": "samples",
     "reference_sha256": "reference",
@@ -28,26 +28,30 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-OFTEN_UNKNOWN = ("labels", "rounding")  # compared only if both results record them; samples of other tools don't
+OFTEN_UNKNOWN = ("labels", "rounding")  # compared only if both results have them; samples of other tools do not
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure and everything that decides it.
+    """One figure and all settings that affect it.
 
     Attributes:
-        interval: low and high, or None; interval_by says how it was found.
-        size: of each sample, as text.
-        samples: name of the file, folder or weights; samples_sha256 is its hash (for weights, of the numbers in them).
-        features_known: the network's file is a published one.
-        resize, feature_precision: of the network of features. sampler, steps, guidance, ..., vae: how samples were
-            drawn for the evaluation; drawn holds all that decides them, as the manifest of a sampling job does.
+        interval: (low, high), or None.
+        interval_by: the method that gave the interval.
+        size: size of each sample, as text.
+        samples: name of the file, folder or weights.
+        samples_sha256: hash of the samples; for weights, hash of the numbers in them.
+        features_known: True if the feature network's file is a published one.
+        resize, feature_precision: settings of the feature network.
+        sampler, steps, guidance, guidance_interval, guidance_channels, seed, precision, vae: settings with which the
+            evaluation drew the samples.
         labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
-        rounding: how pixels became uint8.
-        truncated: number of captions longer than CLIP reads.
-        of_real: the same figure of real samples, a bound of what can be reached: for the digits' Fréchet distance of
-            training digits, for their accuracy of held-out digits.
-        note: a remark for the reader.
+        rounding: the method of rounding pixels to uint8.
+        drawn: all settings that affect the samples, as in the manifest of a sampling job.
+        truncated: number of captions that CLIP truncates.
+        of_real: the same figure for real samples, which bounds the reachable values: for the Fréchet distance of
+            digits, training digits; for their accuracy, held-out digits.
+        note: a remark for the user.
     """
 
     metric: str
@@ -90,7 +94,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, line: str) -> "Measurement":
-        """Read a line that :meth:`to_json` wrote and skip unknown fields. Raises ValueError."""
+        """Read a line that :meth:`to_json` wrote. Unknown fields are ignored. Raises ValueError for an invalid line."""
         found = json.loads(line)
         known = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -103,7 +107,7 @@ class Measurement:
 
 
 def why_not_comparable(one: Measurement, other: Measurement) -> list[str]:
-    """List what keeps two figures of one metric from being compared, in words; empty if they are comparable."""
+    """Return the differences that make two figures incomparable, in words; an empty list if they are comparable."""
     if one.metric != other.metric:
         return [f"metric {one.metric} against {other.metric}"]
     differing = []
@@ -123,7 +127,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table, and below it a line for each row that is not comparable with its metric's last one."""
+    """Format an aligned table, followed by a line for each row that is not comparable with its metric's last row."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -162,7 +166,7 @@ def _drawn_with(row: Measurement) -> str:
 
 
 def figure_text(value: float) -> str:
-    """Format a value with six significant digits; the metrics have no more that mean anything."""
+    """Format a value with six significant digits, because further digits of the metrics have no meaning."""
     return f"{value:.6g}" if value and abs(math.log10(abs(value))) < 5 else f"{value:.3e}" if value else "0"
 
 
@@ -183,9 +187,11 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Append figures to the folder's results, except those that are already there. Raises OSError.
+    """Append figures to the folder's results, except for figures that the file already has. Raises OSError.
 
-    root: the folder below which no link is followed (opendit/common/safe_files.py); folders below it are created.
+    Args:
+        root: a folder below which no link is followed (opendit/common/safe_files.py). Missing folders below it are
+            created.
     """
     path = folder / FILE
     refuse_links(folder, [FILE])
@@ -197,12 +203,12 @@ def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None 
 
 
 def without_time(row: Measurement) -> Measurement:
-    """Return a measurement without its time: two lines that agree in everything else are the same figure."""
+    """Return a measurement without its time. Two lines that differ only in time are the same figure."""
     return dataclasses.replace(row, time=None)
 
 
 def read_results(path: Path) -> list[Measurement]:
-    """Read a file of results; skip lines that can't be read, such as one that a full disk cut short."""
+    """Read a file of results. Invalid lines are skipped, such as a line that a full disk has truncated."""
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -220,8 +226,10 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps, in the
-    order of the rows. The last of several figures for one pair is shown."""
+    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps.
+
+    Lines and columns are in the order of ``rows``. If a cell has several figures, the last one is shown.
+    """
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]
@@ -239,7 +247,7 @@ def sweep_table(rows: Sequence[Measurement]) -> str:
 
 
 def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
-    """Write the figures of a sweep to ``sweep.csv`` in a folder, a line for each. Raises OSError."""
+    """Write the figures of a sweep to ``sweep.csv`` in a folder, one line each. Raises OSError."""
     path = folder / SWEEP_FILE
     text = io.StringIO(newline="")
     writer = csv.writer(text)

@@ -1,4 +1,4 @@
-"""The samples of an evaluation: files, or pictures and clips that a checkpoint draws for it, with their provenance."""
+"""Open the samples of an evaluation: files, or pictures and clips that are drawn from a checkpoint."""
 
 import contextlib
 import logging
@@ -29,17 +29,21 @@ from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose
 logger = logging.getLogger(__name__)
 
 PICTURES, CLIPS = 50_000, 2_048  # the usual numbers of samples for FID and for FVD
-FRAMES = 16  # read from a clip in a file
+FRAMES = 16  # default number of frames that are read from a clip in a file
 FIX = "wait for its end, or give another --output"
 
 
 @dataclass(frozen=True)
 class DescribedSamples:
-    """Facts about samples that are known before they are drawn or read.
+    """Properties of samples that are known before the samples are drawn or read.
 
-    shape: of one sample, (H, W, 3) or (T, H, W, 3). captions: one per sample, or None. details: fields of a
-    Measurement. options: read the files of a reference into pixels like these. asked: the digits that the samples
-    should show, if known.
+    Attributes:
+        count: number of samples.
+        shape: shape of one sample, (H, W, 3) or (T, H, W, 3).
+        captions: one per sample, or None.
+        details: fields of a Measurement.
+        options: options for reading the files of a reference, so that its pixels match the samples.
+        asked: the digits that the samples should show, or None if unknown.
     """
 
     count: int
@@ -56,10 +60,13 @@ class DescribedSamples:
 
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
-    """Samples ready to be read or drawn.
+    """Samples that are ready to be read or drawn.
 
-    extract: ``extract(extractor, count, folder)`` computes the features of the first ``count`` samples and caches them
-    below the folder. drawn: the samples are drawn rather than read. announce: prints how they are drawn.
+    Attributes:
+        extract: ``extract(extractor, count, folder)`` computes the features of the first ``count`` samples and caches
+            the features in the folder.
+        drawn: True if the samples are drawn, False if they are read from files.
+        announce: function that prints the settings of the drawing.
     """
 
     extract: Callable[[Extractor, int, Path], Features]
@@ -69,7 +76,7 @@ class Samples(DescribedSamples):
 
 @contextlib.contextmanager
 def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
-    """Open and check the samples to evaluate, and lock --output against other evaluations meanwhile. Collective.
+    """Open and check the samples to evaluate. Inside the context, --output is locked for other evaluations. Collective.
 
     Raises ValueError or OSError with a message for the user.
     """
@@ -97,7 +104,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
     details = {"samples": media.name, "samples_sha256": media.sha256}
-    # Pictures of the reference are cropped like the samples: to the samples' size if these are square.
+    # The pictures of the reference are cropped like the samples: to the samples' size if the samples are square.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
@@ -111,7 +118,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
 
 
 def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
-    """Describe the samples of a checkpoint, which are drawn for their features only."""
+    """Return samples that will be drawn from a checkpoint. Only their features are kept."""
     if sampling.mesh.is_main:
         for note in note_on_missing_frames(sampling.model.config):
             logger.info("note: %s", note)
@@ -168,15 +175,14 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
-    """Replace the checkpoint's example captions by those of every digit, for clips in every direction."""
+    """Replace the checkpoint's example captions by captions of all digits, for clips also of all directions."""
     digits = all_captions(sampling.model.config.is_video)
     assert isinstance(sampling.conditioner, CaptionConditioner)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
 
 
 def name_of(weights: Path) -> str:
-    """Return a name for weights: RUN/STEP of a checkpoint (000-DiT-XL-2/step_0400000), else the name of their file or
-    folder."""
+    """Return a name for weights: RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, else the path's last part."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")

@@ -1,6 +1,6 @@
-"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
+"""Convert OpenDiT checkpoints to and from diffusers' folders and Meta's .pt files.
 
-``python -m opendit.export`` is the command; the functions are imported from conversion.py when they are used.
+``python -m opendit.export`` is the command. The functions of this package are imported at their first use.
 """
 
 from typing import TYPE_CHECKING

@@ -21,7 +21,7 @@ from opendit.config.console import name_of, prepare_console
 from opendit.config.flags import Value, one_of, reject_unused
 
 READERS = {"diffusers": "", "comfyui": "ComfyUI reads it from models/loras, ", "kohya": "kohya's trainers read it, "}
-MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
+MAX_SHARD_SIZE = "50GB"  # the default of transformers' save_pretrained since version 5
 
 
 def build_parser() -> CommandLine:
@@ -77,8 +77,8 @@ def main(argv: list[str]) -> None:
 
 
 def newest(outputs: str) -> str:
-    """Return the newest run with a checkpoint, and print which it is. Raises ValueError if there is none."""
-    from opendit.checkpoint.run_folders import newest_run  # pydantic, which the flags need not
+    """Return and print the newest run with a checkpoint. Raises ValueError if there is none."""
+    from opendit.checkpoint.run_folders import newest_run  # imports pydantic, so not at the top
 
     found = newest_run(outputs)
     if found is None:
@@ -90,7 +90,7 @@ def newest(outputs: str) -> str:
 def check(
     to: str, ckpt: str, output: str, model: str | None, vae: str | None, given: set[str], base: str | None = None
 ) -> None:
-    """Raises ValueError, naming the flag and the fix, for what can be seen before weights are read."""
+    """Check the flags before any weights are read. Raises ValueError that names the flag and the fix."""
     if base is not None:
         if to not in ("diffusers", "lora"):
             raise ValueError(f"--base {base}: is for the formats diffusers and lora; leave it out with {to}")
@@ -128,7 +128,7 @@ def check(
 
 
 def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int) -> None:
-    from opendit.export.conversion import (  # torch, which the flags need not
+    from opendit.export.conversion import (  # imports torch, so not at the top
         export_diffusers,
         export_meta,
         import_weights,
@@ -149,7 +149,7 @@ def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None
 
 
 def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
-    from opendit.export.published import export_run  # torch, which the flags need not
+    from opendit.export.published import export_run  # imports torch, so not at the top
     from opendit.models.families import FAMILIES
 
     for line in export_run(ckpt, output, base, FAMILIES, most_bytes):
@@ -158,7 +158,7 @@ def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
 
 
 def convert_lora(ckpt: str, output: Path, base: str | None, form: str) -> None:
-    from opendit.export.lora import export_lora  # torch, which the flags need not
+    from opendit.export.lora import export_lora  # imports torch, so not at the top
     from opendit.models.families import FAMILIES
 
     export_lora(ckpt, output, base, FAMILIES, form)

@@ -1,8 +1,10 @@
-"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
+"""Convert OpenDiT checkpoints to and from diffusers' DiTPipeline folders and Meta's .pt files.
 
-Two traps on diffusers' side. Its DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the
-timestep, where Meta's model has 0, so that a stock pipeline is a little off; :func:`load_pipeline` sets it right. And
-every one of its blocks has its own copy of the timestep and label embedders.
+Two properties of diffusers' DiTTransformer2DModel need care:
+
+- It hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's model has 0. So the output of
+  a stock pipeline has a small error, which :func:`load_pipeline` removes.
+- Every block has its own copy of the timestep and label embedders.
 """
 
 import io
@@ -37,15 +39,15 @@ from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model
 
-MOST_BYTES = 50 * 10**9  # of a file, unless told otherwise: as opendit.export has it
-NULL_CLASS = 1000  # DiTPipeline's label of "no class", written into its code
+MOST_BYTES = 50 * 10**9  # default limit of a file's size, equal to that of the command opendit export
+NULL_CLASS = 1000  # the label of "no class" that DiTPipeline hard-codes
 SCHEDULER: dict[str, Any] = dict(
     beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000
 )
 
 
 def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) -> None:
-    """Raise ValueError for models that Meta's DiT, and so diffusers', can't express."""
+    """Raise ValueError for models that Meta's and diffusers' DiT can't represent."""
     if config.kind == PublicConfig.kind and target == "diffusers":
         raise ValueError(
             f"--base: left out; name the folder of the public model {info.get('model', '')} that was trained"
@@ -75,9 +77,9 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Return our state dict under DiTTransformer2DModel's names. No tensors share memory, as safetensors demands.
+    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. No tensors share memory, as safetensors requires.
 
-    The label table grows to DiTPipeline's 1000 classes: the null class moves to row 1000, rows between are zero.
+    The label table grows to DiTPipeline's 1000 classes. The null class moves to row 1000, and new rows are zero.
     """
     table = state["y_embedder.embedding_table.weight"]
     full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
@@ -101,13 +103,13 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def correct_timesteps(transformer: Any) -> None:
-    """Give a DiTTransformer2DModel the timestep sinusoids that DiTs are trained with."""
+    """Change the timestep sinusoids of a DiTTransformer2DModel to those that DiTs are trained with."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
 
 def load_pipeline(folder: str | Path, **options: Any) -> Any:
-    """Load a DiTPipeline folder as a pipeline that agrees with the trained model to 1e-5 in fp32."""
+    """Load a DiTPipeline folder. The pipeline agrees with the trained model to 1e-5 in fp32."""
     from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
     pipeline = DiTPipeline.from_pretrained(folder, **options)
@@ -116,7 +118,7 @@ def load_pipeline(folder: str | Path, **options: Any) -> Any:
 
 
 def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
-    """Load the model of --ckpt, and print a note if the newest checkpoint is damaged and an earlier one is read."""
+    """Load the model of --ckpt. Print a note if the newest checkpoint is damaged and an earlier one is read instead."""
     notes: list[str] = []
     loaded = load_pretrained(ckpt, model, notes=notes)
     for note in notes:
@@ -127,21 +129,21 @@ def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
 def export_diffusers(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> float:
-    """Write a DiTPipeline folder, with each network's weights in files of ``most_bytes`` at most.
+    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``.
 
     Returns:
-        The error of the stock pipeline's network, which :func:`load_pipeline` removes: relative 2-norm on random
-        latents.
+        The error of the stock pipeline's network, as a relative 2-norm on random latents. :func:`load_pipeline` removes
+        this error.
 
     Raises:
-        ValueError: a model that DiTPipeline can't express; the message says why.
+        ValueError: DiTPipeline can't represent the model; the message gives the reason.
     """
     network, weights = _load(ckpt, model)
     config = network.config
     refuse_unless_plain(config, weights.info, "diffusers")
     if not config.null_class:
         raise ValueError("DiTPipeline guides away from a null class; this model was trained without class dropout")
-    assert config.num_classes is not None and isinstance(config.patch_size, int)  # a plain DiT's
+    assert config.num_classes is not None and isinstance(config.patch_size, int)  # true for a plain DiT
     if config.num_classes > NULL_CLASS:
         raise ValueError(f"DiTPipeline's null class is number {NULL_CLASS}: {config.num_classes} classes don't fit")
     vae = encoder_name("--vae", vae, weights.info.get("vae"), weights.path) or "ema"
@@ -164,17 +166,17 @@ def export_diffusers(
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
     deviation = stock_deviation(network.eval(), transformer)
-    decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)  # a pipeline saves what is of diffusers alone
+    decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)  # a pipeline can only save diffusers' own classes
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
-    scheduler: Any = DDIMScheduler(**SCHEDULER)  # diffusers annotates an enum of its name
+    scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any, because diffusers declares an enum where it takes a string
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     make_folder(output)
-    # diffusers itself would follow links in a folder that is there.
+    # A new folder, because diffusers would follow links in an existing one.
     with tempfile.TemporaryDirectory(prefix=".partial.", dir=output) as made:
         try:
             pipeline.save_pretrained(made, max_shard_size=most_bytes)
-        except SafetensorError as error:  # of a full disk, too
+        except SafetensorError as error:  # also raised for a full disk
             raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
         move_into(Path(made), output)
     return deviation
@@ -192,10 +194,10 @@ def stock_deviation(network: DiT, transformer: Any) -> float:
 
 
 def export_meta(ckpt: str, output: Path, model: str | None) -> None:
-    """Write a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
+    """Write a state dict that Meta's DiT loads strictly. Raises ValueError if Meta's DiT can't represent the model."""
     network, weights = _load(ckpt, model)
     refuse_unless_plain(network.config, weights.info, "Meta's code")
-    content = io.BytesIO()  # torch.save's error for a full disk tells nothing
+    content = io.BytesIO()  # in memory, because torch.save's error for a full disk is uninformative
     torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, content)
     with replacing(output) as new:
         write_file(new, iter([content.getbuffer()]))
@@ -204,18 +206,18 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
 def import_weights(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> tuple[str, Path]:
-    """Write our safetensors from a DiTPipeline folder, from Meta's .pt, or from a checkpoint of ours of any kind.
+    """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors.
 
-    More than ``most_bytes`` become several files with an index (opendit/checkpoint/tensor_set.py).
+    Weights of more than ``most_bytes`` are written as several files with an index (opendit/checkpoint/tensor_set.py).
 
     Returns:
-        The model's name, and the file or index that was written.
+        The model's name, and the written file or index.
 
     Raises:
-        ValueError, FileNotFoundError: it is neither, or no model of ours.
+        ValueError, FileNotFoundError: ``ckpt`` has none of these forms, or the model is not supported.
     """
     weights = _read(Path(ckpt), model)
-    assert weights.config is not None  # as of all weights that _read returns
+    assert weights.config is not None  # _read always returns a configuration
     if notes := table_notes(weights.config, weights.state, weights.path):
         print("\n".join(f"note: {note}" for note in notes), flush=True)
         computed = empty_model(weights.config, parameters=False).named_buffers()
@@ -224,7 +226,7 @@ def import_weights(
         weights.info["vae"] = _name_or_path(vae)
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
     written, *_ = write_weights(output, weights.state, metadata, most_bytes)
-    read_newest(written)  # strict: fails unless what was written is a model of ours
+    read_newest(written)  # a check: fails unless the written file is a complete model
     return weights.info["model"], written
 
 
@@ -233,10 +235,10 @@ def _name_or_path(vae: str) -> str:
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert and their metadata. Tensors of a checkpoint of ours are read when they are written.
+    """Read the weights to convert and their metadata.
 
-    Of a run the newest intact checkpoint is read. Meta's .pt needs the name of its ``model``; a LoRA is merged into its
-    base.
+    Tensors of an OpenDiT checkpoint stay in their file until they are written. For a run, the newest intact checkpoint
+    is read. Meta's .pt needs the name ``model``. A LoRA is merged into its base.
     """
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
@@ -255,5 +257,5 @@ def _read(path: Path, model: str | None) -> Weights:
 
 
 def _of_meta(name: str | None, config: DiTConfig) -> dict[str, Any]:
-    """Return the metadata that our file stores for weights from Meta's .pt."""
+    """Return the metadata for OpenDiT weights that were converted from Meta's .pt."""
     return {"model": name, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}

@@ -1,8 +1,8 @@
-"""The LoRA of a public model as one file, under the names of diffusers, of ComfyUI, or of kohya's trainers.
+"""Write the LoRA of a public model as one file, with the names of diffusers, ComfyUI, or kohya's trainers.
 
-diffusers  transformer.LAYER.lora_A.weight             B is multiplied by alpha / rank; no alphas
-comfyui    diffusion_model.LAYER.lora_down.weight      the authors' layers, or diffusers', as ComfyUI reads the family
-kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight                                the authors' layers
+diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B includes alpha / rank, without alphas
+comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, which ComfyUI needs per family
+kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight      the authors' layers
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from opendit.export.published import name_of
 from opendit.models.families.base import Family
 from opendit.models.lora import Lora, check_lora
 
-LARGEST = 50 * 10**9  # bytes: always one file
+LARGEST = 50 * 10**9  # most bytes of a file, so large that a LoRA is always one file
 
 
 def export_lora(
@@ -42,14 +42,15 @@ def export_lora(
     """Write the LoRA of a run as one file.
 
     Args:
-        ckpt: a checkpoint of a run with --lora, or the run.
-        base: the public model's folder; None: the one that the checkpoint names. Its headers are read.
-        families: those that are known.
-        form: whose names the file has: diffusers, comfyui or kohya.
+        ckpt: a checkpoint of a run with --lora, or the run's folder.
+        base: the public model's folder, whose headers are read; None for the folder that the checkpoint names.
+        families: name -> known family.
+        form: the naming scheme of the file: diffusers, comfyui or kohya.
         which: the set of weights of a checkpoint.
 
     Raises:
-        ValueError, FileNotFoundError: in one line, what is missing, or is no LoRA of a public model.
+        ValueError, FileNotFoundError: a file is missing, or ``ckpt`` is not a LoRA of a public model. The message is
+            one line.
         OSError: the file can't be written.
     """
     weights = read_newest(ckpt, which)
@@ -70,7 +71,7 @@ def export_lora(
 
 
 def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:
-    """Return the file's tensors, of products by our names."""
+    """Return the tensors of the file, given products by OpenDiT's names."""
     family, shapes = opened.family, dict(opened.files.shapes)
     products = moved(products, opened.pairs, opened.shapes(), shapes)
     if form == "diffusers":
@@ -95,15 +96,15 @@ def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, 
         key = f"diffusion_model.{layer}" if form == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
         a, b = as_one(parts, shapes[name])
         state |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
-        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # one scale in all layers of a run
+        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # all layers of a run have the same scale
     return state
 
 
 def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
-    """Return what the file says of itself.
+    """Return the metadata of the file.
 
-    The keys of StabilityAI's model specification and of kohya's trainers are what ComfyUI, AUTOMATIC1111 and managers
-    of models show. Nothing here is named rank or alpha, which a reader may apply once more.
+    ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's model specification and of kohya's
+    trainers. No key is called rank or alpha, because a reader might apply such a value a second time.
     """
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)

@@ -1,7 +1,7 @@
-"""Weights of a public model, from our checkpoints or folders, into a folder that diffusers loads.
+"""Write weights of a public model as a folder that diffusers loads.
 
-The folder is the published one with other weights: its configuration and its other components are taken over as they
-are, the names, shapes and dtypes of the weights are the published ones.
+The result is a copy of the published folder with other weights. The configuration and the other components do not
+change. The weights have the published names, shapes and dtypes.
 """
 
 import fnmatch
@@ -25,8 +25,8 @@ from opendit.models.lora import check_lora
 from opendit.models.weights import Weights
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # code, and files that run code when they are loaded
-MOST_FILES = 10_000  # of a component
+NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # files that are never copied: code, and files that run code on loading
+MOST_FILES = 10_000  # most files of a component
 
 
 def export_published(
@@ -34,21 +34,21 @@ def export_published(
 ) -> list[str]:
     """Write a folder that diffusers loads: ``base`` with other weights.
 
-    Other components are second names of the files in ``base`` where both are on one disk, else copies. The folder
-    appears under its name when all is written; a folder that had the name is then removed.
+    The files of other components are hard links to the files in ``base`` if both are on one disk, else copies. The new
+    folder gets its final name after all files are written. Then an existing folder with this name is removed.
 
     Args:
-        state: weights by our names.
-        source: of these, for messages.
+        state: weights by OpenDiT's names.
+        source: path of the weights, for messages.
         base: the public model's folder.
-        most_bytes: of a file of weights.
+        most_bytes: largest size of a weights file.
 
     Returns:
-        The files of ``base`` that were left out, because they hold code.
+        The files of ``base`` that were not copied, because they hold code.
 
     Raises:
-        ValueError: in one line, weights that do not fit ``base``, a file of ``base`` that leads out of it, or an
-            ``output`` that holds something else.
+        ValueError: the weights do not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds
+            something else than a pipeline. The message is one line.
         OSError: a file can't be written.
     """
     output = Path(os.path.abspath(output))
@@ -58,7 +58,7 @@ def export_published(
     weights = base.published(state, source)
     new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
     remove_tree(new)
-    inside = base.transformer.name if base.pipeline else TRANSFORMER  # of two networks one
+    inside = base.transformer.name if base.pipeline else TRANSFORMER  # may name one of two networks
     make_folder(new / inside, root=root)
     try:
         left_out = []
@@ -69,7 +69,7 @@ def export_published(
             file_id(path, base.root)
             link_or_copy(path, new / place, root=root, make=True)
         link_or_copy(base.transformer / CONFIG, new / inside / CONFIG, root=root)
-        # What a run says of itself stays here: it has captions and paths in it.
+        # The metadata of the run are not copied, because they contain captions and paths.
         said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
         metadata = {**said, **base.files.metadata, "format": "pt"}
         write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
@@ -82,7 +82,7 @@ def export_published(
 
 
 def _check_output(output: Path, read: tuple[Path, ...]) -> None:
-    """Raise ValueError unless the folder can be replaced: it is empty or such a folder, and nothing read is in it."""
+    """Raise ValueError unless the folder is empty or a pipeline, and contains none of the paths in ``read``."""
     if not output.exists():
         return
     inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
@@ -94,7 +94,7 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
 
 
 def _take_place(new: Path, output: Path, old: Path) -> None:
-    """Give the folder ``new`` the name ``output``. A folder that has it gets the name ``old``, and is removed after."""
+    """Rename the folder ``new`` to ``output``. An existing ``output`` becomes ``old``, which is removed at the end."""
     if not output.exists() or not os.listdir(output):
         return rename(new, output)
     rename(output, old)
@@ -107,8 +107,10 @@ def _take_place(new: Path, output: Path, old: Path) -> None:
 
 
 def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
-    """Yield the files of a pipeline beside its network, and their places in it: the components of model_index.json, the
-    index and licences."""
+    """Yield (file, path relative to the pipeline) for all files besides the network.
+
+    These are the components in model_index.json, the index itself, and licences.
+    """
     if base.pipeline is None:
         return
     for path in sorted(base.pipeline.iterdir()):
@@ -130,13 +132,15 @@ def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True for the name of a folder that lies in the pipeline's."""
+    """Return True if ``name`` can only be a folder directly in the pipeline's folder."""
     return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
 
 
 def name_of(base: PublishedFolder) -> str:
-    """Return the name to state for a folder: of a repository and its commit in the hub's cache, else the folder's
-    own."""
+    """Return the name of a public model's folder for metadata.
+
+    In the Hugging Face cache, the name is REPOSITORY@COMMIT. Elsewhere it is the folder's own name.
+    """
     folder = (base.pipeline or base.transformer).resolve()
     for path in (folder, folder.parent):
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
@@ -147,20 +151,19 @@ def name_of(base: PublishedFolder) -> str:
 def export_run(
     ckpt: str, output: Path, base: str, families: Mapping[str, Family], most_bytes: int, which: str = "ema"
 ) -> list[str]:
-    """Write a folder that diffusers loads from a checkpoint or a run of a public model, as :func:`export_published`.
+    """Convert a checkpoint or a run of a public model to a folder that diffusers loads (see :func:`export_published`).
 
     Args:
-        ckpt: a checkpoint, a run, of which the newest intact checkpoint is read, a file of weights, or the folder of a
-            public model.
-        base: the public model's folder. It is named by the user: what only a checkpoint names is not followed.
-        families: those that are known.
+        ckpt: a checkpoint, a run (whose newest intact checkpoint is read), a weights file, or a public model's folder.
+        base: the public model's folder. The user must name it, because a path in a checkpoint is not trusted.
+        families: name -> known family.
         which: the set of weights of a checkpoint.
 
     Returns:
-        Lines to show.
+        Messages for the user.
 
     Raises:
-        ValueError, FileNotFoundError: nothing there, damaged, or another model.
+        ValueError, FileNotFoundError: the weights are missing, damaged, or belong to another model.
         OSError: a file can't be written.
     """
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""A small public model: its family, and folders of it as diffusers writes them."""
+"""A small public model: its family, and functions that write its folder in diffusers' layout."""
 
 import json
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ CONFIG = {"_class_name": FAMILY.network, "_diffusers_version": "0.42.1", "patch_
 
 
 class Network(nn.Module):
-    """Parameters with our names and shapes."""
+    """A module with OpenDiT's parameter names and shapes."""
 
     def __init__(self, double: int, single: int, width: int = WIDTH):
         super().__init__()
@@ -78,7 +78,7 @@ def shapes(width: int = WIDTH) -> dict[str, tuple[int, ...]]:
 
 
 def weights(width: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Random weights under their published names."""
+    """Return random weights by their published names."""
     made = {"patch_embedding.weight": (width, 3, 2, 2)}
     for i in range(2):
         block = f"transformer_blocks.{i}."
@@ -91,7 +91,7 @@ def weights(width: int = WIDTH, dtype: torch.dtype = torch.bfloat16) -> dict[str
 
 
 def ours(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the published weights are under our names, written out by hand."""
+    """Convert published weights to OpenDiT's names, with hand-written rules."""
     width = theirs["transformer_blocks.0.norm.weight"].numel()
     made = {"x_embedder.weight": theirs["patch_embedding.weight"].flatten(1)}
     for i in range(2):

@@ -1,4 +1,4 @@
-"""Models by their names on the hub: a stand-in for it, and the real layout of its local cache."""
+"""Tests of models that are named by their Hugging Face repository, with a fake hub and the real layout of its cache."""
 
 import hashlib
 import shutil
@@ -43,7 +43,7 @@ def failing(kind: type, status: int = 404):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Replace the hub: a repository of :data:`FILES` at two commits. Returns the calls that went to the network."""
+    """Replace the hub by a repository with :data:`FILES` at two commits. Return the list of network calls."""
     asked: list[tuple[str, str | None]] = []
     cache = tmp_path / "hub"
 
@@ -123,7 +123,7 @@ def test_what_a_run_or_a_revision_pins_needs_no_network(stand_in):
     hub.fetched("a/b", "--pretrained", True)  # again in this process
     assert len(stand_in) == 1
     hub.download_snapshot.cache_clear()
-    hub.fetched("a/b", "--pretrained", True)  # the hub is asked what is the newest
+    hub.fetched("a/b", "--pretrained", True)  # asks the hub for the newest commit
     assert len(stand_in) == 2
     assert hub.fetched(folder, "--pretrained", True) == folder
 

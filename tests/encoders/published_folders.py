@@ -1,8 +1,8 @@
-"""Folders of tiny public models, as diffusers' pipelines read them: tokenizers and encoders made from scratch, random
-weights, nothing of the hub.
+"""Write folders of tiny public models in diffusers' layout, with new tokenizers and encoders and random weights.
 
-``write_pipeline(folder, name)`` writes a whole pipeline of a family, which diffusers draws with on a CPU in a few
-seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
+Nothing is downloaded. ``write_pipeline(folder, name)`` writes the whole pipeline of a family. With such a pipeline,
+diffusers draws pictures of 64x64, or clips of 5 frames of 32x32, in a few seconds on a CPU. The other functions write
+parts of a pipeline.
 """
 
 import json
@@ -262,7 +262,8 @@ QWEN_SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 131_072,
 }
-# So that Qwen-Image's template has 34 tokens before the prompt, as it has for the published tokenizer.
+# Words with one token each, so that Qwen-Image's template has 34 tokens before the prompt, as with the published
+# tokenizer.
 DESCRIBED = (
     "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
 )
@@ -286,7 +287,7 @@ INDEX: dict[str, dict[str, Any]] = {
     "wan_a14b": {"boundary_ratio": 0.875, "expand_timesteps": False, **SECOND},
 }
 for _table in (COMPONENTS, PIPELINES, TRANSFORMERS, SCHEDULERS):
-    _table |= dict.fromkeys(INDEX, _table["wan"])  # another autoencoder, two networks, or a picture that is given
+    _table |= dict.fromkeys(INDEX, _table["wan"])  # with another autoencoder, two networks, or an input picture
 for _name, _more in {"wan_i2v": {"image_dim": CLIP_WIDTH, "added_kv_proj_dim": 24}, "wan_i2v_a14b": {}}.items():
     _class, _values = TRANSFORMERS["wan"]
     TRANSFORMERS[_name] = _class, {**_values, "in_channels": 4 + 2 * LATENT_CHANNELS, **_more}
@@ -298,7 +299,7 @@ CHAT_TEMPLATE = (
 
 
 def randomise(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Add noise to every parameter, so that none keeps a value (0 or 1) that hides what is done with it."""
+    """Add noise to every parameter, because a value of 0 or 1 could hide an error in the parameter's use."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -307,15 +308,18 @@ def randomise(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def _byte_letters() -> list[str]:
-    """List the 256 letters that byte-level BPE writes bytes with."""
+    """Return the 256 letters that represent bytes in byte-level BPE."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())
 
 
 def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_encoder", **projected: int) -> None:
-    """Write a CLIP text model and its tokenizer of 77 tokens. projected: hidden_size and projection_dim of a model that
-    projects its pooled vector."""
+    """Write a CLIP text model and its tokenizer of 77 tokens.
+
+    Args:
+        projected: hidden_size and projection_dim of a model that projects its pooled vector.
+    """
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     letters = _byte_letters()
@@ -356,20 +360,20 @@ def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> No
 
 
 def write_sd3_text(folder: Path) -> None:
-    """Write Stable Diffusion 3's tokenizers and encoders of text: two of CLIP, which are narrower than T5 together."""
+    """Write Stable Diffusion 3's tokenizers and text encoders: T5, and two CLIP models that together are narrower."""
     write_clip(folder, hidden_size=8, projection_dim=6)
     write_clip(folder, "tokenizer_2", "text_encoder_2", hidden_size=4, projection_dim=10)
     write_t5(folder, "tokenizer_3", "text_encoder_3")
 
 
 def write_flux_text(folder: Path) -> None:
-    """Write FLUX.1's tokenizers and encoders of text: CLIP and T5."""
+    """Write FLUX.1's tokenizers and text encoders, CLIP and T5."""
     write_clip(folder)
     write_t5(folder, "tokenizer_2", "text_encoder_2")
 
 
 def write_z_image_text(folder: Path) -> None:
-    """Write Z-Image's tokenizer, with a chat template, and its encoder of text, a Qwen3 of three layers."""
+    """Write Z-Image's tokenizer, with a chat template, and its text encoder, a Qwen3 with three layers."""
     from transformers import Qwen3Config, Qwen3Model
 
     config = Qwen3Config(vocab_size=write_qwen_tokenizer(folder), head_dim=8, **QWEN_SIZES)
@@ -378,7 +382,11 @@ def write_z_image_text(folder: Path) -> None:
 
 
 def write_qwen_tokenizer(folder: Path, words: tuple[str, ...] = ()) -> int:
-    """Write Qwen's tokenizer, with a chat template, and return the size of its vocabulary. words: of one token."""
+    """Write Qwen's tokenizer, with a chat template, and return the size of its vocabulary.
+
+    Args:
+        words: words that get one token each.
+    """
     from transformers import Qwen2Tokenizer
 
     letters = _byte_letters()
@@ -394,7 +402,7 @@ def write_qwen_tokenizer(folder: Path, words: tuple[str, ...] = ()) -> int:
 
 
 def write_qwen_image_text(folder: Path) -> None:
-    """Write Qwen-Image's tokenizer and its encoder of text, a Qwen2.5-VL of three layers with a small vision part."""
+    """Write Qwen-Image's tokenizer and text encoder, a Qwen2.5-VL with three layers and a small vision part."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     size = write_qwen_tokenizer(folder, TEMPLATE_WORDS)
@@ -407,7 +415,7 @@ def write_qwen_image_text(folder: Path) -> None:
 
 
 def write_flux2_klein_text(folder: Path) -> None:
-    """Write klein's tokenizer and its encoder of text, a Qwen3 of the 27 layers that are read and one more."""
+    """Write klein's tokenizer and text encoder, a Qwen3 with 28 layers, of which the pipeline reads 27."""
     from transformers import Qwen3Config, Qwen3Model
 
     config = Qwen3Config(vocab_size=write_qwen_tokenizer(folder), head_dim=8, **QWEN_SIZES | {"num_hidden_layers": 28})
@@ -416,8 +424,7 @@ def write_flux2_klein_text(folder: Path) -> None:
 
 
 def write_flux2_text(folder: Path) -> None:
-    """Write FLUX.2's processor of words and pictures, and its encoder, a Mistral 3 of 31 layers with a small vision
-    part."""
+    """Write FLUX.2's processor and its encoder, a Mistral 3 with 31 layers and a small vision part."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         Mistral3Config,
@@ -446,12 +453,12 @@ def write_flux2_text(folder: Path) -> None:
 
 
 def write_wan_text(folder: Path) -> None:
-    """Write Wan's tokenizer and its encoder of text, UMT5."""
+    """Write Wan's tokenizer and text encoder, UMT5."""
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
 def write_vision(folder: Path) -> None:
-    """Write CLIP's vision encoder, of 4 + 1 tokens, and its processor."""
+    """Write CLIP's vision encoder, with 4 + 1 tokens, and its processor."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     sides = dict(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
@@ -469,8 +476,7 @@ def write_vision(folder: Path) -> None:
 
 
 def write_lumina2_text(folder: Path) -> None:
-    """Write Lumina 2's tokenizer, which pads on the left unless its pipeline says otherwise, and its encoder of text, a
-    Gemma2 of three layers."""
+    """Write Lumina 2's tokenizer, which pads on the left by default, and text encoder, a Gemma2 with three layers."""
     from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -509,8 +515,11 @@ WRITE_TEXT |= dict.fromkeys(INDEX, write_wan_text)
 
 
 def write_vae(folder: Path, name: str) -> None:
-    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames; LTX-Video's of 32
-    pixels and 8 frames, TI2V's of 16 pixels) below ``vae/``."""
+    """Write the autoencoder of a family, with 4 latent channels, to ``vae/``.
+
+    A latent value covers 8 pixels per side and, for video models, 4 frames. Exceptions are LTX-Video with 32 pixels and
+    8 frames, and TI2V with 16 pixels.
+    """
     import diffusers
 
     torch.manual_seed(0)
@@ -566,7 +575,7 @@ def write_vae(folder: Path, name: str) -> None:
 
 
 def write_transformer(folder: Path, name: str, **options: Any) -> None:
-    """Write the network of a family below ``transformer/``, two blocks of every kind. options: replace its values."""
+    """Write the network of a family, with few blocks, to ``transformer/``. ``options`` replace configuration values."""
     import diffusers
 
     class_name, values = TRANSFORMERS[name]
@@ -577,7 +586,7 @@ def write_transformer(folder: Path, name: str, **options: Any) -> None:
 
 
 def write_index(folder: Path, name: str, **changes: Any) -> None:
-    """Write a family's ``model_index.json``. changes: replace its values."""
+    """Write a family's ``model_index.json``. ``changes`` replace values."""
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"_class_name": PIPELINES[name], "_diffusers_version": "0.42.1"}
     values |= {component: list(which) for component, which in COMPONENTS[name].items()}
@@ -587,7 +596,7 @@ def write_index(folder: Path, name: str, **changes: Any) -> None:
 
 
 def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:
-    """Write the whole pipeline of a family and return its folder. options: see :func:`write_transformer`."""
+    """Write the whole pipeline of a family and return its folder. ``options`` go to :func:`write_transformer`."""
     folder = Path(folder)
     write_index(folder, name)
     WRITE_TEXT[name](folder)
@@ -601,10 +610,10 @@ def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:
 
 
 class Harmless:
-    """Stands in for Cosmos' guardrail, which is another package, and finds nothing."""
+    """Replacement for Cosmos' guardrail, which needs another package. It accepts everything."""
 
     def to(self, device: Any) -> None:
-        """Do nothing: it has no weights."""
+        """Do nothing, because there are no weights."""
 
     def check_text_safety(self, prompt: str) -> bool:
         return True
@@ -614,7 +623,7 @@ class Harmless:
 
 
 def open_pipeline(folder: Path, name: str, **options: Any) -> Any:
-    """Load a family's pipeline by diffusers. options: of its ``from_pretrained``."""
+    """Load a family's pipeline with diffusers. ``options`` go to ``from_pretrained``."""
     from diffusers import DiffusionPipeline
 
     checker = {"safety_checker": Harmless()} if name == "cosmos2" else {}

@@ -1,4 +1,4 @@
-"""Small networks of features, and weights for Inception, that tests make."""
+"""Create small feature networks, and weights for Inception, for tests."""
 
 import json
 import warnings
@@ -12,7 +12,7 @@ SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_atte
 
 
 class Pictures(nn.Module):
-    """Any TorchScript of pictures: 8 x 8 pixels are enough."""
+    """A small picture network for TorchScript, which works for pictures from 8 x 8 pixels."""
 
     def __init__(self, width: int, seed: int):
         super().__init__()
@@ -27,7 +27,7 @@ class Pictures(nn.Module):
 
 
 class Clips(nn.Module):
-    """Stand-in for I3D with the call signature of StyleGAN-V's."""
+    """A small replacement for I3D, with the call signature of StyleGAN-V's file."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -42,7 +42,7 @@ class Clips(nn.Module):
 
 
 class Plain(nn.Module):
-    """Features of any media, without names."""
+    """A network for pictures or clips that returns a tensor instead of named features."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.float().flatten(2).mean(dim=2)
@@ -50,7 +50,7 @@ class Plain(nn.Module):
 
 def script(path: Path, module: nn.Module) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its deprecation
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
         torch.jit.script(module).save(str(path))
     return path
 
@@ -65,8 +65,10 @@ def clips(path: Path, width: int = 6) -> Path:
 
 @torch.no_grad()
 def fill(module: nn.Module) -> None:
-    """Weights that are the same everywhere: sines of their places, scaled so that activations neither grow nor vanish;
-    means and variances of the norms too."""
+    """Fill a module with weights that are equal on every machine: sines of the elements' indices.
+
+    The scale keeps activations from growing or vanishing. Means and variances of norms are filled as well.
+    """
     for number, (name, tensor) in enumerate(sorted(module.state_dict().items())):
         if tensor.dtype != torch.float32:
             continue
@@ -82,7 +84,7 @@ def fill(module: nn.Module) -> None:
 
 
 def picture(height: int, width: int, count: int = 2) -> torch.Tensor:
-    """uint8 (count, height, width, 3), the same everywhere."""
+    """Return uint8 pictures (count, height, width, 3) that are equal on every machine."""
     places = torch.arange(count * height * width * 3, dtype=torch.float64)
     return (127.5 + 127 * torch.sin(places * 0.021 + (places * 1e-3) ** 1.3)).to(torch.uint8).view(-1, height, width, 3)
 
@@ -94,7 +96,7 @@ def write_folder(folder, model, side: int, **preprocessing):
 
 
 def clip_folder(folder: Path):
-    """(folder, model) of a CLIP of random weights that reads words of one letter, eight tokens at most."""
+    """Write a CLIP with random weights, for one-letter words and at most eight tokens. Return (folder, model)."""
     import transformers
 
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The fixtures of formats on disk: which flags made them, which flags read them, and the values that they hold.
+"""The fixtures of file formats: the flags that write them, the flags that read them, and the values in them.
 
 ``make.py`` writes the fixtures with the programs of an earlier commit; ``tests/test_formats.py`` reads them with the
 current programs. This module imports nothing of the project, because both use it.
@@ -16,10 +16,10 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
-PERIOD = 1021  # a prime above every dimension of the models here, so that no two rows of a matrix are alike
-# Buffers that follow from a configuration alone, and the axes of their grid. Learned positions are not among them.
+PERIOD = 1021  # a prime above every dimension of these models, so that all rows of a matrix differ
+# Buffers that are computed from the configuration -> number of axes of their grid. Learned positions are no buffers.
 FIXED_TABLES = {"pos_embed": 2, "temporal_embed": 1, "text_encoder.positions": 1}
-STEPS = 2  # of training that are recorded after a fixture was loaded
+STEPS = 2  # number of recorded training steps after loading a fixture
 
 # ------------------------------------------------------------------------------------------ the pattern
 
@@ -94,21 +94,21 @@ RUNS = {
     " --evaluate_metrics accuracy --evaluate_steps 1",
     "packs": "--model DiT-Ti/2 --data_path pictures --image_size 16 --pack_tokens 64 --batch_size 96 --num_classes 2",
     "lora": f"--model DiT-Ti/2 {CLASSES} --lora 4 --lora_alpha 8 --pretrained base.safetensors",
-    # Sharded checkpoints: flat cuts, rows, rows of heads inside of those, experts, stages.
+    # Sharded checkpoints, with flat cuts, cuts of rows, cuts of heads' rows inside of rows, experts, and stages.
     "zero2": f"--model DiT-Ti/2 {CLASSES} {SHARDED} {TWO_EMAS}",
     "fsdp": f"--model vDiT-Ti/122 {CLIPS} --plugin fsdp --objective flow --max_text_tokens 64",
     "tensor": f"--model DiT-Ti/2 {CLASSES} --plugin fsdp --tensor_parallel_size 2",
     "experts": f"--model EC-DiT-Ti/2 {CLASSES} --plugin fsdp --expert_parallel_size 2",
     "stages": f"--model DiT-Ti/2 {CLASSES} {SHARDED} --pipeline_parallel_size 2",
-    # Checkpoints of earlier versions, which ``make.py`` derives as it says there.
+    # Checkpoints of earlier versions. The docstring of ``make.py`` describes how they are made.
     "fp16": f"--model DiT-Ti/2 {CLASSES}",
     "sorted": "--model DiT-Ti/2 --data_path digits --image_size 8 --batch_size 4",
     "moviegen_1": f"--model MovieGen-Ti/122 {CLIPS} --max_text_tokens 64",
     "adaln_lora_1": f"--model DiT-Ti/4 {CLASSES} --adaln_lora 4",
 }
-TWO_CHECKPOINTS = ("dit", "evaluated")  # the others have that of the second step alone
+TWO_CHECKPOINTS = ("dit", "evaluated")  # all other runs save only the second step
 RANKS = {"zero2": 2, "fsdp": 2, "tensor": 4, "experts": 2, "stages": 2}
-# On one process a run goes on without the flags that divide a model, at the same global batch.
+# Changes of flags to resume a run on one process: the same global batch, without flags that divide the model.
 ALONE = {
     "zero2": {"--batch_size 4": "--batch_size 8"},
     "fsdp": {"--batch_size 2": "--batch_size 4"},
@@ -118,7 +118,7 @@ ALONE = {
 }
 
 
-# --ema_warmup and --max_text_tokens are always given, so that their defaults may change.
+# --ema_warmup and --max_text_tokens are always set, so that the fixtures do not depend on their defaults.
 
 
 def _flags(text: str) -> list[str]:
@@ -131,7 +131,7 @@ def training_flags(name: str) -> list[str]:
 
 
 def resuming_flags(name: str) -> list[str]:
-    """Return the flags of train.py that go on with the run ``name`` on one process."""
+    """Return the flags of train.py that resume the run ``name`` on one process."""
     text = RUNS[name]
     for old, new in ALONE.get(name, {}).items():
         assert old in text
@@ -160,7 +160,7 @@ DATA = {
     "table": f"--data_path checked.csv {CLIP_PIXELS} --model vDiT-Ti/144",
     "blend": f"--data_path blend.yaml {PIXELS} --text_encoder bytes --max_text_tokens 64 --model DiT-Ti/4",
 }
-IN = {"latents_tars_small": "latents_tars"}  # the fixture where it has another name
+IN = {"latents_tars_small": "latents_tars"}  # case -> fixture, if the names differ
 
 
 def data_flags(name: str) -> list[str]:
@@ -170,11 +170,11 @@ def data_flags(name: str) -> list[str]:
     return [*flags.split(), "--max_steps", str(STEPS)]
 
 
-# ------------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------------ sampling
 
 
 LABELS, PROMPTS = [1, 7], ["a seven", "moving left"]
-# name: (classes or captions, arguments of opendit.load, arguments of the pipeline's call), from the run of this name.
+# run: (classes or captions, arguments of opendit.load, arguments of the pipeline's call)
 SAMPLES: dict[str, tuple[list, dict, dict]] = {
     "dit": (LABELS, {}, {"sampler": "ddim"}),
     "captions": (PROMPTS, {}, {"sampler": "dpmpp"}),
@@ -194,7 +194,7 @@ JOB += " --cfg_scale 2 --output samples --npz samples.npz"
 
 DRAW = "--class_labels 1 7 --num_samples 2 --num_sampling_steps 4 --mixed_precision fp32 --seed 3 --cfg_scale 1.5"
 DRAW += " --sampler ddim --npz drawn.npz --no_save_png --output drawn"
-# name: (--ckpt of sample.py, more flags), of the fixture "exported".
+# name: (--ckpt of sample.py, more flags), for files in the fixture "exported".
 EXPORTED = {
     "pipeline": ("exported/pipeline",),
     "meta": ("exported/meta.pt", "--model", "DiT-Ti/2", "--image_size", "64", "--vae", "exported/pipeline/vae"),

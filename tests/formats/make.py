@@ -1,22 +1,22 @@
-"""Make the fixtures of formats on disk with the programs of an earlier commit, and record what it reads of them.
+"""Create the fixtures of file formats with the programs of an earlier commit, and record the values that it reads.
 
     git worktree add /tmp/then 9378e10
     mkdir /tmp/formats && cd /tmp/formats
     PYTHONPATH=/tmp/then OMP_NUM_THREADS=1 python REPOSITORY/tests/formats/make.py            # all of them
     PYTHONPATH=/tmp/then OMP_NUM_THREADS=1 python REPOSITORY/tests/formats/make.py dit packs  # only these
 
-It needs diffusers, transformers, PyAV and the digits that the package embeds, and no GPU. Everything is written by that
-commit's own programs, but for these changes, which are made afterwards:
+This program needs diffusers, transformers, PyAV and the digits in the package, but no GPU. The earlier commit's own
+programs write all files. The following changes are made afterwards:
 
-- Weights, moments and averages become the pattern of ``cases.py``, in place. Names, shapes, metadata, indexes and
-  state stay as they were written; the manifest gets the new checksums. Fixed position tables stay, too: 9378e10 used
-  those that a file held and later versions compute them, so both agree only on the true ones. Learned positions are
-  parameters and become the pattern.
-- ``fp16`` is the checkpoint of an fp32 run to which the loss scaler's numbers were added, because fp16 needs a GPU.
-- ``sorted`` is a checkpoint that does not name the order of its samples, as those written before the keyed order.
+- Weights, moments and averages are replaced by the pattern of ``cases.py``, in place. Names, shapes, metadata, indexes
+  and states do not change; the manifest gets the new checksums. Fixed position tables do not change either, because
+  9378e10 uses the tables in a file and later versions compute them, so both agree only on the correct values. Learned
+  positions are parameters and are replaced.
+- ``fp16`` is the checkpoint of an fp32 run with an added state of the loss scaler, because fp16 needs a GPU.
+- ``sorted`` is a checkpoint without the order of its samples, like checkpoints from before the keyed order.
 - In ``dit`` the first checkpoint is the best one.
-- ``moviegen_1`` and ``adaln_lora_1`` are made by a program that is kept from knowing revisions.
-- ``job`` and ``evaluation`` hold parts whose numbers were replaced, to see that they are used and not computed anew.
+- ``moviegen_1`` and ``adaln_lora_1`` are written with a patched program that does not write revisions.
+- ``job`` and ``evaluation`` have cached parts with replaced numbers, to show that the parts are read, not computed.
 """
 
 import functools
@@ -46,18 +46,18 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import cases  # noqa: E402
 import reading  # noqa: E402
 
-# ------------------------------------------------------------------------------------------ the pattern, in place
+# ------------------------------------------------------------------------------------------ writing the pattern
 
 
 def header_of(path: Path) -> tuple[int, dict]:
-    """Return where the tensors of a safetensors file begin, and its header."""
+    """Return the offset of the first tensor in a safetensors file, and the file's header."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     return 8 + length, json.loads(content[8 : 8 + length])
 
 
 def cut(values: np.ndarray, cuts: list) -> np.ndarray:
-    """Return the part of a tensor that the cuts of an index lead to."""
+    """Return the part of a tensor that the cuts of an index select."""
     for dim, *ends in cuts:
         values, dim = (values.reshape(-1), 0) if dim is None else (values, dim)
         ranges = zip(ends[::2], ends[1::2], strict=True)
@@ -66,7 +66,7 @@ def cut(values: np.ndarray, cuts: list) -> np.ndarray:
 
 
 def fill_file(path: Path, kind: str, step: int = 0) -> None:
-    """Replace the values of a safetensors file by the pattern of the set ``kind`` at ``step``, but no fixed table."""
+    """Replace the values of a safetensors file, except for fixed tables, by the pattern of set ``kind`` at ``step``."""
     start, header = header_of(path)
     content = bytearray(path.read_bytes())
     said = header.pop("__metadata__", {})
@@ -88,7 +88,7 @@ def fill_file(path: Path, kind: str, step: int = 0) -> None:
 
 
 def fill_checkpoint(folder: Path, change: Callable[[dict], None] = lambda state: None) -> None:
-    """Fill all tensors of a checkpoint, and change its state.json. The pattern names the step, too."""
+    """Fill all tensors of a checkpoint with the pattern of its step, and apply ``change`` to its state.json."""
     from opendit.checkpoint.files import read_manifest, write_manifest
 
     version = json.loads((folder / "manifest.json").read_text())["version"]
@@ -114,7 +114,7 @@ def fill_run(run: Path, change: Callable[[dict], None] = lambda state: None) -> 
 
 
 def pack(fixture: str, *names: str) -> None:
-    """Write what is in the current folder under these names into the fixture."""
+    """Write these files and folders of the current folder into the fixture."""
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.mtime, info.uid, info.gid, info.uname, info.gname = 1_700_000_000, 0, 0, "", ""
@@ -129,7 +129,7 @@ def pack(fixture: str, *names: str) -> None:
 
 @contextmanager
 def elsewhere(name: str, fixture: str | None = None) -> Iterator[Path]:
-    """Work in a new folder below the current one, where a fixture was unpacked."""
+    """Work in a new subfolder of the current folder, with a fixture unpacked in it if one is named."""
     before = Path.cwd()
     folder = before / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -153,13 +153,13 @@ def picture(path: Path, seed: int, width: int, height: int) -> Path:
 
 
 def pictures(root: str = "pictures", count: int = 8) -> None:
-    """A folder of small pictures of several sizes in two classes."""
+    """Write a folder of small pictures with several sizes and two classes."""
     for i in range(count):
         picture(Path(root, "ab"[i % 2], f"{i:02d}.png"), i, (16, 20, 32, 8)[i % 4], (16, 18, 16, 24)[i // 2 % 4])
 
 
 def captions() -> None:
-    """A CSV of clips and pictures, by preprocess.py."""
+    """Write a CSV of clips and pictures with preprocess.py."""
     program("preprocess.py", "demo", "--clips", "4", "--size", "16", "--output", "clips")
     pictures("stills", 6)
     for i, path in enumerate(sorted(Path("stills").rglob("*.png"))):
@@ -171,7 +171,7 @@ def captions() -> None:
 
 
 def vae(folder: str = "vae", blocks: int = 2) -> None:
-    """A small autoencoder of pictures with 2 ** (blocks - 1) pixels a latent, whose weights are the pattern."""
+    """Write a small picture autoencoder, with 2 ** (blocks - 1) pixels per latent and the pattern as its weights."""
     from diffusers import AutoencoderKL
 
     kinds = {
@@ -200,7 +200,7 @@ def train_run(name: str) -> None:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", *ranks, THEN / "train.py", *flags], check=True)
         return
     with ExitStack() as stack:
-        if name.endswith("_1"):  # as tests/models/test_revisions.py of that commit
+        if name.endswith("_1"):  # the same patch as in that commit's tests/models/test_revisions.py
             from opendit.models import model_config
             from opendit.models.configuration import DiTConfig
 
@@ -233,7 +233,7 @@ CHANGES = {"dit": other_losses, "fp16": with_scaler, "sorted": without_order}
 
 
 def best_is_first(run: Path) -> None:
-    """Let another checkpoint than the newest be the best one."""
+    """Point ``best`` to the first checkpoint, which is not the newest."""
     link = run / "checkpoints/best"
     link.unlink()
     link.symlink_to("step_0000001")
@@ -264,7 +264,7 @@ def make_run(name: str, recorded: dict) -> None:
         assert name != "evaluated" or "evaluation" in state
         pack(name, "runs", *more)
     with elsewhere(f"read/{name}", name), ExitStack() as stack:
-        if name == "packs":  # whose share of padding that commit can't estimate past the first window; it ends a run
+        if name == "packs":  # that commit fails to estimate the padding after the first window
             fill = mock.PropertyMock(return_value=1.0)
             stack.enter_context(mock.patch("opendit.data.order.packs.PackSchedule.fill", fill))
         found = {"log": reading.trained(cases.resuming_flags(name))}
@@ -372,7 +372,7 @@ MAKERS = {"foreign_latents": make_foreign, "energon": make_energon, "table": mak
 
 
 def make_data(name: str, recorded: dict) -> None:
-    """The data of a fixture and of those that lie in it, with weights to start from for each."""
+    """Write the data of a fixture and of all cases in it, with initial weights for each case."""
     inside = [key for key in cases.DATA if cases.IN.get(key, key) == name]
     with elsewhere(f"make/{name}"):
         if name in MAKERS:
@@ -400,7 +400,7 @@ def make_data(name: str, recorded: dict) -> None:
 
 
 def weights_of(name: str, path: str) -> None:
-    """Write the averages of the run of a fixture into one file."""
+    """Write the averages of a fixture's run into one file."""
     with elsewhere(f"weights/{name}", name) as folder:
         reading.exported(reading.run_of())
     shutil.copy(folder / "exported.safetensors", path)

@@ -1,8 +1,8 @@
-"""Read the fixtures of formats through the programs' public doors alone, and return what came of it.
+"""Read the fixtures of file formats only through the public interfaces of the programs, and return the results.
 
-``make.py`` records these values with an earlier commit, and ``tests/test_formats.py`` compares them with today's. So
-nothing here imports a module below opendit, and files that a program writes are read by other libraries. All functions
-work in the current folder, where a fixture was unpacked.
+``make.py`` records these results with an earlier commit, and ``tests/test_formats.py`` compares them with those of the
+current code. So this module imports no submodule of opendit, and reads the programs' output with other libraries. All
+functions work in the current folder, where a fixture was unpacked.
 """
 
 import json
@@ -17,13 +17,15 @@ from safetensors import safe_open
 
 if __package__:
     from tests.formats import cases
-else:  # of make.py, beside which the tests of the earlier commit lie
+else:  # imported by make.py, where the package ``tests`` is that of the earlier commit
     import cases
 
 
 def unpack(fixture: str) -> None:
-    """Unpack a fixture into the current folder. An index of latents names their text encoder by its absolute path: it
-    gets the path of one that is made here."""
+    """Unpack a fixture into the current folder.
+
+    An index of latents has the absolute path of its text encoder. Create such an encoder here and replace the path.
+    """
     with tarfile.open(cases.HERE / f"{fixture}.tar.xz") as tar:
         tar.extractall(".", filter="tar")
     for index in Path().glob("*/index.json"):
@@ -36,13 +38,13 @@ def unpack(fixture: str) -> None:
 
 
 def run_of(outputs: Path = Path("runs")) -> Path:
-    """Return the only run's folder."""
+    """Return the folder of the only run."""
     (run,) = outputs.glob("[0-9]*-*")
     return run
 
 
 def module(name: str, *argv: str) -> None:
-    """Run ``python -m NAME ARGV`` in this process. Raises SystemExit as it does."""
+    """Run ``python -m NAME ARGV`` in this process. Raises SystemExit if the program fails."""
     before = sys.argv
     sys.argv = [name, *argv]
     try:
@@ -55,7 +57,7 @@ def module(name: str, *argv: str) -> None:
 
 
 def trained(flags: list[str]) -> list[dict[str, float]]:
-    """Train, and return the last lines of the log, without what depends on the machine."""
+    """Train, and return the last lines of the log, without fields that depend on the machine."""
     import train
 
     train.main(flags)
@@ -65,7 +67,7 @@ def trained(flags: list[str]) -> list[dict[str, float]]:
 
 
 def exported(ckpt: str | Path, *more: str) -> dict[str, np.ndarray]:
-    """Return the weights that ``python -m opendit.export opendit`` writes of a checkpoint, file or pipeline."""
+    """Convert a checkpoint, file or pipeline with ``python -m opendit.export opendit``, and return the weights."""
     module("opendit.export", "opendit", "--ckpt", str(ckpt), "--output", "exported.safetensors", *more)
     return tensors_of(Path("exported.safetensors"))
 
@@ -77,7 +79,7 @@ def tensors_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def projection(tensors: dict[str, np.ndarray]) -> float:
-    """Return one number that depends on every value and on the name and place where it is."""
+    """Return a number that depends on every value, and on each value's tensor name and position."""
     return sum(
         float(np.vdot(cases.pattern("projection", name, value.shape).astype(np.float64), value))
         for name, value in tensors.items()
@@ -85,7 +87,7 @@ def projection(tensors: dict[str, np.ndarray]) -> float:
 
 
 def latents_of(name: str) -> list[dict]:
-    """Draw from the run in the current folder, and return what the latents are after every step."""
+    """Draw from the run in the current folder, and return statistics of the latents after every step."""
     import opendit
 
     what, loading, calling = cases.SAMPLES[name]
@@ -105,7 +107,7 @@ def latents_of(name: str) -> list[dict]:
 
 
 def drawn(flags: list[str]) -> np.ndarray:
-    """Draw by sample.py, and return the pixels (N, H, W, C) uint8."""
+    """Draw with sample.py, and return the pixels (N, H, W, C) uint8."""
     import sample
 
     sample.main(flags)
@@ -114,7 +116,7 @@ def drawn(flags: list[str]) -> np.ndarray:
 
 
 def evaluated(samples: str, reference: str, **more: str) -> dict[str, float]:
-    """Evaluate pictures by the network net.pt, and return the figures by name."""
+    """Evaluate pictures with the network net.pt, and return name -> figure."""
     import opendit
 
     flags = {"samples": samples, "reference": reference, "features": "net.pt", "output": "evaluation"}

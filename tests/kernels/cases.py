@@ -1,6 +1,6 @@
-"""Test cases of the kernels: inputs, the float64 reference, bounds, a pairwise subset of shapes.
+"""Test cases of the kernels: inputs, the float64 reference, error bounds, and a pairwise subset of shapes.
 
-Used by the interpreter tests here, by tests/gpu and by benchmarks/bench_kernels.py.
+The interpreter tests in this folder, tests/gpu and benchmarks/bench_kernels.py use this module.
 """
 
 import contextlib
@@ -48,8 +48,13 @@ from opendit.kernels.swiglu import swiglu, swiglu_reference
 
 @dataclass(frozen=True)
 class Operator:
-    """A fused operation: its arguments by name, activations (B, N, D), modulation (B, D), bias or weight (D,), its
-    results. ``halves``: x is (B, N, 2 D), the results (B, N, D)."""
+    """A fused operation and its reference.
+
+    Attributes:
+        arguments: names of the arguments: activations (B, N, D), modulation (B, D), bias or weight (D,).
+        outputs: names of the results.
+        halves: True if x is (B, N, 2 D) and the results are (B, N, D).
+    """
 
     function: Callable
     reference: Callable
@@ -64,7 +69,7 @@ class Operator:
 
     @property
     def modulated(self) -> bool:
-        """True if samples differ in more than their rows, so that there is a packed form."""
+        """True if arguments depend on the sample, so that the operation has a packed form."""
         return not {"shift", "scale", "gate"}.isdisjoint(self.arguments)
 
 
@@ -114,16 +119,16 @@ LENGTHS = (1, 7, 255, 256, 257)
 WIDTHS = (64, 72, 384, 1000, 1152, 3072)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# ||result - reference|| / ||reference|| in float64, inputs taken as rounded. Half precision is bounded by the rounding
-# of the result (unit roundoff 2^-9 and 2^-12 on a GPU, root mean square below that; the interpreter truncates bf16,
-# twice as much), and the joined operation's y by that of h, too.
+# Bounds of ||result - reference|| / ||reference||. The float64 reference gets the rounded inputs. In half precision,
+# the error is due to rounding the result (unit roundoff 2^-9 and 2^-12 on a GPU, with a smaller root mean square;
+# the interpreter truncates bf16, which doubles the error). In the joined operation, the rounding of h also affects y.
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 6e-4, torch.float32: 2e-6}
-# The same for the largest single error over the largest reference: a wrong element must not drown in the norm.
+# Bounds of the largest single error divided by the largest reference, because the norm could hide one wrong element.
 LARGEST = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def pairwise(*factors: tuple, allowed: Callable[..., bool] = lambda *row: True) -> list[tuple]:
-    """Rows that hold every allowed pair of values of any two factors at least once (greedy, deterministic)."""
+    """Return rows that contain every allowed pair of values of any two factors (greedy, deterministic)."""
     rows = [row for row in itertools.product(*factors) if allowed(*row)]
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
     missing = set().union(*pairs.values())
@@ -145,9 +150,12 @@ def make_inputs(
     lengths: tuple | None = None,
     modulation_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """({argument: leaf tensor}, sample_of_row); modulation is chunks of one (B, 6 D) tensor under the name "six".
+    """Return ({argument: leaf tensor}, sample_of_row). The leaf "six" (B, 6 D) contains the chunks of the modulation.
 
-    ``lengths`` asks for the packed form, with these rows a sample. Every sample has its own modulation.
+    Every sample has its own modulation.
+
+    Args:
+        lengths: number of rows of each sample in the packed form; None for the usual form.
     """
     generator = torch.Generator(device).manual_seed(batch * 1_000_003 + length * 1009 + width)
     sample_of_row = None
@@ -162,18 +170,18 @@ def make_inputs(
         leaves["six"] = random(batch, 6 * width).to(vector_dtype)
     if "bias" in op.arguments:
         leaves["bias"] = random(width).to(vector_dtype)
-    for name in WEIGHTS:  # under autocast, which has wider activations than modulation, they stay in fp32
+    for name in WEIGHTS:  # fp32 with autocast, where activations have a wider dtype than modulation
         if name in op.arguments:
             leaves[name] = random(width).to(dtype)
     for name in op.arguments:
         if name in ACTIVATIONS:
-            # off centre, so that a mean left out shows
+            # The mean is not zero, so that a kernel that ignores the mean fails.
             leaves[name] = (random(shape) * 1.5 + 0.5).to(dtype)
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, sample_of_row
 
 
 def arguments_of(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
-    """The operator's arguments, modulation as strided views."""
+    """Return the operator's arguments, with modulation as strided views."""
     views = {}
     if op.modulated:
         views = dict(zip(("shift", "scale", "gate"), leaves["six"].chunk(6, dim=1)[1:4], strict=True))
@@ -182,7 +190,7 @@ def arguments_of(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is full of NaN: whatever a kernel forgets to write shows."""
+    """Fill new memory with NaN inside the context, so that elements that a kernel does not write are detected."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -194,7 +202,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def run(op: Operator, function: Callable, leaves: dict[str, Tensor], sample_of_row: Tensor | None, weights) -> dict:
-    """Outputs and the gradients of sum_k <output_k, weight_k> with respect to every leaf, by name."""
+    """Return name -> output, and "d" + name -> gradient of sum_k <output_k, weight_k> with respect to the leaf."""
     extra = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
     outputs = function(*arguments_of(op, leaves), **extra)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -206,7 +214,7 @@ def run(op: Operator, function: Callable, leaves: dict[str, Tensor], sample_of_r
 
 
 def output_gradients(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
-    """Random gradients of the outputs, representable in the activations' dtype."""
+    """Return random gradients of the outputs, representable in the activations' dtype."""
     x = leaves["x"]
     generator = torch.Generator(x.device).manual_seed(x.numel())
     shape = (*x.shape[:-1], x.shape[-1] // 2 if op.halves else x.shape[-1])
@@ -214,12 +222,12 @@ def output_gradients(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
 
 
 def leaf_of(name: str, leaves: dict[str, Tensor]) -> Tensor:
-    """The leaf that ``name`` is the gradient of; x, whose dtype they have, for outputs."""
+    """Return the leaf whose gradient is called ``name``, or x for an output, which has the dtype of x."""
     return leaves.get(name.removeprefix("d"), leaves["x"])
 
 
 def errors(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None) -> dict[str, tuple[float, float]]:
-    """{output or gradient: (relative error in norm, largest error over largest reference)} against float64."""
+    """Return output or gradient -> (relative error in norm, largest error / largest reference) against float64."""
     weights = output_gradients(op, leaves)
     with poisoned_memory():
         got = run(op, op.function, leaves, sample_of_row, weights)
@@ -242,9 +250,11 @@ def check_split_heads(
     batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device="cpu", *, tokens_first=True,
     bias_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Asserts that split_heads gives views, that their gradients come back exactly, and the bias's within bounds.
+    """Assert that split_heads returns views with an exact gradient, and that the bias's gradient is within bounds.
 
-    ``tokens_first``: dq, dk, dv lie in memory as (B, N, H, d), as attention kernels write them, or as (B, H, N, d).
+    Args:
+        tokens_first: True if dq, dk and dv lie in memory as (B, N, H, d), as attention kernels write them; False for
+            (B, H, N, d).
     """
     generator = torch.Generator(device).manual_seed(length * 1009 + head_dim)
     random = functools.partial(torch.randn, generator=generator, device=device)
@@ -252,7 +262,8 @@ def check_split_heads(
     bias = None if bias_dtype is None else random(3 * heads * head_dim).to(bias_dtype).requires_grad_()
     leaves = [qkv] if bias is None else [qkv, bias]
     shape = (batch, length, heads, head_dim) if tokens_first else (batch, heads, length, head_dim)
-    # Off centre, each by its own, so that sums that mix show; not by much, so that fp16 holds sums over 32,768 rows.
+    # The three means differ, so that mixed-up sums are detected. The means are small, because fp16 must hold sums of
+    # 32,768 rows.
     grads = [(random(shape) + offset).to(dtype) for offset in (-0.5, 0.25, 1.0)]
     grads = [grad.transpose(1, 2) for grad in grads] if tokens_first else grads
     outputs = split_heads(qkv, heads, bias)
@@ -274,8 +285,12 @@ def rotate_heads_inputs(
     batch: int, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: str | None, device="cpu",
     layout: str = "projection", weight_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """q and k, and the norms' weights if there are norms. layout: views of one projection (B, N, (H + 2 K) d); with the
-    heads before the tokens; or with strided channels."""
+    """Return q and k, and with norms also the norms' weights.
+
+    Args:
+        layout: "projection" for views of one projection (B, N, (H + 2 K) d), "heads first" for heads before tokens;
+            any other value for strided channels.
+    """
     generator = torch.Generator(device).manual_seed(length * 1009 + head_dim)
     random = functools.partial(torch.randn, generator=generator, device=device)
     if layout == "projection":
@@ -292,7 +307,7 @@ def rotate_heads_inputs(
 
 
 def exact_rotated_heads(x: Tensor, weight: Tensor | None, table: Tensor | None, eps: float, across: bool) -> Tensor:
-    """x (B, N, H, d) normalised and rotated in float64, by products of complex numbers."""
+    """Normalise and rotate x (B, N, H, d) in float64, with products of complex numbers."""
     if weight is not None:
         over = (2, 3) if across else (3,)
         x = x / (x.square().mean(over, keepdim=True) + eps).sqrt() * (weight.view(x.shape[2:]) if across else weight)
@@ -306,8 +321,12 @@ def check_rotate_heads(
     batch: int, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: str | None,
     table: str | None, layout: str = "projection", device="cpu", weight_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Asserts the bounds of rotate_heads for its results and every gradient. norm: None, "head" or "across"; table:
-    None, "shared", or "of samples"."""
+    """Assert the bounds of rotate_heads for the results and every gradient.
+
+    Args:
+        norm: None, "head" or "across".
+        table: None, "shared" or "of samples".
+    """
     leaves = rotate_heads_inputs(batch, length, heads, head_dim, dtype, norm, device, layout, weight_dtype)
     turns, eps, across = None, 1e-5, norm == "across"
     if table is not None:
@@ -340,8 +359,10 @@ def check_join_heads(
     batch: int, lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: bool,
     table: str | None, device="cpu", weight_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Assert the bounds of join_heads for streams of these lengths, whose q, k and v are views of a projection. Values
-    are copied exactly."""
+    """Assert the bounds of join_heads for streams of these lengths, and that values are copied exactly.
+
+    The q, k and v of a stream are views of one projection.
+    """
     streams, wanted, eps = [], [], 1e-5
     for number, length in enumerate(lengths):
         generator = torch.Generator(device).manual_seed(number)
@@ -369,9 +390,9 @@ def check_join_heads(
 
 
 def check(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None = None) -> None:
-    """Asserts the bounds for the forward result and every gradient; NaN fails."""
+    """Assert the bounds for every result and gradient. A NaN fails."""
     for name, (norm, largest) in errors(op, leaves, sample_of_row).items():
         dtype = leaf_of(name, leaves).dtype
-        # h and hhat are rounded in the activations' precision even where the modulation is wider
+        # h and hhat are rounded to the activations' dtype, even if the modulation has a wider dtype.
         dtype = max(dtype, leaves["x"].dtype, key=BOUNDS.get)
         assert norm <= BOUNDS[dtype] and largest <= LARGEST[dtype], f"{name}: {norm:.2e} in norm, largest {largest:.2e}"

@@ -1,10 +1,9 @@
-"""Compiles the kernels for a GPU that need not be there, as ``python -m tests.kernels.compiled [80]``; prints one JSON
-list.
+"""Compile the kernels without a GPU, by ``python -m tests.kernels.compiled [80]``, and print one JSON list.
 
-The interpreter runs a kernel's Python, so it can't tell that Triton's compiler would refuse it, or that it keeps too
-much in registers and spills. Here every launch is only compiled, to machine code of compute capability 9.0, or of 8.0
-those in bf16 that cards before Hopper get; what would have been computed is not there. A process of its own, because
-Triton is told of a GPU for good.
+The interpreter runs a kernel's Python code, so it can't detect that Triton's compiler refuses a kernel, or that a
+kernel spills registers. Here every launch is only compiled and never run. The target is compute capability 9.0. With
+the argument 80, the target is 8.0, for the bf16 kernels of cards before Hopper. This program needs a separate process,
+because the replacement of Triton's driver can't be undone.
 """
 
 import json
@@ -50,7 +49,7 @@ BFLOAT16 = torch.bfloat16
 
 
 class Driver:
-    """Stand-in for the driver that Triton asks before it compiles."""
+    """Replacement for the GPU driver that Triton queries before it compiles."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -69,7 +68,7 @@ class Driver:
 
 
 def usage(binary: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of a thread's stack: what did not fit into them."""
+    """Return the registers of a thread, and the bytes of its stack, which holds spilled registers."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -94,7 +93,7 @@ def optimizer_step() -> None:
     gradients, working = ([torch.zeros(4096, dtype=BFLOAT16) for _ in masters] for _ in range(2))
     step = FusedStep(masters, moments, [torch.zeros(4096), None], working, count=torch.zeros(()))
     step.attach([average], constant_decays((0.9,), torch.device("cpu")), torch.zeros(()))
-    step.kernels = True  # not on a CPU, otherwise
+    step.kernels = True  # False on a CPU by default
     step.decide(step.square_sum(gradients), clip=1.0)
     step.momentum(0.95)
     step.update(lr=1e-3)
@@ -120,7 +119,7 @@ def float8(width: int) -> None:
     gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias)
     layernorm_modulate_float8(x, shift, scale, by_row=True)
     gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias, by_row=True)
-    for by_row in (False, True):  # RMSNorm, whose vectors are in fp32
+    for by_row in (False, True):  # RMSNorm has fp32 vectors
         layernorm_modulate_float8(x, shift.float(), scale.float(), by_row=by_row, center=False)
         vectors = shift.float(), scale.float()
         gate_residual_layernorm_modulate_float8(x, gate, x, *vectors, None, by_row=by_row, center=False)
@@ -171,7 +170,7 @@ def short(batch: int, tokens: int, heads: int, size: int) -> None:
 
 
 def sampling_step(C: int, sides: tuple[int, ...], patch: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Both ends of it, of a sampler with a state of two parts and with noise."""
+    """Launch the first and last kernels of a sampling step, also for a sampler with a two-part state and noise."""
     values, x = C * torch.Size(patch).numel(), torch.zeros(2, C, *sides)
     weight, numbers = torch.zeros(1152, C, *patch, dtype=dtype), torch.zeros(2, 40)
     step = torch.zeros(2, dtype=torch.int64)
@@ -195,14 +194,16 @@ def shards_in_float8(dtype: torch.dtype) -> None:
 
 
 def stored_weights(kind: str) -> None:
-    base_precision.kernels_available = lambda *_: (True, "")  # not on a CPU, otherwise
+    base_precision.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
     rows = torch.zeros(64, base_precision.row_bytes(kind, 1152), dtype=torch.uint8)
     base_precision.dense(rows, kind, 1152, BFLOAT16)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Everything that launches kernels: at DiT-XL's width in bf16, packed, in fp32, and at a width that 16 does not
-    divide."""
+    """Yield (name, function) for everything that launches kernels.
+
+    The cases include DiT-XL's width in bf16, packed samples, fp32, and a width that is not a multiple of 16.
+    """
     for name, op in OPERATORS.items():
         for width, dtype in ((1152, BFLOAT16), (1152, torch.float32), (200, torch.float16)):
             yield f"{name} {width} {dtype}", lambda n=name, w=width, t=dtype: forward_and_backward(n, w, t)
@@ -239,7 +240,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
 
 
-# What cards before it do not get (opendit/kernels/capability.py), and other forms of what they get.
+# Calls that are skipped for cards before Hopper: unsupported ones (opendit/kernels/capability.py), and variants.
 OF_HOPPER = "float8", "short_attention", "packed"
 
 

@@ -1,6 +1,8 @@
-"""The tests of interpreted.py need TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of
-every other test in the process into interpreted ones. So they run in processes of their own (test_interpreter.py), one
-for each tuple."""
+"""Set up Triton's interpreter for the tests that interpreted.py lists.
+
+These tests need TRITON_INTERPRET=1 before triton is imported. This variable would also make the kernels of all other
+tests in the process interpreted. So test_interpreter.py runs them in separate processes, one for each tuple of files.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,7 @@ collect_ignore = [] if INTERPRETING else sorted(FILES)
 
 
 def let_old_interpreters_loop() -> None:
-    """Triton 3.6's interpreter calls int() on arrays of one element for a loop's bounds, which numpy 2.4 refuses."""
+    """Make loops work in Triton 3.6's interpreter. It calls int() on one-element arrays, which numpy 2.4 refuses."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -30,7 +32,7 @@ def let_old_interpreters_loop() -> None:
 
 
 def round_as_hardware_does() -> None:
-    """Triton's interpreter cuts numbers of bf16 and float8 off rather than round them; of float8's NaN it makes 384."""
+    """Round to bf16 and float8 in Triton's interpreter, which otherwise truncates, and turns float8's NaN into 384."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter
@@ -49,8 +51,11 @@ def round_as_hardware_does() -> None:
 
 
 def replace_the_language_once_a_launch() -> None:
-    """Triton's interpreter replaces what a function's module sees of triton.language at the start of a launch and again
-    in every call of a device function, although it stays replaced until the launch ends. That took 40 % of its time."""
+    """Patch triton.language only once in each launch.
+
+    Triton's interpreter patches a function's module at the start of a launch, and again in every call of a device
+    function, although the patch lasts until the launch ends. The repetition took 40 % of the time.
+    """
     try:
         import triton.language as tl
         from triton.runtime import interpreter
@@ -59,7 +64,7 @@ def replace_the_language_once_a_launch() -> None:
     replace, modules = interpreter._patch_lang, set()
 
     def patched(function):
-        if tl.core.is_builtin(tl.load):  # not replaced: a launch begins
+        if tl.core.is_builtin(tl.load):  # not patched, so a launch begins
             modules.clear()
         if function.__module__ not in modules:
             modules.add(function.__module__)
@@ -69,8 +74,11 @@ def replace_the_language_once_a_launch() -> None:
 
 
 def leave_overflow_unchecked() -> None:
-    """Triton's interpreter repeats every sum and product of integers in 64 bits to see whether 32 were enough. It took
-    40 % of its time; the indices of tensors as small as here don't come near."""
+    """Turn off the overflow checks of Triton's interpreter.
+
+    For each check, an integer sum or product is repeated in 64 bits. This took 40 % of the time, and the indices of the
+    small tensors in these tests can't overflow.
+    """
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -80,8 +88,11 @@ def leave_overflow_unchecked() -> None:
 
 
 def remember_types() -> None:
-    """Triton's interpreter describes the type of every result anew: its shape, number of values and name. For numpy's
-    type it makes a table of all. That took a quarter of its time."""
+    """Cache the types of results in Triton's interpreter.
+
+    Without the cache, the interpreter builds the shape, size and name of each result's type again, and a table of all
+    numpy types. This took a quarter of the time.
+    """
     try:
         from triton.language import core
         from triton.runtime import interpreter
@@ -95,7 +106,7 @@ def remember_types() -> None:
         sizes = tuple(map(unwrapped, shape))
         if any(type(size) is not int for size in sizes):
             return make(self, element_ty, shape)
-        key = (id(element_ty), sizes)  # the element lives as long as its entry, so no other object has its number
+        key = (id(element_ty), sizes)  # the entry keeps the element alive, so its id is not reused
         if key not in known:
             make(self, element_ty, shape)
             self.of_tensors = core.constexpr(self.numel), core.tuple([core.constexpr(size) for size in sizes])

@@ -1,5 +1,8 @@
-"""The tests that run in Triton's interpreter: in processes of their own, one for each tuple (test_interpreter.py).
-Those of the tuple with test_fp8_sequence.py are in thorough.txt: tests/gpu has the same on the GPU."""
+"""The files of tests that run in Triton's interpreter, in one separate process for each tuple (test_interpreter.py).
+
+The tests in the tuple with test_fp8_sequence.py are listed in thorough.txt, because tests/gpu runs the same tests on a
+GPU.
+"""
 
 INTERPRETED = (
     (

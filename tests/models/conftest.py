@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every test draws the same weights and inputs in every run."""
+    """Seed torch before every test, so that weights and inputs are equal in every run."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Packs to compare with the same samples one by one."""
+"""Create packs of samples, to compare with the same samples computed separately."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from opendit.models.segments import Segments, pack_patches, unpack_patches
 
 @dataclass
 class Samples:
-    """Noised latents (C, ...) of any sizes, their times (S,) and conditions, and gradients for what is made of them."""
+    """Noised latents (C, ...) of any sizes, their times (S,) and conditions, and gradients of the model's outputs."""
 
     latents: list[Tensor]
     t: Tensor
@@ -19,12 +19,12 @@ class Samples:
     weights: list[Tensor]
 
     def one_by_one(self, model: DiT) -> list[Tensor]:
-        """Return the model's prediction for each sample by itself, (C', ...)."""
+        """Return the model's prediction (C', ...) for each sample, computed separately."""
         parts = enumerate(self.latents)
         return [model(x.unsqueeze(0), self.t[i : i + 1], self.y[i : i + 1]).squeeze(0) for i, x in parts]
 
     def packed(self, model: DiT, padding: int = 0, garbage: float = 0.0) -> list[Tensor]:
-        """The same of all in one pack, which ends with so many tokens of padding, full of ``garbage``."""
+        """Return the predictions for all samples in one pack. It ends with ``padding`` tokens of value ``garbage``."""
         segments = self.segments(model.config, padding)
         patches = pack_patches(self.latents, model.config.patch, segments.tokens)
         patches[segments.filled :] = garbage
@@ -35,8 +35,7 @@ class Samples:
         return Segments.of(sizes, config.patch, Segments.of(sizes, config.patch, 1 << 30).filled + padding)
 
     def gradients(self, model: DiT, outputs: list[Tensor], trained: bool = False) -> dict[str, Tensor]:
-        """Return every parameter's gradient of sum <output, weight>; ``trained``: only of parameters that are
-        trained."""
+        """Return the gradient of sum <output, weight> for every parameter, or only for ``trained`` parameters."""
         model.zero_grad()
         torch.autograd.backward(outputs, [w.to(o.dtype) for w, o in zip(self.weights, outputs, strict=True)])
         parameters = ((n, p) for n, p in model.named_parameters() if p.requires_grad or not trained)
@@ -46,7 +45,7 @@ class Samples:
 def samples(
     config: DiTConfig, sizes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Samples:
-    """Make samples with these sizes of latents, each with its own time and condition."""
+    """Create samples with latents of these sizes, each with a different time and condition."""
     generator, count = torch.Generator().manual_seed(seed), len(sizes)
 
     def random(*shape: int) -> Tensor:
@@ -66,7 +65,7 @@ def samples(
 
 
 def with_vectors(model: DiT) -> DiT:
-    """Biases that are zero, and norms' weights that are one, would hide that one was left out."""
+    """Randomise all vectors, because an ignored bias of zero, or norm weight of one, would not be detected."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -75,7 +74,7 @@ def with_vectors(model: DiT) -> DiT:
 
 
 def assert_same(found: list[Tensor] | dict, wanted: list[Tensor] | dict, rtol: float, bound: str = "") -> None:
-    """Each relative to its own norm."""
+    """Assert that the error of each tensor, relative to the tensor's norm, is at most ``rtol``."""
     named = found.items() if isinstance(found, dict) else enumerate(found)
     for name, tensor in named:
         want = wanted[name]

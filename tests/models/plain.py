@@ -1,4 +1,4 @@
-"""Attention and its surroundings written down again, one sample, one head and one token at a time, to compare with."""
+"""A simple reference of attention and related layers, which handles one sample, head and token at a time."""
 
 import math
 
@@ -34,9 +34,9 @@ def mlp(x: Tensor, layers) -> Tensor:
 
 
 def turn(head: Tensor, coordinates: tuple[int, ...]) -> Tensor:
-    """A head (d,) of a token at (t, h, w): its pairs as complex numbers, times exp(i angle)."""
+    """Rotate a head (d,) of a token at (t, h, w): multiply its pairs, as complex numbers, by exp(i angle)."""
     angles, axes, pairs = [], len(coordinates), len(head) // 2
-    each = pairs // axes  # and to time what is left over
+    each = pairs // axes  # time gets the remaining pairs as well
     for position, share in zip(coordinates, [pairs - each * (axes - 1), *[each] * (axes - 1)], strict=True):
         angles += [position * 10000.0 ** (-i / share) for i in range(share)]
     numbers = torch.complex(head[0::2], head[1::2]) * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
@@ -44,7 +44,7 @@ def turn(head: Tensor, coordinates: tuple[int, ...]) -> Tensor:
 
 
 def look(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of one head, (N, d), one query at a time."""
+    """Compute softmax(q k^T / sqrt(d)) v of one head, (N, d), one query at a time."""
     rows = []
     for query in queries:
         weights = torch.exp(keys @ query / math.sqrt(len(query)))
@@ -53,7 +53,7 @@ def look(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def self_attention(x: Tensor, layer: Attention, places: list[tuple[int, ...]] | None = None) -> Tensor:
-    """All of ``layer`` for tokens x (N, D) of one sample; places: rotate by them."""
+    """Compute ``layer`` for the tokens x (N, D) of one sample, rotated by ``places`` if given."""
     d, shared = layer.head_dim, layer.num_heads // layer.kv_heads
     parts = linear(x, layer.qkv).split(d, dim=-1)
     seen = []
@@ -69,7 +69,7 @@ def self_attention(x: Tensor, layer: Attention, places: list[tuple[int, ...]] | 
 
 
 def cross_attention(x: Tensor, layer: CrossAttention, tokens: Tensor, mask: Tensor) -> Tensor:
-    """x: (N, D), tokens: (M, D), mask: (M,) of one sample."""
+    """Compute ``layer`` for x (N, D), tokens (M, D) and mask (M,) of one sample."""
     H, tokens = layer.num_heads, tokens[mask]
     queries, (keys, values) = linear(x, layer.q).chunk(H, dim=-1), linear(tokens, layer.kv).chunk(2, dim=-1)
     heads = zip(queries, keys.chunk(H, dim=-1), values.chunk(H, dim=-1), strict=True)
@@ -78,13 +78,13 @@ def cross_attention(x: Tensor, layer: CrossAttention, tokens: Tensor, mask: Tens
 
 
 def compare(module: torch.nn.Module, ours: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
-    """Outputs, and the gradients of every parameter of ``module``, in float64."""
+    """Assert that float64 outputs, and the gradients of every parameter of ``module``, agree."""
     parameters = dict(module.named_parameters())
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype)
     grads = [torch.autograd.grad((result * weights).sum(), list(parameters.values())) for result in (ours, expected)]
     assert (ours - expected).norm() / expected.norm() < rtol and expected.std() > 0.01
     for name, a, b in zip(parameters, *grads, strict=True):
-        if name.endswith(("qkv.bias", "kv.bias")):  # the keys' part is zero but for rounding
+        if name.endswith(("qkv.bias", "kv.bias")):  # the gradient of the keys' part is only rounding error
             assert torch.allclose(a, b, atol=rtol * b.norm().item()), name
         else:
             assert b.norm() > 0 and (a - b).norm() / b.norm() < rtol, name

@@ -1,4 +1,4 @@
-"""Outputs of configurations without a revision, recorded before there were revisions.
+"""Record the outputs of configurations without a revision, as they were before revisions existed.
 
 python -m tests.models.revision_1          # writes revision_1.json; only with a program whose revision 1 is right
 """
@@ -15,7 +15,7 @@ PICTURE = {"input_size": [8, 6], "patch_size": 2, "in_channels": 2, "hidden_size
 CLIP = PICTURE | {"input_size": [4, 4, 6], "patch_size": [2, 2, 3]}
 MOVIE = CLIP | {"kind": "moviegen", "bias": False, "positions": "learned", "num_classes": 5, "mlp_ratio": 2.0}
 TEXT = {"name": "t5", "width": 10, "max_tokens": 4, "cross_attention": True}
-CONFIGS = {  # as files had them
+CONFIGS = {  # configurations as in the files of that time
     "DiT": PICTURE | {"kind": "dit", "num_classes": 5},
     "DiT, no kind": PICTURE | {"num_classes": 5, "mlp_ratio": 3.0},
     "DiT, adaln_lora": PICTURE | {"kind": "dit", "num_classes": 5, "adaln_lora": 3, "positions": "learned"},
@@ -31,7 +31,7 @@ CONFIGS = {  # as files had them
 
 
 def record(values: dict) -> dict:
-    """The parameters' names and sizes, and what the model predicts with weights that depend on their names only."""
+    """Return the parameters' names and sizes, and the model's output for weights that depend only on their names."""
     config = config_from_dict(values)
     model = build_model(config).double()
     with torch.no_grad():

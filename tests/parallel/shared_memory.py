@@ -1,4 +1,4 @@
-"""Stand-in for PeerMemory: memory shared by the processes of one machine, gloo's barrier and torch's copies."""
+"""A replacement for PeerMemory with shared memory of one machine, gloo's barrier and torch's copies."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,7 +11,7 @@ from opendit.kernels.exchange_heads import exchange_heads_reference, send_rows_r
 from opendit.parallel.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, PeerRows
 
-# What nobody needs any more once all ranks are at a buffer's barrier.
+# Buffer -> buffers that no rank needs any more after all ranks have reached its barrier.
 DEAD = {
     Buffer.INPUT: (Buffer.OUTPUT, Buffer.EVERYONE, Buffer.GRADIENT),
     Buffer.OUTPUT: (Buffer.INPUT,),
@@ -20,8 +20,11 @@ DEAD = {
 
 
 class SharedMemory:
-    """Exchanges beside the caller's work are done as late as that allows: when somebody waits for them; or ``early``:
-    at once. What is dead is NaN."""
+    """Shared memory for exchanges between ranks.
+
+    Exchanges in the background run as late as possible, when the caller waits for them, or with ``early`` at once.
+    Buffers that are no longer needed are filled with NaN.
+    """
 
     SIZE = 2**18
 
@@ -42,7 +45,7 @@ class SharedMemory:
         return [PeerRows([views[i] for views in of], torch.empty(0)) for i in range(number)]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        assert not self._late or buffer == Buffer.INPUT  # some of which may still be on their way to others
+        assert not self._late or buffer == Buffer.INPUT  # background exchanges may still read it
         self._barrier(buffer, again)
 
     def ready_beside(self, buffer: Buffer) -> int:
@@ -81,7 +84,7 @@ class SharedMemory:
     @staticmethod
     def _spoil(targets: Iterable[Tensor]) -> None:
         for target in targets:
-            target.fill_(torch.nan if target.is_floating_point() else 255)  # in bytes of float8 NaN as well
+            target.fill_(torch.nan if target.is_floating_point() else 255)  # the byte 255 is also NaN in float8
 
     def _later(self, works: list[Callable[[], None]]) -> list[int]:
         self._late += works

@@ -1,5 +1,7 @@
-"""Tiny networks of public families for the sampling engine: sizes that kernels and two ranks can take, and batches of
-captions of unequal lengths."""
+"""Tiny networks of public families for tests of the sampling engine.
+
+The sizes fit the kernels, and two ranks can divide them. The captions of a batch have different lengths.
+"""
 
 import functools
 from collections.abc import Callable
@@ -55,15 +57,15 @@ SIZES = {
     "sd3": (10, 14),
     "cosmos2": (10, 14),
 }  # fmt: skip  (35 tokens of a picture, 105 of a clip)
-# Of a batch of three: captions of unequal and of equal lengths, and of other lengths than the batch before.
+# Caption lengths of batches of three: unequal, equal, and again unequal but with other lengths.
 LENGTHS = [(40, 5, 20), (70, 70, 70), (40, 33, 20)]
-NULL = 9  # tokens of the empty caption
+NULL = 9  # number of tokens of the empty caption
 STEPS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family, the sampler, and the scale of guidance; FLUX.1's network is told its own."""
+    """A family, the sampler, and the scale of guidance. FLUX.1's network gets its guidance as an input instead."""
 
     family: str
     sampler: str
@@ -78,7 +80,7 @@ class Case:
         return dict(steps=STEPS, sampler=self.sampler, cfg_scale=self.scale)
 
 
-# (Wan by Euler's steps, which are fused on a GPU.)
+# Wan is also sampled with Euler steps, which are fused on a GPU.
 CASES = [Case("flux", "euler", 1.0), Case("z_image", "euler"), Case("wan", "unipc"), Case("wan", "euler")]
 MORE = [
     Case("flux2", "euler", 1.0),
@@ -90,7 +92,7 @@ def network(family: str) -> PublicDiT:
     """Return a family's network in fp32 on the CPU."""
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, VALUES[family], SIZES[family]))
-    randomise(model, std=0.05 if family == "z_image" else 0.1)  # so that captions matter, and rounding little
+    randomise(model, std=0.05 if family == "z_image" else 0.1)  # captions matter, and rounding little
     return model.eval().requires_grad_(False)
 
 
@@ -123,7 +125,7 @@ def placed(model: PublicDiT, device: torch.device, dtype: torch.dtype, sequence:
 def drawn(
     engine: SamplingEngine, family: str, device: torch.device | str = "cpu", numbers: tuple[int, ...] = (0, 1, 2)
 ) -> list[Tensor]:
-    """Return the latents of batches, one after the other, on the CPU."""
+    """Draw batches one after the other, and return their latents on the CPU."""
     found = []
     for number in numbers:
         y, null, index, seed = batch(family, number)
@@ -137,7 +139,7 @@ WAYS = ("cfg_parallel", "tensor", "sequence")
 def shared(
     case: Case, way: str, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[PublicDiT, Callable[[Any], SharedBatch] | None]:
-    """Return the model of a rank of two, which share samples in this way, and what is around it in the engine."""
+    """Return this rank's model when two ranks share samples by ``way``, and the engine's wrapper of it, or None."""
     model, around, sequence = network(case.family), None, None
     if way == "cfg_parallel":
         halves = make_replicas(mesh, True).halves

@@ -1,4 +1,4 @@
-"""Small models with random weights, written as a run of train.py would."""
+"""Write small models with random weights in the format of train.py's runs."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ BYTES = TextConfig("bytes", 64, 16, False)
 
 
 def write(path: Path, name: str = "DiT-Ti/2", *, info: dict | None = None, seed: int = 0, **config) -> Path:
-    """The weights of a model of 8 x 8 pixels of one channel, of 5 classes unless told otherwise, drawn without VAE."""
+    """Write a model without VAE, by default for 8 x 8 pixels with one channel and 5 classes. Return the path."""
     condition = {} if "text" in config else {"num_classes": 5}
     config = model_config(name, **{"input_size": (8, 8), "in_channels": 1, **condition, **config})
     torch.manual_seed(seed)
@@ -28,7 +28,7 @@ def write(path: Path, name: str = "DiT-Ti/2", *, info: dict | None = None, seed:
 
 
 def write_lora(path: Path, lora: Lora, config: DiTConfig, name: str, seed: int = 0, full=()) -> Path:
-    """What a run with --lora leaves, with random numbers. full: layers that it trained as a whole."""
+    """Write a file like a run with --lora, with random numbers. ``full`` names fully trained parameters."""
     model, generator = empty_model(config, parameters=False), torch.Generator().manual_seed(seed)
     state = {key: torch.randn(dict(model.named_parameters())[key].shape, generator=generator) for key in full}
     for layer, (rank, columns, rows) in targets(model, lora).items():

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: what was recorded reads and writes the memory that it had when it was recorded."""
+"""Imitate CUDA graphs without a GPU: a replay reads and writes the same memory as the recording."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ def tensors_of(tree) -> list[Tensor]:
 
 
 class _Tape(TorchDispatchMode):
-    """Keeps every operation with its arguments and results, and what the arguments that it changes were before."""
+    """Record every operation with its arguments and results, and copies of the arguments that the operation changes."""
 
     def __init__(self):
         super().__init__()
@@ -34,8 +34,10 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """In the place of a ``GraphRecorder``: recording computes nothing, and a replay sees nothing but memory. What the
-    recorded operations make is destroyed before every replay."""
+    """A replacement for ``GraphRecorder``. Recording restores all changed tensors, and a replay depends only on memory.
+
+    The results of the recorded operations are overwritten before every replay.
+    """
 
     def __init__(self):
         self.recorded = self.replayed = 0

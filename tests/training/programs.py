@@ -1,4 +1,4 @@
-"""Training programs of one or more ranks, started as their user would, that meet a fault."""
+"""Start training programs with one or more ranks, as a user does, and inject faults."""
 
 import contextlib
 import multiprocessing
@@ -19,16 +19,16 @@ from tests.ranks import context, free_port
 from train import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
-SOON = 15.0  # seconds from the fault to the end of the last process: what is promised
+SOON = 15.0  # promised most seconds from the fault to the end of the last process
 LONG = [*ARGV, "--max_steps", "1000000", "--ckpt_every", "0"]
 
 # ------------------------------------------------------------------------------------------ running
 
 
 def program(argv: list[str], environment: dict[str, str], log: str, fault: Callable[[], None] | None) -> None:
-    """A rank in a process of its own, whose stderr goes to ``log``; ``fault`` spoils something in it first."""
+    """Call ``fault``, which breaks something, and run a rank in this process. Output goes to the file ``log``."""
     os.environ.update(environment)
-    # As a program started from a shell has it (up to Python 3.13); here it would be the fork server's.
+    # The default start method of a program from a shell (up to Python 3.13). In this process it would be forkserver.
     multiprocessing.set_start_method(os.environ.get("START_METHOD", "fork"), force=True)
     torch.set_num_threads(1)
     with open(log, "w") as file:
@@ -41,7 +41,7 @@ def program(argv: list[str], environment: dict[str, str], log: str, fault: Calla
 
 
 class Run:
-    """The processes of a training run: its ranks and all that they started."""
+    """The processes of a training run: its ranks and all of their child processes."""
 
     def __init__(self, folder: Path, ranks: int, argv: list[str], faults: dict[int, Callable] | None = None):
         self.outputs = folder / "out"
@@ -62,7 +62,7 @@ class Run:
         return len(lines)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Until the run has come so far."""
+        """Wait until ``done()`` is true."""
         end = time.monotonic() + 120
         while not done():
             alive = all(rank.is_alive() for rank in self.ranks)
@@ -72,7 +72,7 @@ class Run:
         self.look()
 
     def look(self) -> None:
-        """Notes the processes that there are."""
+        """Record all current processes of the run."""
         for rank in self.ranks:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(rank.pid)
@@ -83,7 +83,7 @@ class Run:
         return psutil.Process(self.ranks[rank].pid).children()
 
     def ended(self, since: float, soon: float = SOON) -> list[int]:
-        """The ranks' exit codes; all processes must be gone ``soon`` seconds after ``since``."""
+        """Return the ranks' exit codes. All processes must have ended ``soon`` seconds after ``since``."""
         while any(rank.is_alive() for rank in self.ranks) and time.monotonic() < since + soon:
             self.look()
             time.sleep(0.02)
@@ -102,7 +102,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a run; nothing of it outlives the test."""
+    """Return a function that starts a run. All of its processes are killed after the test."""
     runs = []
 
     def begin(ranks: int, argv: list[str], faults: dict[int, Callable] | None = None) -> Run:
@@ -121,7 +121,7 @@ def start(tmp_path):
 
 
 def after(steps: int, what: Callable[[], None]) -> Callable:
-    """``Inputs.of`` that does ``what`` in the step of this number."""
+    """Return a replacement for ``Inputs.of`` that calls ``what`` from step number ``steps`` on."""
     true_inputs = Inputs.of
 
     def inputs(self, batch):

@@ -1,4 +1,4 @@
-"""The estimates of memory and work as they were before they became sums over plans (commit 7e175ea), as numbers.
+"""Record the estimates of memory and work from before they became sums over plans (commit 7e175ea).
 
 python -m tests.training.recorded_estimates     # writes recorded_estimates.json; only where the estimate is known right
 """
@@ -12,7 +12,7 @@ from opendit.training.memory import Setup, estimate
 RECORDED = Path(__file__).with_suffix(".json")
 LABELS, POOLED = {"num_classes": 10}, {"text": TextConfig("clip", 24, 7)}
 TOKENS, INSIDE = {"text": TextConfig("t5", 24, 7, True)}, {"text": TextConfig("bytes", 64, 9, True)}
-OPTIONS = {  # of a small model of every architecture
+OPTIONS = {  # options for a small model of every architecture
     "DiT-Ti/2": ({"qk_norm": True}, {"positions": "rope"}, {"bias": False}, {"adaln_lora": 5}, {"mlp_ratio": 3.5}),
     "DiT-B/4": ({"qk_norm": True, "positions": "rope", "adaln_lora": 16}, {"positions": "learned"}),
     "vDiT-Ti/122": ({"qk_norm": True}, {"positions": "rope", "bias": False}, {"adaln_lora": 5, "revision": 1}),
@@ -34,7 +34,7 @@ OPTIONS = {  # of a small model of every architecture
 
 
 def configs() -> dict[str, DiTConfig]:
-    """Every named model with labels, and small ones of every architecture with every condition and option."""
+    """Return all named models with labels, and small models of every architecture with every condition and option."""
     found = {name: _config(name, **LABELS) for name in (*NAMES, *VIDEO_NAMES)}
     for name, options in OPTIONS.items():
         for condition in (LABELS, POOLED, TOKENS, INSIDE):
@@ -53,25 +53,25 @@ def _config(name: str, **options) -> DiTConfig:
 
 
 def setups(config: DiTConfig) -> list[Setup]:
-    """Every way to run that the architecture has and that changes its activations, and every plugin."""
+    """Return every setup of the architecture that changes its activations, and every plugin."""
     found = []
     for plugin, precision in (("zero2", "bf16"), ("ddp", "bf16"), ("ddp", "fp32")):
         for fused in (True, False):
             found.append(Setup(plugin, precision, fused=fused))
-            if config.recompute and config.bias:  # without biases nothing could be, at that commit
-                levels = ("norms", "cheap", "half", "mlp")  # at that commit
+            if config.recompute and config.bias:  # at that commit, recomputation needed biases
+                levels = ("norms", "cheap", "half", "mlp")  # the levels at that commit
                 found += [Setup(plugin, precision, fused=fused, recompute=level) for level in levels]
     found.append(Setup("gemini", "fp16", world=4, averages=2, accumulate=True))
     found.append(Setup("zero2", "fp16", world=3, grad_checkpoint=True))
     if config.float8 and config.bias:
         found += [Setup(fp8=True), Setup(fp8=True, grad_checkpoint=True)]
-    if config.kind not in ("ecdit", "stdit"):  # which could not share samples, at that commit
+    if config.kind not in ("ecdit", "stdit"):  # at that commit, these could not share samples
         found.append(Setup(world=4, sequence_parallel=4))
     return found
 
 
 def record(config: DiTConfig) -> dict:
-    """FLOPs of a forward pass, a rank's bytes of 5 samples as zero2 has them, and the activations of every setup."""
+    """Return a forward pass's FLOPs, a rank's bytes for 5 samples with zero2, and the activations of every setup."""
     activations = [estimate(config, setup, 5).activations for setup in setups(config)]
     return {
         "flops": config.forward_flops(),

@@ -1,8 +1,9 @@
-"""Makes the folders that Energon prepared, and what Energon itself reads of them, beside this file.
+"""Create data sets that Energon has prepared, and record the samples that Energon reads from them.
 
     pip install megatron-energon==7.4.1 && python tests/data/energon/make_fixtures.py
 
-The tests compare with ``expected.json``; the package itself, with 35 others, is not needed to run them.
+The results are in the folder ``prepared``. The tests compare with ``expected.json`` there, so they do not need Energon,
+which installs 35 other packages.
 """
 
 import hashlib
@@ -43,8 +44,11 @@ def energon(folder: Path, *flags: str) -> None:
 
 
 def captions() -> None:
-    """Alternatives of endings and of JSON, a mask that comes before the picture, samples without a caption or picture,
-    other members, tars in folders, an excluded tar and an excluded sample."""
+    """Write a captioned set with irregular samples.
+
+    It has alternative endings and JSON fields, masks before pictures, samples without a caption or picture, other
+    members, tars in folders, an excluded tar and excluded samples.
+    """
     folder = HERE / "captions"
     number = 0
     for tar in range(4):
@@ -83,7 +87,7 @@ def classes() -> None:
 
 
 def crude() -> None:
-    """A crude set with a list of parts, of which txt is none."""
+    """Write a crude set with a list of parts that excludes txt."""
     folder = HERE / "crude"
     for tar in range(2):
         members = []
@@ -151,7 +155,7 @@ splits:
 
 
 def seen_by_energon() -> dict:
-    """{name: {split: {kind, datasets: [{share, samples: [[key, SHA-256 of the pixels, caption or class]]}]}}}."""
+    """Read with Energon: {name: {split: [{share, samples: [[key, SHA-256 of the pixels, caption or class]]}]}}."""
     from megatron.energon import WorkerConfig, get_loader
     from megatron.energon.dataset_config import get_dataset_from_config
     from megatron.energon.epathlib import EPath

@@ -1,4 +1,4 @@
-"""Tars for tests."""
+"""Functions that write tars for tests."""
 
 import io
 import tarfile
@@ -17,7 +17,7 @@ def picture(seed: int, suffix: str = "png", size=(20, 17)) -> bytes:
 
 
 def write_tar(path, members, **options):
-    """members: (name, bytes), in order."""
+    """Write a tar with ``members``, (name, bytes), in this order."""
     with tarfile.open(path, "w", **options) as tar:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -32,7 +32,7 @@ def captioned(count, first=0):
 
 
 def header_of(**told) -> Header:
-    """The header of an index of one class, with these fields."""
+    """Return the header of an index with one class, and with these fields replaced."""
     return empty_header(0, "", "").model_copy(
         update={"checked": False, "conditioning": "label", "num_classes": 1, **told}
     )

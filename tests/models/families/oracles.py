@@ -1,4 +1,4 @@
-"""diffusers' own classes with tiny configurations and random weights, and the arguments of both networks."""
+"""Tiny networks of diffusers with random weights, as references for OpenDiT's networks, and inputs for both."""
 
 import contextlib
 import logging
@@ -60,9 +60,15 @@ COSMOS2 = dict(
 
 @dataclass
 class Oracle:
-    """A tiny network of diffusers, and how both are called with the same latents, times and captions.
+    """A tiny network of diffusers, to compare with OpenDiT's network for the same inputs.
 
-    theirs: calls diffusers' network on (x, t, y), with t in [0, 1000], and returns noise - data as ours does.
+    Attributes:
+        family: name of the family.
+        values: diffusers' configuration.
+        shape: shape of a sample's latents.
+        module: diffusers' network.
+        theirs: function that calls diffusers' network on (x, t, y), with t in [0, 1000], and returns noise - data, like
+            OpenDiT's network.
     """
 
     family: str
@@ -83,7 +89,7 @@ def networks() -> Any:
 
 
 def randomise(module: torch.nn.Module, seed: int = 0, std: float = 0.1) -> None:
-    """Add noise to every parameter, so that none is at a value that hides it."""
+    """Add noise to every parameter, because a value such as 0 or 1 could hide an error."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -111,7 +117,7 @@ def flux(dtype: torch.dtype, **values: Any) -> Oracle:
 
 
 def packed(x: Tensor) -> Tensor:
-    """Patches of 2 x 2 of x (B, C, H, W) as tokens (B, N, 4 C), as pipelines of diffusers make them."""
+    """Convert x (B, C, H, W) to tokens (B, N, 4 C) of 2 x 2 patches, as diffusers' pipelines do."""
     B, C, H, W = x.shape
     return x.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, -1, 4 * C)
 
@@ -251,21 +257,24 @@ ORACLES = {
     "sd3": sd3,
     "cosmos2": cosmos2,
 }
-# Widths of captions' tokens.
+# Names of the width of caption tokens in the configurations.
 WIDTHS = "joint_attention_dim", "cap_feat_dim", "text_dim", "caption_channels", "text_embed_dim"
-# Weights of ours that no output depends on: of the last block, whose captions nothing reads.
+# OpenDiT's weights without influence on the output: those for the last block's caption tokens, which are unused.
 UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\.", "sd3": r"blocks\.2\.text\.attn\.q_norm\."}
 
 
 def is_read(family: str, name: str) -> bool:
-    """Return False for a weight of a family's usual oracle that its output does not depend on."""
+    """Return False for a weight that does not affect the output of the family's oracle."""
     return family not in UNREAD or not re.match(UNREAD[family], name)
 
 
 def captions(
     family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
 ) -> TextCondition:
-    """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
+    """Create random captions with these lengths in the form of the family's encoders.
+
+    The captions are padded to the longest, or to ``padded`` tokens.
+    """
     width = next(key for key in WIDTHS if key in values)
     longest, count = padded or max(lengths), len(lengths)
     tokens = torch.randn(count, longest, values[width], dtype=dtype)
@@ -279,7 +288,7 @@ def captions(
 
 
 def ours(oracle: Oracle, dtype: torch.dtype) -> PublicDiT:
-    """Return our network with the oracle's weights."""
+    """Return OpenDiT's network with the oracle's weights."""
     config = public_config(oracle.family, oracle.values, oracle.shape[1:])
     model = PublicDiT(config).to(dtype)
     load(model, oracle.module.state_dict())
@@ -287,7 +296,7 @@ def ours(oracle: Oracle, dtype: torch.dtype) -> PublicDiT:
 
 
 def load(model: PublicDiT, theirs: Mapping[str, Tensor]) -> None:
-    """Copy published weights, by the family's names alone."""
+    """Copy published weights into OpenDiT's network, using only the family's table of names."""
     state = model.state_dict()
     for name, value in by_our_names(model, theirs).items():
         assert state[name].shape == value.shape, (name, state[name].shape, value.shape)
@@ -295,7 +304,7 @@ def load(model: PublicDiT, theirs: Mapping[str, Tensor]) -> None:
 
 
 def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights, or their gradients, by our names; each of both names is matched exactly once."""
+    """Return published weights, or their gradients, by OpenDiT's names. Every name is matched exactly once."""
     left, state, found = set(theirs).difference(FAMILIES[model.config.family].constants), model.state_dict(), {}
     for match in FAMILIES[model.config.family].names(model.config.spec):
         for mine, published in match.names():
@@ -303,7 +312,7 @@ def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Te
             left.difference_update(published)
             joined = torch.cat([theirs[name] for name in published], dim=match.dim)
             if len(mine) == len(published) == 1 and joined.dim() + 1 == state[mine[0]].dim():
-                joined = joined.unsqueeze(0)  # a table, which is read in either shape
+                joined = joined.unsqueeze(0)  # a table, which has a leading dimension in OpenDiT only
             sizes = [state[name].shape[match.dim] for name in mine]
             found.update(zip(mine, joined.split(sizes, dim=match.dim), strict=True))
     assert not left and found.keys() == state.keys(), (sorted(left), sorted(state.keys() - found.keys()))
@@ -315,8 +324,10 @@ def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Te
 
 @contextlib.contextmanager
 def in_double_precision() -> Iterator[None]:
-    """Make float32 stand for float64, and complex64 for complex128, in whatever runs inside: sinusoids, norms and
-    rotations that are computed in float32 at any precision of the weights, in both networks."""
+    """Replace float32 by float64, and complex64 by complex128, inside the context.
+
+    Both networks compute sinusoids, norms and rotations in float32 for every dtype of the weights.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "complex64", torch.complex128)
@@ -326,7 +337,7 @@ def in_double_precision() -> Iterator[None]:
 
 @dataclass
 class Inputs:
-    """What both networks are called with, and the weights of the sum whose gradients are compared."""
+    """Inputs of both networks, and weights of the output sum whose gradients are compared."""
 
     x: Tensor
     t: Tensor
@@ -341,8 +352,7 @@ def inputs(
     padded: int | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Inputs:
-    """Make a batch of one sample for each of at most three captions. Dividing these times by 1000 is exact in
-    float32."""
+    """Create a batch with one sample for each caption, at most three. All times are exact after / 1000 in float32."""
     torch.manual_seed(1)
     x = torch.randn(len(lengths), *(shape or oracle.shape), dtype=dtype)
     t = torch.tensor([703.125, 296.875, 921.875], dtype=dtype)[: len(lengths)]
@@ -352,8 +362,11 @@ def inputs(
 def output_and_gradients(
     network: Callable[[Tensor, Tensor, TextCondition], Tensor], module: torch.nn.Module, given: Inputs
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a network's output, and the gradients of its weighted sum: of all parameters, and of "x", "tokens" and
-    "pooled". Those that the output does not depend on are zeros."""
+    """Return a network's output, and the gradients of the output's weighted sum.
+
+    The gradients are those of all parameters and of "x", "tokens" and "pooled". A gradient is zero if the output does
+    not depend on the tensor.
+    """
     leaves = {"x": given.x, "tokens": given.y.tokens, "pooled": given.y.pooled}
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
     y = replace(given.y, tokens=leaves["tokens"], pooled=leaves["pooled"])

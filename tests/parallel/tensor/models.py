@@ -1,5 +1,7 @@
-"""Tiny models of every architecture whose sizes ranks can divide and whose tokens they can't: 15, in 3 x 5 places, or
-of clips in 3 frames of 5."""
+"""Tiny models of every architecture. Ranks can divide their widths, but not their 15 tokens.
+
+The tokens form a grid of 3 x 5, or for clips 3 frames of 5 tokens.
+"""
 
 from dataclasses import replace
 

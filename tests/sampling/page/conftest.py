@@ -1,4 +1,4 @@
-"""The page, served, and a real browser to look at it with."""
+"""Fixtures that serve the page and open it in a real browser."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ from opendit.sampling.page.__main__ import build_parser, check, listen
 from tests.sampling.page import runs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# It draws without a GPU, and asks nothing of its maker's hosts.
+# Chromium renders without a GPU, and sends no requests to its vendor.
 ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --autoplay-policy=no-user-gesture-required""".split()
 
@@ -23,7 +23,7 @@ def outputs(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(*words: str, password: str | None = None):
-    """The address of a page that is served with these flags."""
+    """Serve a page with these flags inside the context. Yield its address."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
     from opendit.sampling.page.server import PageServer, application, opened
 
@@ -62,7 +62,7 @@ def chromium():
 
 
 class Visit:
-    """A browser of its own that looks at the page; it must not ask any other host, and no script may fail in it."""
+    """A separate browser context that opens the page. Requests to other hosts and script errors fail the test."""
 
     def __init__(self, browser, address: str, **options):
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
@@ -77,7 +77,7 @@ class Visit:
             self.problems.append(f"asked {request.url}")
 
     def _dialog(self, dialog) -> None:
-        self.problems.append(f"dialog: {dialog.message}")  # somebody's script has run
+        self.problems.append(f"dialog: {dialog.message}")  # an injected script has run
         dialog.dismiss()
 
     def open(self, tab: str = "Sample"):
@@ -88,20 +88,20 @@ class Visit:
         return self.page
 
     def choose(self, label: str, option: str, nth: int = 0) -> None:
-        """Picks an option of the visible dropdown of this label."""
+        """Choose an option of the visible dropdown with this label."""
         field = self.page.get_by_label(label, exact=True).locator("visible=true").nth(nth)
         field.click()
         from playwright.sync_api import expect
 
         found = self.page.get_by_role("option", name=option, exact=True)
-        expect(found).to_have_count(1)  # the list of a dropdown that was left a moment ago fades
+        expect(found).to_have_count(1)  # waits until the list of the previous dropdown has disappeared
         found.click()
 
     def fill(self, label: str, value, nth: int = 0) -> None:
         self.page.get_by_label(label, exact=True).locator("visible=true").nth(nth).fill(str(value))
 
     def classes(self, *names: str) -> None:
-        """Chooses these classes and no others."""
+        """Choose exactly these classes."""
         self.page.get_by_role("button", name="Clear").or_(self.page.get_by_label("Clear")).locator(
             "visible=true"
         ).first.click()
@@ -110,7 +110,7 @@ class Visit:
         self.page.keyboard.press("Escape")
 
     def drawn(self, count: int, where: str = "#sample-gallery"):
-        """The samples shown, when there are so many of them."""
+        """Wait until ``count`` samples are shown, and return them."""
         self.page.locator(f'{where} [data-count="{count}"]').wait_for()
         return self.page.locator(f"{where} img, {where} video")
 

@@ -1,4 +1,4 @@
-"""A folder of runs for the page: small models with random weights, logs, grids, and what must not be read."""
+"""Create a folder of runs for the page: small random models, logs, grids, and files that must not be read."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ FLOW = {"objective": FlowObjective().to_dict(), "frame_interval": 3}
 
 
 def make(folder: Path) -> Path:
-    """OUTPUTS with six runs, beside ``elsewhere`` which they lead to."""
+    """Create the folder ``outputs`` with six runs, and the folder ``elsewhere``, the target of some links."""
     outputs, elsewhere = folder / "outputs", folder / "elsewhere"
     digits = outputs / DIGITS
     for step, seed in ((10, 1), (20, 2)):
@@ -69,7 +69,7 @@ def make(folder: Path) -> Path:
     (outputs / LINKED_FILE / "results.jsonl").symlink_to(elsewhere / "results.jsonl")
     (outputs / DIGITS / "results.jsonl").write_text('{"metric": "<i>fid</i>", "value": 12.25, "count": 1000}')
 
-    cut = outputs / CUT / "checkpoints" / "step_0000001" / "ema.safetensors"  # its header is whole, its tensors are not
+    cut = outputs / CUT / "checkpoints" / "step_0000001" / "ema.safetensors"  # complete header, truncated tensors
     cut.parent.mkdir(parents=True)
     whole = digits / "checkpoints" / "step_0000010" / "ema.safetensors"
     shutil.copy(whole, cut)

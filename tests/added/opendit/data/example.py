@@ -1,4 +1,4 @@
-"""An example of a data source: ``--data_path example``, stripes of two directions."""
+"""An example of a data source, ``--data_path example``: pictures of stripes in two directions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""An example of an architecture: a DiT whose MLP multiplies two branches, and its plan."""
+"""An example of an architecture: a DiT whose MLP multiplies two branches, and the plan of this DiT."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,7 +24,7 @@ class ExampleConfig(DiTConfig):
 
 
 class ExampleMlp(Mlp):
-    """fc2(strength a b) with a, b the halves of fc1."""
+    """Compute fc2(strength * a * b), where a and b are the halves of fc1's output."""
 
     branches: ClassVar[int] = 2
     strength = 1.0

@@ -1,4 +1,4 @@
-"""An example of an objective: straight lines from data to noise, and a network that predicts the data."""
+"""An example of an objective: straight paths from data to noise, with a network that predicts the data."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -18,7 +18,7 @@ class Context(NamedTuple):
 
 
 class ExampleTrajectory(Trajectory):
-    """x = (1 - t) x_0 + t noise for t from 1 to 0, so that dx/dt = (x - x_0) / t."""
+    """The path x = (1 - t) x_0 + t noise for t from 1 to 0, with dx/dt = (x - x_0) / t."""
 
     def __init__(self, steps: int):
         self.times = torch.linspace(1, 0, steps + 1, dtype=torch.float64).tolist()

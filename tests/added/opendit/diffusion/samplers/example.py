@@ -1,4 +1,4 @@
-"""An example of a sampler: the midpoint method, whose slope is that half a step of Euler's further on."""
+"""An example of a sampler: the midpoint method, which uses the slope after half an Euler step."""
 
 from opendit.diffusion.samplers.base import State
 from opendit.diffusion.samplers.euler import SlopeSampler
@@ -7,7 +7,7 @@ from opendit.diffusion.samplers.euler import SlopeSampler
 class MidpointSampler(SlopeSampler):
     def mean_slope(self, model, state: State, inputs, slope):
         half = inputs.length / 2
-        # The engine has a length for each sample, (B, 1, ...), beside points (B,): its samples may be at other steps.
+        # inputs.length is (B, 1, ...) and inputs.point is (B,), because samples of a batch may be at different steps.
         return self.trajectory.slope(model, state.x + half * slope, inputs.point + half.flatten())
 
 
