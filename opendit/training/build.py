@@ -404,7 +404,7 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of saves and other writes that failed, the same on every rank. Collective."""
-        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0's count
+        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0
 
 
 def _packing(spec: RunSpecification) -> Packing | None:
