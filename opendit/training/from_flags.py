@@ -76,8 +76,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         tag_drop=flags.tag_drop,
         random_crop=flags.random_crop,
         vae=flags.vae,
-        # Only --data_path mock reads these three: its random latents get the classes or captions that the flags ask
-        # for.
+        # Only --data_path mock reads these: the flags set the classes or captions of its random latents.
         num_classes=flags.num_classes,
         text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
         max_text_tokens=flags.max_text_tokens,
@@ -465,7 +464,7 @@ def check_pretrained(
 
     Returns:
         The weights, not yet read from their file; the configuration of the model that they belong to; and ``config`` in
-            the revision of the weights (unchanged if the run is ``resumed``).
+        the revision of the weights (unchanged if the run is ``resumed``).
 
     Raises:
         ValueError, FileNotFoundError: there are no weights that this model can start from.
