@@ -129,11 +129,8 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the step of the lowest loss if the loss has risen in each of the last ``RISING`` validations; else
-        None.
-
-        The lowest loss must lie at least ``RISING`` validations back.
-        """
+        """Return the step of the lowest loss if the last ``RISING`` losses came after it in ascending order; else
+        None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]
