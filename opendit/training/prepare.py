@@ -250,7 +250,7 @@ def make_deterministic() -> None:
 def _sequence(
     flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
-    """Choose how ranks share the tokens of every sample; return None without sequence parallelism."""
+    """Choose how ranks share every sample; return None without sequence parallelism."""
     parallel, keep_gathered = flags, flags.keep_gathered
     precision = flags.mixed_precision
     how = (parallel, flags.attention, precision)
@@ -464,7 +464,7 @@ def _lora(
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         with resume.open(resume.model.name) as tensors:
             trained = [name.removesuffix(A) for name in tensors if name.endswith(A)]
-        if gone := set(trained) - lora_layers(config, lora).keys():  # earlier versions: the bytes encoder
+        if gone := set(trained) - lora_layers(config, lora).keys():  # earlier versions adapted the bytes encoder
             raise ValueError(
                 f"--load: {resume.folder} has LoRA at {min(gone)}, where none is trained now; start a new run, or draw "
                 "from it by sample.py"
