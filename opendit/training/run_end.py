@@ -40,7 +40,7 @@ def write_end(folder: Path, step: int, **how: bool) -> None:
 
 
 def exit_code(folder: Path) -> int:
-    """Return the exit code of a program whose run has ended without an error: 75 if steps are left, else 0.
+    """Return the exit code of a program whose run has ended in good order: 75 if steps are left, else 0.
 
     With torchrun the code is always 0, because torchrun treats any other code as a failure.
     """
