@@ -26,7 +26,7 @@ _GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
 class NoData(DataError):
-    """Error: a rank can't read its data. All ranks drop the current step."""
+    """A rank can't read its data, so that all ranks drop the current step."""
 
 
 class Interrupt:
