@@ -17,9 +17,9 @@ from opendit.training.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
-SLOW = 1.5  # a slow rank's own work takes more than this multiple of the other ranks' median,
-LOSS = 0.1  # costs more than this share of a step,
-LEAST_S = 1.0  # and costs more than these seconds since the last line of the log
+SLOW = 1.5  # a rank is slow if its own work takes more than this multiple of the other ranks' median
+LOSS = 0.1  # smallest share of a step that a slow rank costs
+LEAST_S = 1.0  # fewest seconds that a slow rank costs between two lines of the log
 REPEAT = 20  # lines of the log after which the warning is repeated
 TIMED = 32  # the forward passes of this number of micro-batches before each line are timed
 
@@ -146,7 +146,7 @@ class StepLog:
         self.skipped = self._skipped_before + int(self._engine.skipped)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
-        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # ranks that share samples read the same files
+        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # count shared reads once
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)
