@@ -86,7 +86,7 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
     """Return the name and arguments of one of OpenDiT's programs in a command; None if the command runs another
     program."""
     names = ("train.py", "sample.py", "preprocess.py")
-    scripts = {"train_img.sh": [], "train_video.sh": ["--use_video"]}  # flags that the scripts add and that matter for parsing
+    scripts = {"train_img.sh": [], "train_video.sh": ["--use_video"]}  # flags that they add
     for place, word in enumerate(words):
         if word in names:
             return word, words[place + 1 :]
