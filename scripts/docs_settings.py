@@ -8,7 +8,7 @@ code.
 # (pattern, replacement) for every command, applied in this order. The names of run folders contain the model's name, so
 # that they are replaced, too.
 SUBSTITUTIONS = [
-    (r"outputs/000-(DiT-Ti-2|vDiT-Ti-822)", r"digits/000-\1"),  # runs of the demos, kept apart from the runs that the next line renames
+    (r"outputs/000-(DiT-Ti-2|vDiT-Ti-822)", r"digits/000-\1"),  # the demos' runs; the next line also makes Ti runs
     (r"\b(v?DiT|ST-DiT|EC-DiT|MovieGen)-(?:S|B|L|XL|1B|5B|7B)([/-])(?=\d)", r"\1-Ti\2"),
     (r"--num_sampling_steps 20 50 250", "--num_sampling_steps 2 3 4"),
     (r"--metrics fid precision", "--metrics frechet_distance precision"),  # fid needs the published Inception
