@@ -2,7 +2,7 @@
 
     python scripts/launch.py N [--run_folder_file FILE] PROGRAM [FLAG ...]
 
-torchrun does the same on any number of machines, but after a signal torchrun kills its processes within 30 seconds and
+torchrun does the same on any number of machines, but after a signal torchrun kills its processes after 30 seconds and
 prints a traceback. This program sends the first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (lost terminal) to the training
 process of rank 0, which saves. A second signal ends all processes at once. If training has not begun, the first signal
 does.
