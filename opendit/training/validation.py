@@ -196,8 +196,8 @@ class FixedBatch(NamedTuple):
 
     Attributes:
         numbers: (B,) indices of the losses.
-        new: number of leading losses that count. It is 0 if the micro-batch only keeps this rank in step with other
-            ranks.
+        new: number of leading losses that count. It is 0 for a micro-batch that this rank computes only because other
+        ranks compute one.
         x0: (B, C, ...) float32 latents.
         condition: condition of the B samples.
     """
