@@ -50,7 +50,12 @@ def kind_of(name: str) -> str:
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Return a table of a step's time by kind of work, followed by the ``longest`` slowest kernels or operators."""
+    """Return a table of a step's time by kind of work, then by kernel or operator for those that take the most time.
+
+    Args:
+        steps: number of recorded steps.
+        longest: number of kernels or operators to list.
+    """
     works = list(works)
     total = sum(work.time for work in works) or 1.0
 
