@@ -381,8 +381,10 @@ class Run:
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """If the block raises NoData, log and save the last step's state unless both are done already. That is
-        collective."""
+        """Context that logs and saves the last step's state if its block raises NoData, unless both are done already.
+
+        Logging and saving are collective.
+        """
         try:
             yield
         except NoData:
