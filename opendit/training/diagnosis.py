@@ -29,7 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MakesMicroBatches(Protocol):
-    """Interface of ``Inputs`` of train.py, as far as the diagnosis needs it."""
+    """Interface for turning a batch into a micro-batch; ``Inputs`` of train.py implements it."""
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
