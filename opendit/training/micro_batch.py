@@ -121,7 +121,10 @@ class MicroBatch(NamedTuple):
         return cls(x0, t, noise, condition, given, in_place, kept, alignment)
 
     def clone(self) -> "MicroBatch":
-        """Return a copy with all tensors copied. The copied condition only remembers whether all captions are full."""
+        """Return a copy of the micro-batch with all tensors copied.
+
+        The copy's captions count as full (not padded) only if all captions of this micro-batch are full.
+        """
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
         kept = None if self.kept is None else y.pop()
