@@ -181,7 +181,7 @@ class Search:
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # groups from the command line may span machines
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # may span machines
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):
@@ -317,7 +317,7 @@ class Search:
             if not self.takes(form):
                 continue
             product = form.product
-            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)  # small micro-batches shrink a pipeline's bubble
+            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)  # small ones shrink the bubble
             larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))
             for one in itertools.islice(fitting, BATCHES):
