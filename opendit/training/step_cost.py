@@ -190,7 +190,7 @@ class _Step:
         self.plan, self.size = plan_of(config), BYTES[setup.precision]
         self.sharing = setup.sequence_parallel * setup.tensor_parallel
         self.parameters, self.block_parameters = held_counts(config, setup)
-        self.unit = batch * config.tokens * config.hidden_size * self.size  # bytes of N x D, over all ranks that share samples
+        self.unit = batch * config.tokens * config.hidden_size * self.size  # bytes of N x D over all sharing ranks
 
     def products(self) -> tuple[float, float]:
         """Return the seconds of all linear layers in a micro-batch's forward pass, and of one block's first MLP
