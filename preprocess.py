@@ -25,7 +25,7 @@ from opendit.config.preprocess import build_parser, check
 
 
 def run(command: str, options: dict) -> None:
-    """One subcommand with its flags' values."""
+    """Run a subcommand with the values of its flags."""
     if command == "demo":
         from opendit.data.digits import make_demo
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(command, options, given)
     except ValueError as error:
         return refuse(error) if should_print(error) else 2
-    from opendit.data.base import DataError  # torch and the rest, which the usage doesn't need
+    from opendit.data.base import DataError  # imports torch, which --help doesn't need
 
     try:
         run(command, options)

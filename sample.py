@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Sample as the flags say. If that fails, the ``Supervisor`` ends the program with one line that says why."""
+    """Draw samples with the given flags. After an error, ``Supervisor`` ends the program with a one-line message."""
     prepare_console()
     flags = read_flags(SampleConfig, argv)
-    stages = Stages("Python, flags")  # where the time goes, for --profile
-    with stages("imports"):  # torch and the rest, which a wrong flag need not wait for
+    stages = Stages("Python, flags")  # times of the stages, for --profile
+    with stages("imports"):  # imported here, so that a wrong flag is reported without waiting for torch
         import torch
 
         from opendit.parallel.mesh import init_mesh
@@ -45,31 +45,31 @@ def main(argv: list[str]) -> None:
                 group_of_one=False,
             )
             if flags.profile and mesh.device.type == "cuda":
-                stages.wait = torch.cuda.synchronize  # so that stages don't overlap
+                stages.wait = torch.cuda.synchronize  # so that stages don't overlap on the device
         with stages("flags and files: checked"):
             run = load_run(flags, mesh, stages)  # the checkpoint, its VAE and text encoder, all samples' conditions
         with run.lock:
             output = open_output(run)
-            supervisor.started(())  # from here on, errors are the run's and not the flags'
+            supervisor.started(())  # later errors are not caused by the flags
             draw(run, output)
 
 
 def draw(run: "SamplingRun", output: "SampleOutput") -> None:
-    """Draw the samples that are not in ``output`` yet; several replicas share them."""
+    """Draw the samples that are missing in ``output``. Replicas of the model divide the samples among them."""
     with output.missing_batches() as batches:
         for batch in batches:
             with run.stages("drawing"):
                 index, latents = draw_batch(run, batch)
-            batches.decode(index, latents)  # while the next batch is drawn; threads then write the files
+            batches.decode(index, latents)  # overlaps with drawing the next batch; threads write the files
 
 
 def draw_batch(run: "SamplingRun", batch: range) -> tuple["Tensor", "Tensor"]:
-    """Return the numbers (B,) and the latents (B, C, ...) of a batch of samples."""
+    """Draw a batch of samples; return their indices (B,) and latents (B, C, ...)."""
     import torch
 
     index = torch.arange(batch.start, batch.stop)
     y, conditioning_frames = run.conditions_of(index)
-    latents = run.engine.sample(  # the noise is keyed by the seed and the sample's number
+    latents = run.engine.sample(  # the noise is keyed by the seed and the sample's index
         y,
         run.null,
         index,

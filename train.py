@@ -15,7 +15,7 @@ from opendit.config.command_line import read_flags
 from opendit.config.console import prepare_console
 from opendit.config.train import TrainConfig
 
-if TYPE_CHECKING:  # torch, and all that needs it, is imported once the flags have been read: see start()
+if TYPE_CHECKING:  # start() imports torch, and modules that need torch, after the flags have been read
     from pathlib import Path
 
     import torch
@@ -37,19 +37,19 @@ def train(run: Run) -> None:
     for step in range(run.first_step, run.last_step):
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
-            # Kernel by kernel these are the passes of EagerPasses below; CUDA graphs replay them, and the stages of a
-            # pipeline have a schedule of their own. build() has chosen.
+            # The runner launches the passes of EagerPasses (below) kernel by kernel, or replays them from CUDA graphs,
+            # or runs the stages of a pipeline by a schedule. build() has chosen the runner.
             loss = run.runner.passes(micro_batches(run))
-            run.interrupt.ask()  # all ranks, before any weight changes: is there a signal, does one lack data?
+            run.interrupt.ask()  # collective, before any weight changes: did a rank get a signal or lose its data?
         run.result = result = run.engine.step()
         run.ema.update(result.finite)
-        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # a pipeline's last stage has the loss, the others 0
+        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # 0 except on a pipeline's last stage
         run.profiler.step()
 
         run.done = step + 1
         stopping = run.interrupt.answer()
         due = run.due(stopping)  # waits for the device only if something is due
-        measured = run.measure(due)  # the held-out loss, the quality of samples
+        measured = run.measure(due)  # held-out loss and quality of samples, if due
         if due.log:
             run.log.write(run.done, lr, result, measured)
         if due.save:
@@ -61,7 +61,7 @@ def train(run: Run) -> None:
 
 
 def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
-    """Yield the micro-batches of the next step. Each is read when it is asked for, while the device computes."""
+    """Yield the micro-batches of the next step. Each is read when it is requested, while the device computes."""
     for batch in run.batches.of_next_step():
         micro_batch = run.inputs.of(batch)
         run.count(batch, micro_batch)
@@ -70,20 +70,20 @@ def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Makes a batch of the loader a micro-batch: latents, their noise, times and conditions.
+    """Turns a batch of the loader into a micro-batch: latents, noise, times and conditions.
 
-    Everything random about a sample is keyed by (seed, step, its index in the global batch), so that any number of
-    ranks, and a resumed run, draws the same.
+    Everything random about a sample is keyed by (seed, step, index in the global batch), so that any number of ranks,
+    or a resumed run, draws the same values.
 
     Args:
         label_drop: share of the conditions that become the null condition, for classifier-free guidance.
-        packing: makes packs of samples of unequal size (``--pack_tokens``).
-        tokens_of: gives the number of tokens of latents of a size, for objectives whose times depend on it.
-        given_frames: which frames of a clip the model is given (``--given_frames``).
-        in_place: it takes them in their places, without noise.
-        beside: it is always given the first frame, of an image-to-video model.
-        route: the blocks that see a part of the tokens (``--route``).
-        teacher: the encoder that tokens are aligned with (``--repa``).
+        packing: settings of packs of samples of different sizes (``--pack_tokens``); None without packs.
+        tokens_of: function that maps a latent size to the number of tokens, for objectives whose times depend on it.
+        given_frames: which frames of a clip are conditioning frames (``--given_frames``).
+        in_place: True if the conditioning frames replace frames of x_t, without noise.
+        beside: True for image-to-video models, which always take the first frame as conditioning.
+        route: settings of blocks that see only some of the tokens (``--route``).
+        teacher: encoder whose features tokens are aligned with (``--repa``).
     """
 
     latents: Latents
@@ -101,7 +101,7 @@ class Inputs:
     teacher: VisionTeacher | None = None
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
-        """Return the micro-batch on the device, without waiting for it."""
+        """Return the micro-batch on the device. The host does not wait for the device."""
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
         from opendit.diffusion.token_routing import draw_kept_tokens
@@ -124,31 +124,35 @@ class Inputs:
         return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept, alignment)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """Return the latents x0 (B, C, ...) fp32 of samples x of one shape."""
+        """Return the latents x0, (B, C, ...) fp32, of samples x that have one shape."""
         from opendit.data.base import to_pixels
 
         return self.latents.of(to_pixels(x), step, index)
 
     def noise(self, x0: Tensor, step: int, index: Tensor) -> Tensor:
-        """Draw the noise of latents x0, (B, C, ...) fp32."""
+        """Draw noise for the latents x0, (B, C, ...) fp32."""
         from opendit.diffusion.random import Stream, normal
 
         return normal(self.seed, step, index, Stream.NOISE, tuple(x0.shape[1:]))
 
     def condition(self, batch: Batch, index: Tensor) -> Condition:
-        """Return the samples' classes or captions, some of them replaced by the null condition."""
+        """Return the classes or captions of the samples, with a random share replaced by the null condition."""
         from opendit.diffusion.random import Stream, uniform
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
 
     def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
-        """Return conditions with the tokens of the clips' first frames, if the model attends to them, and the mask and
-        the latents of clips that have nothing after those."""
+        """Condition an image-to-video model on the first frames of the clips.
+
+        Return the conditions, with image tokens of the first frames if the model attends to such tokens, and the mask
+        and latents of the clips with all frames after the first one made grey.
+        """
         return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
-        """Return the mask and the latents of the frames that the model is given, (B, 1 + C, T, H, W)."""
+        """Draw the conditioning frames; return their mask and latents, (B, 1 + C, T, H, W), or None without such
+        frames."""
         from opendit.diffusion.conditioning_frames import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
@@ -156,11 +160,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class EagerPasses:
-    """The passes of a micro-batch: noise the latents, predict, compare, and go backward.
+    """The passes of a micro-batch: noise the latents, run the network, compute the loss, run the backward pass.
 
     Args:
-        micro_batches: in a step, whose loss is their mean.
-        after_forward: called once the forward pass is enqueued, unless a CUDA graph replays it.
+        micro_batches: number of micro-batches in a step. The loss of a step is the mean of their losses.
+        after_forward: called when the forward pass is enqueued, but not when a CUDA graph replays the pass.
     """
 
     engine: Engine
@@ -180,9 +184,9 @@ class EagerPasses:
         return batch.losses(self.objective, output, prepared)
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's. Return its share of the step's loss, 0-dim, detached.
+        """Add the gradients of a micro-batch to the engine's gradients.
 
-        last: the optimizer's step follows.
+        Return the micro-batch's share of the step's loss, 0-dim, detached. last: True if the optimizer's step follows.
         """
         with self.engine.micro_batch(last=last):
             loss = batch.mean(self.losses(batch)) / self.micro_batches
@@ -195,9 +199,9 @@ def start(flags: TrainConfig) -> Path | None:
     """Check the flags against the machine and the data, then train. Return the run's folder; None for --dry_run.
 
     Raises:
-        SystemExit: code 1 if a checkpoint or another file could not be written; otherwise as ``Supervisor`` says.
+        SystemExit: code 1 if a checkpoint or another file could not be written; other codes come from ``Supervisor``.
     """
-    # torch and the rest, which a wrong flag need not wait for
+    # imported here, so that a wrong flag is reported without waiting for torch
     from opendit.parallel.mesh import init_mesh
     from opendit.parallel.supervisor import Supervisor
     from opendit.training.auto_parallel import choose_on_ranks
@@ -237,7 +241,7 @@ def start(flags: TrainConfig) -> Path | None:
 
 
 def main(argv: list[str]) -> int:
-    """Train as the flags say, or for --dry_run print what training would need. Return the exit code."""
+    """Train with the given flags, or with --dry_run print what the training would need. Return the exit code."""
     prepare_console()
     if (folder := start(read_flags(TrainConfig, argv))) is None:
         return 0

@@ -1,12 +1,12 @@
-"""Attention kernels side by side, on a GPU: cuDNN's, torch's FlashAttention, the flash_attn package, FlexAttention.
+"""Compare attention kernels on a GPU: cuDNN's, torch's FlashAttention, the flash_attn package, FlexAttention.
 
     python benchmarks/bench_attention.py [--kernels cudnn flash_attn] [--lengths 8192 74240] [--seconds 170] [--record]
 
-q, k, v are views of one tensor (B, N, 3, H, d), as a block's projection leaves them. First the errors: the output and
-the gradients of short sequences against float64, and whether the gradients have the same bits in every run. Then the
-speeds, of so many samples that a case has about TOKENS tokens: 4 B H N^2 d FLOP forward, 2.5 times that backward,
-over the median time; all kernels take turns at a case. A kernel that fails is named with its error, and the rest goes
-on; a case that --seconds leave no time for is named, too.
+q, k, v are views of one tensor (B, N, 3, H, d), the output of a block's projection. The program first measures errors:
+it compares the outputs and gradients of short sequences with float64, and checks whether the gradients have the same
+bits in every run. It then measures speeds, with as many samples as give about TOKENS tokens: 4 B H N^2 d FLOP forward,
+and 2.5 times as many backward, divided by the median time. All kernels are timed in turn. If a kernel fails, its error
+is printed and the others continue. Cases for which --seconds leaves no time are listed.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""``--parallel auto`` against measured steps: does it take the best product, and are time and memory as it says?
+"""Compare ``--parallel auto`` with measured steps: is its choice the fastest, and are its times and memory right?
 
     python benchmarks/bench_auto.py --plan                  predicted / measured of the steps in results.csv; no GPU
     python benchmarks/bench_auto.py --gpus 4 [--results FILE]     trains stacks of 8 layers by several products each
 
-A measured product is a run of train.py, in torchrun, on a model of 8 layers and random latents. Runs that are done are
-kept in --outputs; a call that --seconds ends says so, and the next one goes on. The products of a pair of model and
-length are those that auto finds best, its choice among them.
+A product is a combination of sizes of data, tensor, sequence, expert and pipeline parallelism. It is measured by a run
+of train.py under torchrun, on a model of 8 layers and random latents. For each pair of model and length, the products
+that auto ranks best are measured, including its choice. Results are kept in --outputs; a call that reaches --seconds
+stops with a message, and the next call continues.
 """
 
 import argparse

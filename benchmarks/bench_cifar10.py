@@ -1,4 +1,4 @@
-"""Better pictures for the same GPU seconds: rows of train.py's flags, each trained on CIFAR-10 and measured.
+"""Find flags of train.py that give better pictures in the same GPU time: train and measure rows of flags on CIFAR-10.
 
     python benchmarks/bench_cifar10.py --data CIFAR --rows base modern --gpus 2            a row on each GPU at once
     python benchmarks/bench_cifar10.py --data CIFAR --rows base --seeds 1 2 3 --gpus 3     the band of noise
@@ -7,19 +7,21 @@
     python benchmarks/bench_cifar10.py --outputs FOLDER --plot                             plot what is there again
 
 CIFAR holds train/CLASS/*.jpg and test/CLASS/*.jpg, or train.jpegs with train.npz and test.jpegs with test.npz. A row is
-a run of train.py for --seconds of training, without start and checkpoints. Its checkpoints nearest to --points equal
-parts of that time are measured: --samples pictures of the averaged weights, as many of every class,
-without guidance, against the test pictures.
+a run of train.py for --seconds of training, not counting start-up and checkpoints. The training time is divided into
+--points equal parts, and the checkpoint nearest to the end of each part is measured. From each checkpoint, --samples
+pictures are drawn with the averaged weights and without guidance, the same number for every class, and compared with
+the test pictures:
 
     frechet    Fréchet distance in the penultimate features of a classifier that this program trains once
     accuracy   share of samples in which the classifier sees the class that was asked for
     copies     share of samples that are more like a training picture, pixel by pixel, than 99 % of the test pictures
 
-A row of --repa is aligned with a vision transformer that this program trains without labels (SimCLR; Chen et al. 2020),
-once, when the first such row is asked for; how well its nearest neighbours name the test pictures is in real.json.
+Rows with --repa are aligned with a vision transformer that this program trains once, without labels (SimCLR; Chen et
+al. 2020). The accuracy of the transformer's nearest neighbours on the test pictures is written to real.json.
 
-OUTPUTS gets classifier.safetensors, a JSON for each row, results.json of all of them and recipes.png: the distance
-against pictures seen and against GPU seconds. ``--tiny`` tries it all on a CPU in a minute; its figures mean nothing.
+OUTPUTS gets classifier.safetensors, a JSON file for each row, results.json with all rows, and recipes.png, which plots
+the distance against pictures seen and against GPU seconds. ``--tiny`` tests the program on a CPU in a minute; its
+figures mean nothing.
 """
 
 import argparse

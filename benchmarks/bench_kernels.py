@@ -1,10 +1,11 @@
-"""The fused kernels against a copy, torch eager and torch.compile, all measured in this run, on a GPU.
+"""Compare the fused kernels with a copy, with eager torch and with torch.compile, all measured in one run on a GPU.
 
     python benchmarks/bench_kernels.py [--batch 512 --length 256 --width 1152 --dtype bf16] [--record]
     python benchmarks/bench_kernels.py --sweep        # launch shapes instead: rows, tiles, warps, stages, ...
 
-A share of copy bandwidth is the bytes an operation has to move (each activation once; modulation, statistics and sums
-are extra) over its median time, against the same for a copy of one tensor of activations.
+The bandwidth of an operation is the number of bytes that it must move (each activation once, without modulation,
+statistics and sums) divided by its median time. The figure "share of copy bandwidth" is this bandwidth divided by the
+bandwidth of a copy of one tensor of activations.
 """
 
 import argparse

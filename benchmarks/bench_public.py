@@ -1,26 +1,27 @@
-"""Public models against diffusers' own networks with the same random weights: forward, latents, a training step.
+"""Compare public models with diffusers' networks with the same random weights: forward, latents, a training step.
 
     python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--results FILE]
     python benchmarks/bench_public.py --tiny
 
-The sizes are the published ones, the weights are drawn on the device and rounded to bf16, and our network gets them by
-the family's table of names. diffusers' network has the types that ``from_pretrained(torch_dtype=torch.bfloat16)`` gives
-it. It runs kernel by kernel, and with its repeated blocks compiled, as ``compile_repeated_blocks()`` does it; attention
-is cuDNN's, which is its fastest one here (in training torch's flash attention, for cuDNN's gradients are wrong under
-torch.compile). Ours runs kernel by kernel, and recorded as a CUDA graph.
+The networks have the published sizes. The weights are drawn on the device and rounded to bf16; the family's table of
+names maps them to our network. diffusers' network has the types that ``from_pretrained(torch_dtype=torch.bfloat16)``
+gives it. It runs kernel by kernel, and with compiled blocks as in ``compile_repeated_blocks()``. Its attention is
+cuDNN's, the fastest one here. (In training it is torch's flash attention, because cuDNN's gradients are wrong under
+torch.compile.) Our network runs kernel by kernel, and recorded as a CUDA graph.
 
-Forward passes take turns for --rounds rounds of --repeats calls in one process; the median counts. The floor is the
-time of a forward pass's matrix products and attention alone, in the network's order and with its weights, recorded as a
-CUDA graph. It takes turns as well, because a GPU at its limit of power is slower than in the first second. "Modulated
-beforehand" leaves out the embeddings of time and captions, as sampling does.
+All variants of the forward pass are timed in turn, for --rounds rounds of --repeats calls in one process, and the
+median is reported. "Floor" is the time of a forward pass's matrix products and attention alone, in the network's order
+and with its weights, recorded as a CUDA graph. The floor is timed in the same rounds, because a GPU at its power limit
+is slower than in the first second. "Modulated beforehand" excludes the embeddings of time and captions, as in sampling.
 
-Differences of outputs and latents are relative to the RMS of diffusers' eager ones. What rounding alone does is the
-difference between its two ways to run, and to a reference: diffusers' network in fp32 with TF32 products. Latents are
-drawn without a second pass for guidance and stay fp32, in our sampler as in the loop around diffusers' scheduler. In
-bf16 its FLUX.1 also rounds the time; "rounded times" are latents of ours with the same rounding.
+Differences of outputs and latents are relative to the RMS of diffusers' eager results. To show the effect of rounding
+alone, diffusers' two variants are also compared with each other and with a reference, diffusers' network in fp32 with
+TF32 products. Latents are drawn without a second pass for guidance. They stay in fp32, both in our sampler and in the
+loop around diffusers' scheduler. In bf16 diffusers' FLUX.1 also rounds the time; "rounded times" are our latents with
+the same rounding.
 
-Each part prints its line, and appends its rows, as soon as it is done; one that fails says so in one line, and the
-others run. After --seconds nothing new is begun.
+Each part prints its line and appends its rows as soon as it is done. A part that fails prints one line, and the other
+parts still run. After --seconds no new part begins.
 """
 
 import argparse

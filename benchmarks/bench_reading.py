@@ -1,16 +1,19 @@
-"""Measure how fast clips are read, per core, beside bare decord, and whether a long run leaks or hangs.
+"""Measure the speed per core of reading clips, compared with bare decord, and test long runs for leaks and hangs.
 
     python benchmarks/bench_reading.py [--rounds 30] [--only 320x240] [--save]
     python benchmarks/bench_reading.py --soak 20000
 
-All sides open the same files and take the same frames with one decoding thread. decord stops at full-size RGB frames,
-or resizes them as they are decoded ("resized": shorter side at the training size, not cropped), or its frames get the
-loader's crop and resize and nothing else ("cropped": what the loader's own work is measured against where resizing
-costs as much as decoding). The loader goes on to cropped, resized batches, in this process and through a worker process
-(what a run does), as uint8 (``as_bytes``) and as float32. "small" leaves enlarging to the GPU, as a run on one does
-(benchmarks/bench_enlarging.py: what that takes there). Time is processor seconds of all threads and processes taking
-part, which neighbours on a shared machine still change by their use of its memory; so the sides take turns in every
-round, and the medians of the rounds' speeds and ratios count.
+All variants open the same files and read the same frames with one decoding thread.
+
+decord alone returns full-size RGB frames. With "resized" it resizes frames during decoding (shorter side at the
+training size, not cropped). With "cropped" its frames get the loader's crop and resize only; this is the baseline for
+the loader's other work where resizing costs as much as decoding. The loader makes cropped, resized batches, in this
+process and through a worker process (as in a run), as uint8 (``as_bytes``) and as float32. With "small" it leaves
+enlarging to the GPU, as a run on a GPU does (benchmarks/bench_enlarging.py measures the time of enlarging).
+
+Time is processor seconds of all threads and processes involved. Other programs on a shared machine still change it by
+their use of memory. Therefore the variants are timed in turn in every round, and the medians of the rounds' speeds and
+ratios are reported.
 """
 
 import argparse

@@ -1,16 +1,21 @@
-"""One transformer layer, forward and backward, with its sequence shared by all ranks: what communication costs.
+"""Measure the cost of communication in one transformer layer, forward and backward, whose sequence all ranks share.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence.py --tokens 64 --hidden 48 --heads 4     (CPUs)
 
-Every kind of sequence parallelism, and two blocking baselines (benchmarks/sequence_baselines.py), take turns with
-*compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
-compute only over the time: 1 is communication that costs nothing. *Synchronised* is compute only whose ranks wait for
-each other at attention's inputs and outputs, and exchange nothing: what it costs that they are not equally fast.
-*Whole* is the layer over the whole sequence on every rank alone. *Plain* is what compute only should take: the
-model's own block on a rank's tokens, its attention's time replaced by that of attention to all tokens with a rank's
-heads. On GPUs every variant is a CUDA graph, so that the host's launches don't count. First, on a short sequence,
-each kind's output and gradients are compared with one rank's.
+All kinds of sequence parallelism, two blocking baselines (benchmarks/sequence_baselines.py) and these variants are
+timed in turn:
+
+    compute only    the layer without communication, on meaningless numbers
+    synchronised    compute only, but ranks wait for each other at the inputs and outputs of attention; this shows the
+                    cost of ranks that are not equally fast
+    whole           the layer over the whole sequence, on every rank alone
+    plain           the expected time of compute only: the model's block on a rank's tokens, with the time of its
+                    attention replaced by the time of attention to all tokens with a rank's heads
+
+The figure of a kind is the time of compute only divided by the time of the kind; 1 means that communication costs
+nothing. On GPUs every variant is a CUDA graph, so that the host's launches don't count. Before the timing, each kind's
+output and gradients on a short sequence are compared with the results of one rank.
 """
 
 import argparse

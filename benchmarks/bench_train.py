@@ -1,13 +1,13 @@
-"""Whole training steps of DiT, by plugin and precision, against a plain DiT in autocast bf16.
+"""Time whole training steps of DiT for each plugin and precision, compared with a plain DiT in autocast bf16.
 
     python benchmarks/bench_train.py --batch_size 128 [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
     python benchmarks/bench_train.py --batch_size 256 --plugins zero2 --precisions bf16 --no_plain --kernels only --muon
 
-A step is what train.py does on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The
-variants take turns for --rounds rounds in one process; the median of all rounds counts. Steps are timed in groups of
-GROUP that run on as in training: nothing waits for the device between them. A variant whose kernels can't be used on
-this machine is left out, and said to be.
+A step is a step of train.py on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The variants
+are timed in turn, for --rounds rounds in one process, and the median of all rounds is reported. Steps are timed in
+groups of GROUP; as in training, the host does not wait for the device within a group. Variants whose kernels can't be
+used on this machine are left out with a message.
 """
 
 import argparse

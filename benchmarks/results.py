@@ -1,4 +1,4 @@
-"""Appends rows to benchmarks/results.csv."""
+"""Append rows to benchmarks/results.csv."""
 
 import argparse
 import csv
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).with_name("results.csv")
 
 
 def commit() -> str:
-    """Short hash of the checkout, "unknown" outside one."""
+    """Return the short hash of the git checkout; "unknown" outside a checkout."""
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
@@ -22,9 +22,12 @@ def commit() -> str:
 
 
 def append(rows: list[dict], path: Path | str = RESULTS, *, gpus: int = 1) -> None:
-    """Appends rows with keys bench, case, metric, value and, where one run measured both, baseline and
-    baseline_value (the ratio is made here); date, commit, card and torch are filled in. A baseline that somebody else
-    published comes with an empty ratio."""
+    """Append rows to the CSV file ``path``.
+
+    A row has the keys bench, case, metric and value. If the same run also measured a baseline, the row has baseline and
+    baseline_value, and the ratio is computed here. A row with a published baseline has an empty ratio. Date, commit,
+    GPU and torch version are added.
+    """
     path = Path(path)
     fresh = not path.exists()
     common = {
@@ -46,13 +49,13 @@ def append(rows: list[dict], path: Path | str = RESULTS, *, gpus: int = 1) -> No
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--results FILE and --record, which :func:`record` follows."""
+    """Add the flags --results FILE and --record, which :func:`record` reads."""
     parser.add_argument("--results", default=None, help="append the rows to this CSV file")
     parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.csv")
 
 
 def record(rows: list[dict], args: argparse.Namespace) -> None:
-    """Appends rows, as :func:`append`, where the flags of :func:`add_flags` ask for it."""
+    """Append rows to the files that the flags of :func:`add_flags` name. See :func:`append`."""
     if args.results:
         append(rows, args.results)
     if args.record:

@@ -2,10 +2,10 @@
 
     python scripts/check_pages.py
 
-Prints a line for each fault and exits with 1 if there is one. It is a lint step of run_tests.sh.
+The program prints a line for each fault, and exits with 1 if there is a fault. It is a lint step of run_tests.sh.
 
-An entry of the log has a question, a setting, a result and a verdict in this order, and is in the index. Its setting
-names the commit, and results.csv has rows of each bench that it names at one of its commits.
+An entry of the log has a question, a setting, a result and a verdict in this order, and is listed in the index. The
+setting names the commit. For each bench that the setting names, results.csv has rows at one of the setting's commits.
 """
 
 import csv
@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("opendit", "benchmarks", "tests", "docs", "scripts")
-WRITTEN_THEN = ("docs/log/", "CHANGELOG.md")  # what was written at its time stays as it was
-# Patterns of words that only the first authors understood -> what to write (docs/glossary.md).
+WRITTEN_THEN = ("docs/log/", "CHANGELOG.md")  # historical texts, which are not changed afterwards
+# Patterns of words that only the first authors understood -> words to write instead (docs/glossary.md).
 PRIVATE = {
     r"heads have seen": "attention output",
     r"leaves? (?:its|their) last residual": "deferred residual",
@@ -34,14 +34,14 @@ PARTS = ("**Question.** ", "**Setting.** ", "**Result.**", "**Verdict.** ")
 
 
 def private_words(name: str, text: str) -> Iterator[str]:
-    """Yield the faults of a file's words."""
+    """Yield a line for each word of ``PRIVATE`` in a file."""
     for pattern, instead in PRIVATE.items():
         for found in re.finditer(pattern, text, re.IGNORECASE):
             yield f"{name}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}: write {instead!r}"
 
 
 def log_entry(name: str, text: str, rows: set[tuple[str, str]]) -> Iterator[str]:
-    """Yield the faults of an entry of the log; ``rows``: (commit, bench) of results.csv."""
+    """Yield the faults of an entry of the log. rows: pairs (commit, bench) of results.csv."""
     if not re.fullmatch(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md", name):
         yield f"docs/log/{name}: name it YYYY-MM-DD-words.md"
     places = [text.find(part) for part in PARTS]
@@ -59,7 +59,7 @@ def log_entry(name: str, text: str, rows: set[tuple[str, str]]) -> Iterator[str]
 
 
 def faults() -> Iterator[str]:
-    """Yield the faults of the repository."""
+    """Yield all faults of the repository."""
     paths = [path for folder in FOLDERS for end in ("py", "md", "sh") for path in (ROOT / folder).rglob(f"*.{end}")]
     paths += [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("*.sh")]
     for path in sorted(set(paths) - {Path(__file__).resolve()}):

@@ -1,4 +1,4 @@
-"""The commands that the pages print: found in their text, and looked at by the parsers of their programs."""
+"""Find the commands in the documentation pages, and check them with the parsers of their programs."""
 
 import importlib
 import re
@@ -29,15 +29,18 @@ PARSERS |= {"cli.links": "opendit.cli.links"}
 
 
 class Command(NamedTuple):
-    """A command by its words, and the line of the page where it begins."""
+    """The words of a command, and the line of the page where the command begins."""
 
     line: int
     words: list[str]
 
 
 def commands(text: str) -> list[Command]:
-    """The commands of a page's blocks for a shell and of its tables, in their order, without comments. Variables that a
-    block sets are filled in; commands with other variables, or with dots in the place of words, are left out."""
+    """Return the commands in a page's shell blocks and tables, in their order, without comments.
+
+    Variables that a block sets are replaced by their values. Commands with other variables, or with "..." as a word,
+    are left out.
+    """
     found = []
     for block in BLOCK.finditer(text):
         line, variables = text.count("\n", 0, block.start()) + 2, {}
@@ -59,13 +62,14 @@ def commands(text: str) -> list[Command]:
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
-    """(line, code) of a page's blocks of Python, but those that are files."""
+    """Return (line, code) of a page's Python blocks, except blocks that are the content of a file."""
     blocks = [(text.count("\n", 0, block.start()) + 2, block[1]) for block in PYTHON.finditer(text)]
     return [(line, code) for line, code in blocks if code not in files(text).values()]
 
 
 def files(text: str) -> dict[str, str]:
-    """Name -> content of the blocks that name their file in a comment at their beginning."""
+    """Return the names and contents of the files that a page shows: blocks that begin with a comment with a file's
+    name."""
     return {block[2]: block[1] for block in FILE.finditer(text)}
 
 
@@ -79,9 +83,10 @@ def _words(text: str) -> list[str]:
 
 
 def program(words: list[str]) -> tuple[str, list[str]] | None:
-    """(name, arguments) of one of ours; None of another."""
+    """Return the name and arguments of one of OpenDiT's programs in a command; None if the command runs another
+    program."""
     names = ("train.py", "sample.py", "preprocess.py")
-    scripts = {"train_img.sh": [], "train_video.sh": ["--use_video"]}  # what they add of what matters here
+    scripts = {"train_img.sh": [], "train_video.sh": ["--use_video"]}  # flags that they add
     for place, word in enumerate(words):
         if word in names:
             return word, words[place + 1 :]
@@ -95,15 +100,17 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def check(name: str, words: list[str]) -> bool:
-    """Parse a command with its program's parser. Return False if it has nothing to check. Raises SystemExit for a wrong
-    flag, ValueError for flags that do not go together."""
+    """Parse a command with its program's parser. Return False if there is nothing to check.
+
+    Raises SystemExit for a wrong flag, and ValueError for flags that do not fit together.
+    """
     if any(word in ("--help", "-h", "list") or word.startswith("--help") for word in words):
         return False
     if name == "evaluate" and words[:1] == ["plot"]:
         importlib.import_module("opendit.evaluation.__main__").build_plot_parser().parse_args(words[1:])
     elif name in CONFIGS:
         if CONFIGS[name] is TrainConfig and "--dry_run" not in words and "--load" not in words:
-            words = [*words, "--dry_run", "8"]  # with which it is checked across flags, and files need not be there
+            words = [*words, "--dry_run", "8"]  # a dry run checks flags across each other, and needs no files
             parse(TrainConfig, words).resolve(8, has_gpu=True)
         parse(CONFIGS[name], words)
     elif name in ("preprocess.py", "preprocess"):

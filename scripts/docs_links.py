@@ -1,5 +1,7 @@
-"""A hook of mkdocs: links from docs/ to files of the repository outside it, which the site does not hold, lead to the
-repository's page of them; pictures outside it are copied into the site."""
+"""Hook of mkdocs for links from docs/ to files outside docs/, which are not part of the site.
+
+Such links lead to the file's page in the repository. Pictures outside docs/ are copied into the site.
+"""
 
 import re
 from pathlib import Path
@@ -10,12 +12,12 @@ PICTURES = "assets"
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:
-    """mkdocs' own event: the text of a page before it is rendered."""
+    """Replace the links of a page, before mkdocs renders it. (The name is an event of mkdocs.)"""
     depth = len(Path(page.file.src_uri).parts) - 1
 
     def replaced(found: re.Match) -> str:
         picture, text, up, path, anchor = found.groups()
-        if up.count("../") <= depth:  # of another folder of docs/
+        if up.count("../") <= depth:  # a link within docs/
             return found[0]
         if not (ROOT / path).exists():
             raise ValueError(f"docs/{page.file.src_uri}: {up}{path} doesn't exist")
@@ -27,7 +29,7 @@ def on_page_markdown(markdown: str, page, config, **_) -> str:
 
 
 def on_files(files, config, **_):
-    """mkdocs' own event: adds the pictures of the repository to the site's files."""
+    """Add the repository's pictures to the site's files. (The name is an event of mkdocs.)"""
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / PICTURES).glob("*")):

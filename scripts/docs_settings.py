@@ -1,61 +1,64 @@
-"""Settings of scripts/run_docs.py, which runs the pages' commands on a CPU within seconds: smaller sizes, stand-ins for
-the reader's own files, and commands that are not run, with the reason.
+"""Settings of scripts/run_docs.py, which runs the commands of the documentation pages on a CPU within seconds.
 
-Patterns are regular expressions, searched in a command's text as ``shlex.join`` gives it, or in Python code."""
+The settings are smaller sizes, stand-ins for the reader's own files, and commands that are not run, with the reason.
+Patterns are regular expressions. They are searched in a command's text (the result of ``shlex.join``) or in Python
+code.
+"""
 
-# Of every command, in this order. Folders of runs are named by the model, so that they follow.
+# (pattern, replacement) for every command, applied in this order. The names of run folders contain the model's name, so
+# that they are replaced, too.
 SUBSTITUTIONS = [
-    (r"outputs/000-(DiT-Ti-2|vDiT-Ti-822)", r"digits/000-\1"),  # the demos', apart from what is Ti by the next line
+    (r"outputs/000-(DiT-Ti-2|vDiT-Ti-822)", r"digits/000-\1"),  # the demos' runs; the next line also makes Ti runs
     (r"\b(v?DiT|ST-DiT|EC-DiT|MovieGen)-(?:S|B|L|XL|1B|5B|7B)([/-])(?=\d)", r"\1-Ti\2"),
     (r"--num_sampling_steps 20 50 250", "--num_sampling_steps 2 3 4"),
-    (r"--metrics fid precision", "--metrics frechet_distance precision"),  # fid is of the published Inception alone
+    (r"--metrics fid precision", "--metrics frechet_distance precision"),  # fid needs the published Inception
     (r"--pack_tokens 65536", "--pack_tokens 4096"),
     (r"--image_size 512 --bucket_tokens 16384", "--image_size 64 --bucket_tokens 64"),
-    (r"--(?:sequence_parallel_size 4|tensor_parallel_size 2) --cfg_parallel", "--cfg_parallel"),  # on 2 processes
+    (r"--(?:sequence_parallel_size 4|tensor_parallel_size 2) --cfg_parallel", "--cfg_parallel"),  # 2 processes
     (r"--num_frames 64", "--num_frames 16"),
-    (r"/data/coyo", "coyo"),  # no folder of the machine's root is written to
+    (r"/data/coyo", "coyo"),  # write to no folder at the machine's root
     (r'device="cuda:1"', 'device="cpu"'),
     (r"\bsteps=(?:20|50)", "steps=2"),
     (r"\[3\] \* 100", "[3] * 4"),
     (r"max_steps=10_000", "max_steps=2, batch_size=2, num_workers=0, sample_steps=2"),
 ]
-# Of dry runs alone: tables as long as a large batch.
+# (pattern, replacement) for dry runs only. Their large batches need data sets with many rows.
 OF_DRY_RUNS = [
     (r"--data_path (?:clips\.csv|data\.csv|CSV)", "--data_path many.csv"),
     (r"--data_path (?:FOLDER|\./imagenet/train)", "--data_path digits"),
 ]
 
-# Program -> flag -> the largest number it gets; the flag is added where a command has none.
+# Program -> flag -> upper limit of the flag's value. The flag is added to commands without it.
 LIMITS = {
     "train": {"--max_steps": 2, "--batch_size": 2, "--num_workers": 0, "--sample_steps": 2},
     "sample": {"--num_sampling_steps": 6, "--num_samples": 4},
     "evaluate": {"--num_sampling_steps": 3, "--num_samples": 24},
     "preprocess": {},
 }
-# Program -> flags that are added where none of these is given.
+# Program -> (flags, words). The words are added to commands that have none of these flags.
 UNLESS = {"train": (("--model", "--recipe"), ["--model", "DiT-Ti/2"])}
-# As LIMITS, but no flag is added.
+# As LIMITS, but flags are not added.
 LOWERED = {
     "train": {"--global_batch_size": 4, "--warmup_steps": 1, "--evaluate_every": 2, "--evaluate_samples": 20},
     "sample": {},
     "evaluate": {},
     "preprocess": {"--num_workers": 2},
 }
-# A flag of a command -> flags that are added beside it.
+# Flag -> words that are added to commands with this flag.
 BESIDE = {
     "--evaluate_every": ["--evaluate_steps", "2"],
     "--evaluate_features": ["--evaluate_metrics", "fid"],
 }
 
-PROCESSES = 2  # at most; runs of train.py with more are dry runs of that many
-# train.py with these is a dry run, too: their models or samples are too large for a CPU whatever the flags say.
+PROCESSES = 2  # most processes of a command; train.py with more processes becomes a dry run
+# (pattern, reason): commands of train.py that become dry runs, because their models or samples are too large for a CPU.
 DRY = [
     (r"--recipe (?!digits|list)", "a preset of a large model"),
 ]
 
-# (pattern, reason): with --slow they are run as they are.
+# (pattern, reason): commands that are run only with --slow, unchanged.
 SLOW = [(r"^bash train_(?:img|video)\.sh$", "trains for five to ten minutes (--slow)")]
-# (pattern, reason). Where the program is one of ours, the command is parsed.
+# (pattern, reason): commands that are never run. Commands of OpenDiT's programs are parsed instead.
 NOT_RUN = [
     (r"^(?:bash install\.sh|\. |pip install)", "changes the environment"),
     (r"run_tests\.sh|-m pytest", "the tests, which run by themselves"),
@@ -75,8 +78,8 @@ NOT_RUN = [
     (r"Image\.open\(.000003", "of a picture that the page drew; tests/sampling/page reads one"),
 ]
 
-# Page -> name that its commands use -> what stands there (scripts/docs_stand_ins.py). What is not listed must be made
-# by an earlier command of the page, or be a block that names its file in its first line.
+# Page -> file or folder that its commands use -> stand-in (scripts/docs_stand_ins.py). An earlier command of the page
+# must make any other file, or a block of the page must show it, with the file's name in the block's first line.
 GIVEN = {
     "README.md": {
         "pictures": "pictures",

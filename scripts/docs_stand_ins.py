@@ -1,5 +1,8 @@
-"""Stand-ins for the reader's own files when the pages' commands are run: small pictures, clips, tables and runs made of
-the built-in digits, and encoders with random weights instead of the hub's."""
+"""Make stand-ins for the files of a reader, so that the commands of the documentation pages can be run.
+
+The stand-ins are small pictures, clips, tables and runs made from the built-in digits, and encoders with random weights
+instead of the hub's encoders.
+"""
 
 import csv
 import io
@@ -21,11 +24,12 @@ CAPTIONS = ("a seven moving left", "a three moving up", "a zero moving right", "
 SMALL_RUN = "--max_steps 1 --batch_size 2 --num_workers 0 --sample_steps 2".split()
 CLIP_FLAGS = "--use_video --num_frames 16 --frame_interval 3 --image_size 256".split()
 Maker = Callable[["StandIns", Path], None]
-MAKERS: dict[str, tuple[str, Maker]] = {}  # name -> ending of its file, what makes it
+MAKERS: dict[str, tuple[str, Maker]] = {}  # name -> ending of the file's name, function that makes the file
 
 
 def maker(ending: str = "") -> Callable[[Maker], Maker]:
-    """A function that makes the stand-in of its name at a path of this ending."""
+    """Register a function that makes the stand-in with the function's name. ending: ending of the stand-in's file
+    name."""
 
     def register(make: Maker) -> Maker:
         MAKERS[make.__name__] = ending, make
@@ -35,9 +39,10 @@ def maker(ending: str = "") -> Callable[[Maker], Maker]:
 
 
 class StandIns:
-    """The stand-ins in a folder: each is made when it is first asked for.
+    """The stand-ins in a folder. Each stand-in is made when it is first requested.
 
-    run: runs one of the repository's programs, by its words.
+    Args:
+        run: function that runs a command of the repository.
     """
 
     def __init__(self, folder: Path, run: Callable[[list[str]], None]):
@@ -52,7 +57,7 @@ class StandIns:
         return path
 
     def train(self, path: Path, *flags: str) -> None:
-        """A run of two samples at ``path``."""
+        """Train for one step on a batch of two samples, with the run folder at ``path``."""
         outputs = path.with_name(f"{path.name}_outputs")
         shutil.rmtree(outputs, ignore_errors=True)
         self.run(["python", "train.py", *flags, *SMALL_RUN, "--outputs", str(outputs)])
@@ -136,7 +141,7 @@ def tars(here: StandIns, path: Path) -> None:
 
 @maker()
 def latent_tars(here: StandIns, path: Path) -> None:
-    """Write tars of latents like another program's, for pictures of 256 pixels."""
+    """Write a tar of latents of 256-pixel pictures, in the format that other programs write."""
     path.mkdir()
     random = np.random.default_rng(0)
     with tarfile.open(path / "000000.tar", "w") as tar:
@@ -151,7 +156,8 @@ def latent_tars(here: StandIns, path: Path) -> None:
 
 @maker()
 def energon(here: StandIns, path: Path) -> None:
-    """A crude set, as ``energon prepare`` leaves it, of captions in JSON."""
+    """Write an energon data set without a sample type (CrudeWebdataset), as ``energon prepare`` does, with JSON
+    captions."""
     notes = path / ".nv-meta"
     notes.mkdir(parents=True)
     files = sorted(here.at("pictures").rglob("*.jpg"))
@@ -170,9 +176,9 @@ def energon(here: StandIns, path: Path) -> None:
 
 @maker(".yaml")
 def metadataset(here: StandIns, path: Path) -> None:
-    """Write a metadataset of the folder ``coyo`` beside it."""
+    """Write an energon metadataset that contains the folder ``coyo`` next to it."""
     words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"path": "./coyo"}}}
-    path.write_text(json.dumps(words))  # which is YAML, too
+    path.write_text(json.dumps(words))  # JSON is valid YAML
 
 
 @maker(".csv")
@@ -252,7 +258,7 @@ def samples(here: StandIns, path: Path) -> None:
 
 @maker(".npz")
 def reference(here: StandIns, path: Path) -> None:
-    """Statistics, as ADM's files have them, of the stand-in for Inception."""
+    """Write statistics of random features in the format of ADM's files, for the stand-in for Inception."""
     generator = np.random.default_rng(1)
     values = {}
     for suffix, width in (("", FEATURES), ("_s", SPATIAL)):
@@ -277,7 +283,7 @@ FEATURES, SPATIAL = 12, 20
 
 
 class Inception(torch.nn.Module):
-    """Called as TorchScript's Inception is; its features are random projections of a few pixels."""
+    """Stand-in with the interface of TorchScript's Inception. Its features are random projections of a few pixels."""
 
     def __init__(self):
         super().__init__()
@@ -290,7 +296,7 @@ class Inception(torch.nn.Module):
 
 
 def save_encoders(hub: Path, torch_home: Path) -> None:
-    """Small encoders with random weights in the places of those of the hub, and of Inception."""
+    """Write small encoders with random weights to the cache folders of the hub's encoders and of Inception."""
     from diffusers import AutoencoderKL
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
@@ -329,5 +335,5 @@ def save_encoders(hub: Path, torch_home: Path) -> None:
     checkpoints = torch_home / "hub" / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated, and FID's Inception is one
+        warnings.simplefilter("ignore")  # TorchScript, the format of FID's Inception, is deprecated
         torch.jit.script(Inception()).save(str(checkpoints / "inception-2015-12-05.pt"))

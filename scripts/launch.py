@@ -1,13 +1,14 @@
-"""Start the processes of a program on this machine for the shell scripts:
+"""Start N processes of a program on this machine, for the shell scripts:
 
     python scripts/launch.py N [--run_folder_file FILE] PROGRAM [FLAG ...]
 
-torchrun does the same for any number of machines. When it gets a signal, though, it ends its processes after 30 seconds
-and prints a traceback. Here the first Ctrl-C, SIGTERM, SIGUSR1 or lost terminal goes to the process that trains, which
-saves. A second one ends everything at once, and so does the first while nothing is trained.
+torchrun does the same on any number of machines, but after a signal torchrun kills its processes after 30 seconds and
+prints a traceback. This program sends the first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (lost terminal) to the training
+process of rank 0, which saves. A second signal ends all processes at once. If training has not begun, the first signal
+does.
 
-The exit code is 75 if training has stopped and can go on, 130 after a Ctrl-C before that, else the one of the first
-process that failed.
+The exit code is 75 if training stopped before its last step and can be resumed, and 130 after a Ctrl-C that ended the
+processes. Otherwise it is the exit code of the first process that failed.
 """
 
 import contextlib
@@ -21,12 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 
-AGAIN = 75  # as in opendit/training/run_end.py, which can't be imported without torch
-LEFT = 30.0  # seconds that the others have to end by themselves once a process has failed
+AGAIN = 75  # same as in opendit/training/run_end.py, whose import needs torch
+LEFT = 30.0  # seconds that the other processes get to end by themselves after a process has failed
 
 
 def start(count: int, words: list[str], file: Path) -> list[subprocess.Popen]:
-    """Start the processes, each in a session of its own, which signals of the terminal don't reach."""
+    """Start the processes, each in a separate session, so that signals of the terminal do not reach them."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     common = {"OMP_NUM_THREADS": "1"} if count > 1 else {}
@@ -41,7 +42,10 @@ def start(count: int, words: list[str], file: Path) -> list[subprocess.Popen]:
 
 
 def wait(processes: list[subprocess.Popen]) -> int:
-    """Wait for all processes. Return the exit code of the first that failed; the others end when they notice."""
+    """Wait for all processes; return the exit code of the first process that failed, or 0.
+
+    After a failure the other processes get ``LEFT`` seconds to end.
+    """
     failed, since = 0, 0.0
     while running := [each for each in processes if each.poll() is None]:
         failed = failed or next((each.returncode for each in processes if each.returncode), 0)
@@ -53,7 +57,7 @@ def wait(processes: list[subprocess.Popen]) -> int:
 
 
 def end(processes: list[subprocess.Popen]) -> None:
-    """End the processes, and those that they have started."""
+    """Kill the processes and their children."""
     for each in processes:
         with contextlib.suppress(OSError):
             os.killpg(each.pid, signal.SIGKILL)
@@ -76,10 +80,10 @@ def main(words: list[str]) -> int:
 
         processes: list[subprocess.Popen] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup makes processes ignore SIGHUP
                 signal.signal(number, pass_on)
         processes += start(count, words[2:] if kept else words, file)
-        if signals:  # that came before there was anything to end
+        if signals:  # received before the processes were started
             end(processes)
         code, run = wait(processes), file.read_text(encoding="utf-8").strip()
         if code < 0 and signals:

@@ -49,8 +49,8 @@ PAIRS += ", zeros_like ones_like, new_zeros new_ones, startswith endswith, exp l
 FUNCTIONS = {a: b for pair in PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])}
 NOT_IN_TRITON = {"mean", "ones", "ones_like"}  # tl.sum has no such partner
 
-# Texts, and arguments that change speed or looks and no result. A call in TEXT_CALLS or a keyword in NEUTRAL has no
-# candidates; a function whose name matches TEXT_FUNCTIONS builds a message.
+# Code that is not mutated, because it changes texts, speed or looks but no result: calls in TEXT_CALLS, keywords in
+# NEUTRAL, and functions whose names match TEXT_FUNCTIONS, which build messages.
 TEXT_CALLS = set("print warn TypeVar dataclass lru_cache sleep settimeout timedelta set_num_threads wait".split())
 TEXT_CALLS |= set("rjust ljust center figure savefig legend tight_layout subplots indent dedent wrap fill".split())
 TEXT_CALLS |= set("acquire get_close_matches Launch".split())
@@ -184,7 +184,7 @@ class _Finder:
                 for left, right in zip(node.values, node.values[1:], strict=False):
                     self.operator("boolean", left, right, old, new)
             case ast.BinOp(op=ast.LShift(), left=ast.Constant()) | ast.BinOp(right=ast.Name(id="MIB" | "GIB")):
-                return  # sizes in bytes: limits again
+                return  # sizes in bytes are limits, too
             case ast.BinOp() if OPERATORS.get(type(node.op)) in ARITHMETIC and _is_arithmetic(node):
                 old = OPERATORS[type(node.op)]
                 self.operator("arithmetic", node.left, node.right, old, ARITHMETIC[old])
@@ -194,14 +194,15 @@ class _Finder:
                         self.replace("slice", bound, f"{self.source(bound)} + 1")
             case ast.Constant(value=bool()):
                 self.replace("flag", node, str(not node.value))
-            # Large round sizes are limits and buffers, for which one more changes nothing; hexadecimal ones are not.
+            # Large integers are limits and buffer sizes, for which adding 1 changes nothing. Hexadecimal integers are
+            # not.
             case ast.Constant(value=int()) if node.value < 1000 or self.source(node).startswith("0x"):
                 self.replace("integer", node, str(node.value + 1))
-            case ast.Constant(value=float()) if 1e-4 <= abs(node.value) < float("inf"):  # smaller: an epsilon
+            case ast.Constant(value=float()) if 1e-4 <= abs(node.value) < float("inf"):  # smaller floats are epsilons
                 self.replace("float", node, repr(float(f"{node.value * 1.1:.6g}")))
         tests = [node.test] if isinstance(node, ast.If | ast.While | ast.IfExp) else getattr(node, "ifs", [])
         for test in tests:
-            # `not x` and a lone comparison have the same mutant already.
+            # `not x` and a single comparison already have an equivalent mutant.
             alone = isinstance(test, ast.UnaryOp | ast.Constant) or (
                 isinstance(test, ast.Compare) and len(test.ops) == 1 and not isinstance(test.ops[0], _ORDER)
             )
@@ -233,7 +234,7 @@ class _Finder:
             self.add("function", node.func.end_lineno, end - len(name), end, FUNCTIONS[name])
         self.visit(node.func)
         for argument in node.args:
-            # A second -1 in the shape of view() and the like is an error at once.
+            # A second -1 in the shape of view() and similar calls would always raise an error.
             if not (name in ("view", "reshape", "expand", "unflatten") and ast.unparse(argument) == "-1"):
                 self.visit(argument)
         for keyword in node.keywords:
@@ -254,7 +255,8 @@ def _is_block(node: ast.AST) -> bool:
 
 
 def _allows_none(annotation: ast.expr) -> bool:
-    """Return whether an annotation is a union with None, rather than one that mentions None further inside."""
+    """Return True if an annotation is None or a union with None. (A None deeper inside the annotation does not
+    count.)"""
     match annotation:
         case ast.BinOp(op=ast.BitOr()):
             return _allows_none(annotation.left) or _allows_none(annotation.right)
@@ -264,14 +266,14 @@ def _allows_none(annotation: ast.expr) -> bool:
 
 
 def _is_prose(node: ast.AST) -> bool:
-    """Return whether an expression is a piece of a message: a text with a space, the plural's s or no text."""
+    """Return True if an expression is part of a message: it contains a string with a space, an "s" (plural) or ""."""
     texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
     is_text = isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
     return is_text and any(text in ("", "s") or " " in text or "\n" in text for text in texts)
 
 
 def _is_arithmetic(node: ast.BinOp) -> bool:
-    """Return whether an operator works on numbers, as far as the source tells: no text, list, set or path."""
+    """Return True unless the source shows that an operand is no number but a string, list, set or path."""
     for side in (node.left, node.right):
         match side:
             case ast.Constant(value=str() | bytes()) | ast.JoinedStr() | ast.List() | ast.Tuple() | ast.ListComp():
@@ -286,20 +288,20 @@ def _is_arithmetic(node: ast.BinOp) -> bool:
 
 
 def sites(source: str) -> list[Site]:
-    """Return all places where a source file can be mutated."""
+    """Return all places at which a source text can be mutated."""
     return _Finder(source).sites
 
 
 def mutate(line: str, site: Site) -> str:
-    """Return the line with the site's replacement."""
+    """Return a line with the replacement of ``site``."""
     raw = line.encode()
     return (raw[: site.start] + site.text.encode() + raw[site.end :]).decode()
 
 
 def draw(tree: Path, seed: int, count: int, files: str) -> dict[str, Any]:
-    """Return `count` mutants of the files that match a pattern, each site with the same chance.
+    """Draw `count` mutants of the files that match the pattern `files`. Each site has the same chance.
 
-    A mutant without effect on the syntax tree, or that is no valid Python, is drawn again.
+    Mutants that do not change the syntax tree, or are not valid Python, are skipped.
     """
     sources = {}
     for path in sorted((tree / "opendit").rglob("*.py")):
@@ -327,9 +329,9 @@ def draw(tree: Path, seed: int, count: int, files: str) -> dict[str, Any]:
 
 
 def locate(tree: Path, mutant: dict[str, Any]) -> int | None:
-    """Return the number of the line that a mutant changes; None if the tree no longer has it, or has it twice.
+    """Return the number of the line that a mutant changes; None if the tree no longer has the line, or has it twice.
 
-    The line may have moved within its file. For one that went to another file, edit `file` of the record.
+    The line may have moved within its file. If it moved to another file, edit `file` of the mutant's record.
     """
     path = tree / mutant["file"]
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -340,7 +342,7 @@ def locate(tree: Path, mutant: dict[str, Any]) -> int | None:
 
 
 def apply(tree: Path, mutant: dict[str, Any], line: int) -> None:
-    """Write a mutant into a copy of the tree, and remove what was compiled of the file."""
+    """Write a mutant into a copy of the tree, and remove the compiled files of its module."""
     path = tree / mutant["file"]
     lines = list(io.StringIO(path.read_text(encoding="utf-8")))
     indent = lines[line - 1][: len(lines[line - 1]) - len(lines[line - 1].lstrip())]
@@ -350,9 +352,9 @@ def apply(tree: Path, mutant: dict[str, Any], line: int) -> None:
         compiled.unlink()
 
 
-# Lies in every copy as sitecustomize.py, so that each Python that starts there finds the packages, also where a test
-# sets PYTHONPATH to the tree alone, and measures coverage if asked. pytest takes it for a plugin, which writes down
-# the tests that begin and fail.
+# Content of sitecustomize.py in every copy of the tree. It makes each Python process find the packages, even if a test
+# sets PYTHONPATH to the tree only, and it measures coverage if asked. It is also a plugin of pytest that records the
+# tests that begin and fail.
 SITE = """import json, os, sys
 here = os.path.dirname(os.path.abspath(__file__))
 at = sys.path.index(here) + 1 if here in sys.path else len(sys.path)
@@ -381,17 +383,21 @@ disable_warnings = no-data-collected,module-not-measured,already-imported,trace-
 """
 
 
-# What a run of pytest did:
+# Outcomes of a run of pytest:
 PASSED, FAILED = "passed", "failed"
 BROKEN = "broken"  # no tests could be collected, or the process died
 TIMEOUT = "timeout"
-STOPPED = "stopped"  # by us
-KEPT = (".ci", ".github", ".gitignore", ".pre-commit-config.yaml")  # the hidden files of a tree that tests read
+STOPPED = "stopped"  # by this program
+KEPT = (".ci", ".github", ".gitignore", ".pre-commit-config.yaml")  # hidden files that tests read
 
 
 class Ran(NamedTuple):
-    """The result of a run of pytest. `failed`: tests that failed, or the one that was running when the process ended.
-    `note`: the end of the output."""
+    """The result of a run of pytest.
+
+    Attributes:
+        failed: tests that failed, or the test that was running when the process ended.
+        note: the end of the output.
+    """
 
     outcome: str
     seconds: float
@@ -400,7 +406,7 @@ class Ran(NamedTuple):
 
 
 class Workshop:
-    """A temporary folder with copies of a tree, in which tests are run until a deadline."""
+    """A temporary folder with copies of a tree, for running tests until a deadline."""
 
     def __init__(self, tree: Path, folder: Path, seconds: float) -> None:
         self.tree, self.folder, self.base = tree, folder, folder / "base"
@@ -416,7 +422,8 @@ class Workshop:
         (self.base / "sitecustomize.py").write_text(SITE.format(packages=self.packages))
         (folder / "coveragerc").write_text(COVERAGE)
         subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", "."], cwd=self.base, check=False)
-        # These run in Triton's interpreter, one by one; their runner skips itself there.
+        # Test files that run in Triton's interpreter, one by one. The test that normally starts them skips itself in a
+        # copy.
         self.interpreted = re.findall(r'"(test_\w+\.py)"', _text(self.base / "tests/kernels/interpreted.py"))
 
     def is_over(self) -> bool:
@@ -430,11 +437,12 @@ class Workshop:
         stop: Callable[[], bool] = lambda: False,
         read: Callable[[list[Path]], None] | None = None,
     ) -> Ran:
-        """Run pytest in a copy of the tree, for at most `limit` seconds and until `stop()` or the deadline.
+        """Run pytest in a copy of the tree, until `limit` seconds have passed, `stop()` is True or the deadline is
+        reached.
 
-        `read` gets the files of coverage of all processes; without it no coverage is measured.
+        `read` is called with the coverage files of all processes. Without `read` no coverage is measured.
         """
-        folder = Path(tempfile.mkdtemp(prefix="r", dir=self.folder))  # short: sockets lie in it
+        folder = Path(tempfile.mkdtemp(prefix="r", dir=self.folder))  # a short path, because it contains sockets
         (folder / "tmp").mkdir()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(tree), *self.packages]),
@@ -451,7 +459,7 @@ class Workshop:
             environment |= {"COVERAGE_PROCESS_START": str(self.folder / "coveragerc")}
             environment |= {"COVERAGE_FILE": str(folder / "lines")}
             if sys.version_info >= (3, 12):
-                environment.setdefault("COVERAGE_CORE", "sysmon")  # costs little in files that are not measured
+                environment.setdefault("COVERAGE_CORE", "sysmon")  # cheap in files that are not measured
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sitecustomize"]
         command += ["-o", f"timeout={limit:.0f}", "--hypothesis-seed=0", *arguments]
         start, outcome = time.monotonic(), None
@@ -462,7 +470,7 @@ class Workshop:
             )  # fmt: skip
             while process.poll() is None and outcome is None:
                 time.sleep(0.1)
-                if time.monotonic() - start > limit + 10:  # pytest-timeout, if it is there, had its chance
+                if time.monotonic() - start > limit + 10:  # pytest-timeout, if installed, acts before
                     outcome = TIMEOUT
                 elif self.is_over() or stop():
                     outcome = STOPPED
@@ -491,8 +499,10 @@ def _text(path: Path) -> str:
 
 
 def _end_all(process: subprocess.Popen, mark: str, patience: float) -> None:
-    """Kill a run's processes: its session, and all that have `mark` in their environment. Without a kill of ours they
-    get `patience` seconds to end by themselves, for processes that serve others write their coverage at the end."""
+    """Kill the processes of a run: its session, and all processes with `mark` in their environment.
+
+    Before that they get `patience` seconds to end by themselves, because server processes write their coverage at exit.
+    """
     until = time.monotonic() + patience
     while True:
         left = []
@@ -501,7 +511,7 @@ def _end_all(process: subprocess.Popen, mark: str, patience: float) -> None:
                 if mark.encode() in environment.read_bytes():
                     left.append(int(environment.parent.name))
             except OSError:
-                continue  # it has ended, or is another user's
+                continue  # the process has ended, or belongs to another user
         if time.monotonic() >= until or not left:
             break
         time.sleep(0.1)
@@ -514,7 +524,7 @@ def _end_all(process: subprocess.Popen, mark: str, patience: float) -> None:
 
 
 def _ranges(lines: set[int]) -> str:
-    """Write line numbers as ranges: {1, 2, 3, 7} -> "1-3,7"."""
+    """Format line numbers as ranges: {1, 2, 3, 7} -> "1-3,7"."""
     starts = sorted(line for line in lines if line - 1 not in lines)
     ends = sorted(line for line in lines if line + 1 not in lines)
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True))
@@ -526,7 +536,7 @@ def _numbers(ranges: str) -> set[int]:
 
 
 def cover(workshop: Workshop, tests: list[str], jobs: int, limit: float, output: Path) -> None:
-    """Append a line of JSON to `output` for each test file: its seconds, outcome, failing tests and covered lines."""
+    """Run each test file; append a line of JSON to `output` with its time, outcome, failing tests and covered lines."""
     import coverage
 
     done = {record["test"] for record in _records(output)}
@@ -534,7 +544,7 @@ def cover(workshop: Workshop, tests: list[str], jobs: int, limit: float, output:
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
     names = [file.relative_to(workshop.tree).as_posix() for file in files]
     text = {name: _text(workshop.tree / name) for name in names if not name.startswith("tests/gpu/")}
-    # Those that start processes or interpret kernels are long, and so are long files.
+    # Start slow test files first: long files, and files that start processes or interpret kernels.
     slow = re.compile(r"ranks|subprocess|interpret|main\(")
     todo = sorted(set(text) - done, key=lambda name: -len(text[name]) * (1 + 2 * len(slow.findall(text[name])) ** 0.5))
     lock = threading.Lock()
@@ -549,7 +559,7 @@ def cover(workshop: Workshop, tests: list[str], jobs: int, limit: float, output:
                     data.read()
                     measured = {path: data.lines(path) or [] for path in data.measured_files()}
                 except coverage.CoverageException:
-                    continue  # a process was killed while it wrote
+                    continue  # a process was killed while writing
                 for path, numbers in measured.items():
                     inside = "opendit/" + path.rpartition("/opendit/")[2]
                     if (workshop.tree / inside).is_file():
@@ -580,7 +590,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         try:
             yield json.loads(line)
         except json.JSONDecodeError:
-            continue  # the call was killed while it wrote
+            continue  # an earlier call was killed while writing
 
 
 def _in_threads(jobs: int, calls: list[Callable[[], None]]) -> None:
@@ -590,7 +600,10 @@ def _in_threads(jobs: int, calls: list[Callable[[], None]]) -> None:
 
 
 class Trial:
-    """A mutant and the test files that reach it, those first that reach most of its file for their time."""
+    """A mutant, and the test files that reach it.
+
+    Test files that cover the most lines of the mutant's file per second come first.
+    """
 
     def __init__(self, mutant: dict[str, Any], line: int | None, coverage: list[dict[str, Any]]) -> None:
         self.mutant, self.line = mutant, line
@@ -609,7 +622,7 @@ class Trial:
             self.result["outcome"] = "uncovered"
 
     def resume(self, result: dict[str, Any]) -> None:
-        """Take over what an earlier call found; tests that failed without the mutant too get another chance."""
+        """Take over the result of an earlier call. Tests that were unreliable are run again."""
         if self.todo:
             again = {"outcome": "unfinished"} if result["outcome"] not in ("red", "green") else {}
             self.result = result | again | {"unreliable": []}
@@ -620,7 +633,8 @@ class Trial:
 
 
 def run(workshop: Workshop, mutants: list[dict[str, Any]], coverage: Path, jobs: int, output: Path) -> None:
-    """Run the tests of each mutant until one is red; keep `output`, a JSON object of results by id, up to date."""
+    """Run the tests of each mutant until a test turns red. Keep the results up to date in `output`, a JSON object by
+    id."""
     records = [r for r in _records(coverage) if r["outcome"] in (PASSED, FAILED)]
     known = json.loads(_text(output) or "{}")
     trials = [Trial(mutant, locate(workshop.tree, mutant), records) for mutant in mutants]
@@ -637,7 +651,7 @@ def run(workshop: Workshop, mutants: list[dict[str, Any]], coverage: Path, jobs:
         partial.replace(output)
 
     def take() -> tuple[Trial, dict[str, Any]] | None:
-        """Choose the next test file: of a mutant that nobody works on, or of the one with the fewest workers."""
+        """Choose the next test file, from the mutant with the fewest workers."""
         choice = [trial for trial in trials if trial.is_open() and trial.todo]
         if not choice or workshop.is_over():
             return None
@@ -655,7 +669,7 @@ def run(workshop: Workshop, mutants: list[dict[str, Any]], coverage: Path, jobs:
         spared = [f"--deselect={test}" for test in record["failed"]]
         ran = workshop.pytest(trial.copy, ["-x", *spared, record["test"]], limit, closed)
         guilty, again = (ran.failed or [record["test"]])[0], None
-        if ran.outcome not in (PASSED, STOPPED):  # does it pass without the mutant, now and here?
+        if ran.outcome not in (PASSED, STOPPED):  # does the test pass without the mutant?
             again = workshop.pytest(workshop.base, ["-x", *spared, guilty], limit, closed).outcome
         with lock:
             if trial.is_open():
@@ -665,7 +679,7 @@ def run(workshop: Workshop, mutants: list[dict[str, Any]], coverage: Path, jobs:
                     trial.result |= {"outcome": "red", "test": guilty, "how": ran.outcome}
                 elif again not in (None, STOPPED):
                     trial.result["unreliable"].append(record["test"])
-                else:  # the time is over
+                else:  # the deadline is reached
                     trial.todo.append(record)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Pictures of the page for the documents, by a headless Chromium.
+"""Take pictures of the web page for the documentation, with a headless Chromium.
 
 python scripts/page_screenshot.py --outputs outputs --run 000-DiT-Ti-2     # assets/page.png, assets/page_runs.png
 """
@@ -36,7 +36,7 @@ def main() -> None:
                 page.get_by_role("tab", name=tab).click()
                 {"Sample": sample, "Runs": runs, "Compare": compare}[tab](page, flags)
                 page.mouse.move(0, 0)
-                page.wait_for_timeout(700)  # until what fades has faded
+                page.wait_for_timeout(700)  # until animations have ended
                 page.screenshot(path=picture, full_page=True)
                 print(f"{picture}: {picture.stat().st_size / 1000:.0f} KB")
             browser.close()

@@ -1,9 +1,9 @@
-"""Measure how readable pages are: words a sentence, numbers a hundred words, the longest sentence and line.
+"""Measure how readable pages are: words per sentence, numbers per hundred words, longest sentence, longest line.
 
     python scripts/prose.py README.md docs/*.md
 
-Code blocks, tables, drawings and headings are left out, but for the longest line, where only tables, commands and links
-that can't be broken are.
+Code blocks, tables, drawings and headings are left out. The longest line is measured over all lines except code blocks,
+tables and lines with links that can't be broken.
 """
 
 import re
@@ -16,8 +16,15 @@ UNBREAKABLE = re.compile(r"^\s*(?:\||!\[|\[[^\]]*\]:|<)|https?://\S{60,}")
 
 
 class Prose(NamedTuple):
-    """Figures of a page: words, words a sentence, numbers a hundred words, words of the longest sentence, characters of
-    the longest line."""
+    """Figures of a page.
+
+    Attributes:
+        words: number of words.
+        a_sentence: words per sentence.
+        numbers: numbers per hundred words.
+        longest_sentence: words of the longest sentence.
+        longest_line: characters of the longest line.
+    """
 
     words: int
     a_sentence: float
@@ -50,7 +57,7 @@ def measure(text: str) -> Prose:
 
 
 def main(paths: list[str]) -> None:
-    """Print a line a page."""
+    """Print a table with a line for each page."""
     print(f"{'page':32} {'words':>6} {'a sentence':>10} {'numbers/100':>11} {'longest':>8} {'line':>5}")
     for path in paths:
         found = measure(Path(path).read_text(encoding="utf-8"))

@@ -1,13 +1,14 @@
-"""Runs the commands that README.md and docs/*.md print as a new user would: page by page, from top to bottom, in a
-fresh clone of the repository for each page, on a CPU, at small sizes (scripts/docs_settings.py). A page's blocks of
-Python are run as one session, after its commands.
+"""Run the commands of README.md and docs/*.md as a new user would.
+
+The commands of a page are run from top to bottom in a fresh clone of the repository, on a CPU, at small sizes
+(scripts/docs_settings.py). The page's Python blocks are then run as one session.
 
     python -m scripts.run_docs                                    # all pages
     python -m scripts.run_docs --pages README.md docs/training.md
     python -m scripts.run_docs --keep FOLDER                      # keeps the clones, and what each command prints
 
-A line a command: ok, dry (a dry run), failed with the last line of its error, or not run with the reason. The exit code
-is 1 if one failed. What is not committed is not in a clone.
+The program prints a line for each command: ok, dry (a dry run), failed with the last line of the command's error, or
+not run with the reason. The exit code is 1 if a command failed. Clones do not contain uncommitted changes.
 """
 
 import argparse
@@ -40,7 +41,13 @@ class StandInError(Exception):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The plan for a command. kind: run, dry or not run; words: what is run; reason: why it is not."""
+    """The plan for a command.
+
+    Attributes:
+        kind: "run", "dry" or "not run".
+        words: the command to run.
+        reason: the reason why the command is not run.
+    """
 
     kind: str
     words: list[str]
@@ -52,7 +59,7 @@ def read_page(page: str) -> str:
 
 
 def prepared(words: list[str], slow: bool = False) -> Attempt:
-    """The command at the sizes of the settings."""
+    """Return the plan for a command, with the sizes of the settings."""
     text = shlex.join(words)
     if reason := not_run(text, slow):
         return Attempt("not run", words, reason)
@@ -78,7 +85,7 @@ def prepared(words: list[str], slow: bool = False) -> Attempt:
 
 
 def not_run(text: str, slow: bool = False) -> str:
-    """Why a command or block isn't run; empty if it is."""
+    """Return the reason why a command or block is not run; empty if it is run."""
     reasons = settings.NOT_RUN if slow else settings.SLOW + settings.NOT_RUN
     return next((reason for pattern, reason in reasons if re.search(pattern, text)), "")
 
@@ -90,7 +97,10 @@ def substituted(text: str, table: Sequence[tuple[str, str]] = tuple(settings.SUB
 
 
 def limited(words: list[str], limits: dict[str, int], lowered: dict[str, int]) -> list[str]:
-    """``words`` with no number above those of the flags; ``limits`` are added where they are not given."""
+    """Return ``words`` with the values of flags lowered to those of ``limits`` and ``lowered``.
+
+    Flags of ``limits`` that ``words`` do not have are added.
+    """
     words = list(words)
     for flag, most in (limits | lowered).items():
         if flag in words:
@@ -103,7 +113,7 @@ def limited(words: list[str], limits: dict[str, int], lowered: dict[str, int]) -
 
 
 class Runner:
-    """Runs commands in clones below a folder, with homes and caches of their own and without a network."""
+    """Runs commands in clones below a folder, with a separate home, separate caches and no network."""
 
     def __init__(self, folder: Path, limit: float):
         self.folder, self.limit = folder, limit
@@ -119,14 +129,14 @@ class Runner:
             "HF_HUB_CACHE": str(hub),
             "HF_HUB_OFFLINE": "1",
             "TORCH_HOME": str(torch_home),
-            "PIP_NO_INDEX": "1",  # a command that would change the environment fails
+            "PIP_NO_INDEX": "1",  # so that pip can't change the environment
             "CUDA_VISIBLE_DEVICES": "",
             "COLUMNS": "120",
         }
         self.stand_ins = StandIns(folder / "stand_ins", self.make)
 
     def make(self, words: list[str]) -> None:
-        """Run a program for a stand-in, in a separate clone. Raises StandInError with its error."""
+        """Run a program that makes a stand-in, in a separate clone. Raises StandInError with the program's error."""
         clone = self.folder / "stand_ins_clone"
         if not clone.exists():
             subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
@@ -135,7 +145,11 @@ class Runner:
             raise StandInError(f"{shlex.join(words)}: {last_line(told)}")
 
     def clone(self, page: str, words: str) -> Path:
-        """A fresh clone, with what the page takes for given and these words of its commands name."""
+        """Make a fresh clone for a page, with the stand-ins and files that the page's commands use.
+
+        Args:
+            words: the words of all commands of the page.
+        """
         clone = self.folder / page.replace("/", "-").removesuffix(".md")
         shutil.rmtree(clone, ignore_errors=True)
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
@@ -150,12 +164,13 @@ class Runner:
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_file():
                 shutil.copy(source, target)
-            elif not target.exists():  # of two models that have become one
+            elif not target.exists():  # two models of the page may have become one
                 shutil.copytree(source, target)
         return clone
 
     def run(self, words: list[str], folder: Path) -> tuple[int, str]:
-        """(exit code, what it printed) of a command; what runs past the limit is killed, with its children."""
+        """Run a command; return its exit code and output. After the time limit, the command and its children are
+        killed."""
         environment = {**self.environment, "PYTHONPATH": str(folder)}
         while "=" in words[0]:
             name, _, environment[name] = words[0].partition("=")
@@ -184,9 +199,9 @@ class Runner:
 
 
 def last_line(told: str) -> str:
-    """The error of a command that failed."""
+    """Return the line of a failed command's output that states the error."""
     lines = [line.strip() for line in told.splitlines() if line.strip()]
-    told_by_us = [line for line in lines if re.match(r"(?:\S+: )?error: ", line)]  # torchrun adds lines of its own
+    told_by_us = [line for line in lines if re.match(r"(?:\S+: )?error: ", line)]  # torchrun adds other lines
     raised = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception|Exit)\b", line)]
     return (told_by_us or raised or lines or ["(nothing printed)"])[-1]
 
@@ -198,7 +213,7 @@ def parsed(words: list[str]) -> str:
 
 
 def attempts(page: str, slow: bool = False) -> list[tuple[int, str, Attempt]]:
-    """(line, as the page has it, what is done with it) of a page's commands, then of its blocks of Python."""
+    """Return (line, text on the page, plan) for each command of a page, then for its Python blocks."""
     text = read_page(page)
     found = [(line, shlex.join(words), prepared(words, slow)) for line, words in commands(text)]
     blocks = python_blocks(text)
@@ -214,7 +229,7 @@ def attempts(page: str, slow: bool = False) -> list[tuple[int, str, Attempt]]:
 
 
 def run_page(runner: Runner, page: str, chosen: list[tuple[int, str, Attempt]], log: Path) -> Counter:
-    """Run ``chosen`` commands of a page and print a line for each; return how many ended how."""
+    """Run the ``chosen`` commands of a page and print a line for each; return the number of commands by outcome."""
     counts, clone = Counter(), None
     everything = " ".join(word for _, _, attempt in chosen if attempt.kind != "not run" for word in attempt.words)
     for number, (line, text, attempt) in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""Use an installed OpenDiT (scripts/try_packaging.sh): commands, and samples from the shell and Python."""
+"""Test an installed OpenDiT (scripts/try_packaging.sh): run its commands, and draw samples in a shell and in Python."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(*words: str, code: int = 0) -> str:
-    """Return what a command prints; it must end with this exit code and without a traceback."""
+    """Run a command and return its output. The command must end with the exit code ``code`` and without a traceback."""
     done = subprocess.run(words, capture_output=True, text=True)
     told = done.stdout + done.stderr
     assert done.returncode == code and "Traceback" not in told, f"{' '.join(words)}: {done.returncode}\n{told}"
@@ -47,7 +47,7 @@ assert "Done" in run("opendit", "sample", *flags, "--output", "drawn", "--npz", 
 assert json.loads(Path("drawn", "profile.json").read_text())["stages"]
 drawn = np.load("drawn.npz")["arr_0"]
 pictures = opendit.load("tiny.safetensors", device="cpu")([0, 1, 2], steps=4, sampler="ddim", seed=1, progress=False)
-if not torch.cuda.is_available():  # where sample.py draws in bf16
+if not torch.cuda.is_available():  # sample.py draws in bf16 on a GPU
     assert all(np.array_equal(np.asarray(mine), its) for mine, its in zip(pictures, drawn, strict=True))
 assert Image.open("drawn/000000-0.png").size == (8, 8) and drawn.std() > 1
 assert "wrote" in run("opendit", "export", "meta", "--ckpt", "tiny.safetensors", "--output", "tiny.pt")

@@ -1,7 +1,8 @@
-"""Checkpoints that are damaged, and forged ones whose checksums are right.
+"""Faults: damaged checkpoints, and forged checkpoints with correct checksums.
 
-A damaged newest checkpoint: ``--load PATH`` refuses it, and ``--load latest`` goes on from the one before. A forged one
-is refused in a line by all that reads it, before anything is allocated.
+If the newest checkpoint is damaged, ``--load PATH`` must refuse it, and ``--load latest`` must resume from the
+checkpoint before. Every program that reads a forged checkpoint must refuse it with one line, before allocating memory
+for it.
 """
 
 import hashlib

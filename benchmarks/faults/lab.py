@@ -1,4 +1,4 @@
-"""A fault's surroundings, the undisturbed runs that it is compared with, and the verdict."""
+"""Environment for testing faults: folders and processes, undisturbed runs for comparison, and the verdict."""
 
 import importlib
 import re

@@ -1,4 +1,5 @@
-"""Pictures, clips and tables as strangers leave them: skipped and named, or refused in a line that says the fix."""
+"""Faults: broken pictures, clips and tables. They must be skipped and named, or refused with a line that says the
+fix."""
 
 import os
 import random

@@ -266,7 +266,7 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
 
 
 def _draw(found: Sequence[PlotPanel], output: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, because it keeps every figure and needs a display backend
+    from matplotlib.figure import Figure  # not pyplot, because it keeps every figure and looks for a display
 
     names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
     columns = min(ACROSS, len(found))

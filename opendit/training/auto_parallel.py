@@ -1,9 +1,9 @@
-"""Choose the product of parallelisms, shards, rematerialization and micro-batch that trains a step fastest (--parallel
+"""Choose the parallelisms, sharding, rematerialization and micro-batch size that train a step fastest (--parallel
 auto).
 
-opendit/training/memory.py estimates the memory, and opendit/training/step_cost.py the time, of every combination that
-the flags leave open. Each combination passes the checks of a run first, so that the run accepts every proposal. Flags
-on the command line are kept.
+All combinations that the flags leave open are tried. opendit/training/memory.py estimates their memory, and
+opendit/training/step_cost.py estimates their time. Each combination must first pass the checks of a run, so that the
+run accepts every proposal. Flags on the command line are kept.
 """
 
 import itertools
@@ -36,16 +36,17 @@ from opendit.training.memory import (
 )
 from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
-PLUGINS = ("zero2", "fsdp")  # to choose from; others only if they are asked for
+PLUGINS = ("zero2", "fsdp")  # other plugins are used only if --plugin names them
 SHOWN = 5
-BATCHES = 3  # number of micro-batch sizes to estimate, the largest that fit
-# Least gain of each dimension above 1: the cost model does not know that ranks wait for slower ones.
+BATCHES = 3  # number of micro-batch sizes to estimate, from the largest that fits
+# Smallest relative gain in time for which another kind of parallelism is used. It accounts for waiting for slower
+# ranks, which the cost model does not include.
 MARGIN = 0.01
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The flags that are chosen, by name."""
+    """One combination of values for the flags that --parallel auto chooses."""
 
     plugin: str
     data_parallel_replicate: int
@@ -68,24 +69,24 @@ class Candidate:
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that see the same samples."""
+        """Number of ranks that share the same samples."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def dimensions(self) -> int:
-        """Number of kinds of parallelism besides the sharded data parallelism that every run has."""
+        """Number of kinds of parallelism in use, not counting sharded data parallelism, which every run has."""
         return sum(size > 1 for size in self.product if isinstance(size, int))
 
     def dims(self, world: int) -> ParallelDims:
         """Return the mesh of ``world`` ranks."""
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
-        if self.tensor_parallel_size == 1:  # otherwise the ranks that divide layers also divide experts
+        if self.tensor_parallel_size == 1:  # with tensor parallelism, the ranks that divide layers also divide experts
             sizes["ep"] = self.expert_parallel_size
         sizes["pp"] = self.pipeline_parallel_size
         return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
 
     def on(self, flags: TrainConfig) -> TrainConfig:
-        """Return the flags with this candidate's values instead of their own."""
+        """Return ``flags`` with the values of this candidate."""
         return replace(flags, parallel="flags", **asdict(self))
 
     def __str__(self) -> str:
@@ -99,7 +100,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its estimates. samples: samples in a step. memory: bytes of a rank."""
+    """A candidate with its estimates.
+
+    Attributes:
+        memory: estimated bytes of memory of a rank.
+        cost: estimated cost of a step.
+        samples: number of samples in a step.
+    """
 
     candidate: Candidate
     setup: Setup
@@ -109,11 +116,11 @@ class Priced:
 
     @property
     def price(self) -> float:
-        """Return the seconds a sample of the step, plus what every further dimension has to gain."""
+        """Return the seconds per sample, increased by ``MARGIN`` for each further kind of parallelism in use."""
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """Name the largest cost besides products and attention, with its share of the step."""
+        """Name the largest cost other than matrix products and attention, with its share of the step's time."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
         found |= {
@@ -128,11 +135,12 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Machines that the choice is made for.
+    """The machines that run the training.
 
     Attributes:
-        node: ranks of one machine.
-        capacity: bytes that a rank may use.
+        world: number of ranks.
+        node: number of ranks on one machine.
+        capacity: bytes of memory that a rank may use.
         has_gpu: see ``TrainConfig.resolve``.
     """
 
@@ -144,7 +152,7 @@ class Circumstances:
 
 
 class Search:
-    """The candidates that flags leave open on a data set."""
+    """Search over the candidates that the flags leave open, for one data set."""
 
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
         self.dataset, self.where = dataset, where
@@ -159,17 +167,21 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values of a flag to try: the given value if there is one, else ``others``."""
+        """Return the values to try for a flag: its value if the command line sets it, else ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def forms(self, offload: str, pipelines: bool = False) -> Iterator[Candidate]:
-        """Yield candidates without micro-batches. pipelines: include pipelines with stages on different machines."""
+        """Yield candidates whose micro-batch size is not chosen yet.
+
+        Args:
+            pipelines: True to include pipelines with stages on different machines.
+        """
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # may cross machines
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # may span machines
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):
@@ -187,7 +199,7 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Return the sizes of groups with different experts, on one machine."""
+        """Return the values of --expert_parallel_size to try. The groups lie within one machine."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -204,8 +216,10 @@ class Search:
                 yield recompute, checkpoint
 
     def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
-        """Yield the pairs (copies of the model, --reshard) to try with ``plugin``; several copies each fill whole
-        machines."""
+        """Yield the pairs (--data_parallel_replicate, --reshard) to try with ``plugin``.
+
+        If there are several copies of the model, each copy fills whole machines.
+        """
         if plugin != "fsdp":
             yield self.flags.data_parallel_replicate, self.flags.reshard
             return
@@ -217,7 +231,7 @@ class Search:
                 yield replicate, reshard
 
     def batches(self, form: Candidate) -> Iterator[Candidate]:
-        """Yield micro-batch sizes and their number, the largest first."""
+        """Yield ``form`` with each possible micro-batch size and number of micro-batches, the largest size first."""
         flags, ranks = self.flags, self.where.world // form.sharing
         samples = self.samples()
         if samples < ranks or (samples % ranks and "global_batch_size" in flags.given):
@@ -229,15 +243,17 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return the samples of a step, if all ranks that the flags leave unused are data parallel."""
+        """Return the number of samples in a step if all ranks that the flags leave unused are data parallel."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
-        """Return True if the run would accept these flags unchanged, except for those in ``open``; otherwise
-        :attr:`refusal` may say why."""
+        """Return True if the run would accept the candidate's flags unchanged. Flags named in ``open`` may change.
+
+        If the run refuses the flags, :attr:`refusal` keeps the first error.
+        """
         try:
             settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
             plan_model(settled, self.dataset)
@@ -251,7 +267,7 @@ class Search:
         return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
 
     def price(self, candidate: Candidate) -> Priced | None:
-        """Return the priced candidate; None if it does not fit or is refused."""
+        """Estimate a candidate's memory and time. Return None if it does not fit in memory or is refused."""
         setup = replace(
             self.setup,
             plugin=candidate.plugin,
@@ -296,12 +312,12 @@ class Search:
     def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
         """Return the best candidate of each product, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
-        enough: dict[tuple[Any, ...], int] = {}  # largest micro-batch that fits a product with less recomputation
+        enough: dict[tuple[Any, ...], int] = {}  # product -> largest micro-batch that fits with less recomputation
         for form in self.forms(offload, pipelines):
             if not self.takes(form):
                 continue
             product = form.product
-            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)  # bubbles like small ones
+            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)  # small ones shrink the bubble
             larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))
             for one in itertools.islice(fitting, BATCHES):
@@ -311,7 +327,7 @@ class Search:
         return sorted(found.values(), key=lambda one: one.price)
 
     def takes(self, form: Candidate) -> bool:
-        """Call :meth:`accepts` once for all micro-batches and copies of the model, which don't change its answer."""
+        """Return the cached answer of :meth:`accepts`, which does not depend on micro-batches, copies and --reshard."""
         plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
         if plain not in self.taken:
             self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))
@@ -321,13 +337,13 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """Return the best products, the fastest first, at most ``shown`` of them; and the model's configuration.
+    """Return the best products (at most ``shown``, the fastest first) and the model's configuration.
 
     Pipelines, and then state in host memory (--offload), are tried only if nothing else fits.
 
     Raises:
-        ValueError: no product fits, or the flags are impossible on this number of ranks; the message says what to
-            change.
+        ValueError: no product fits in memory, or the flags are impossible on this number of ranks. The message says
+            what to change.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -350,8 +366,10 @@ def choose(
 
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Return the flags of the best product, which rank 0 chooses and prints, and the mesh for them. Collective. Raises
-    as :func:`choose`, on every rank."""
+    """Choose and print the best product on rank 0; return its flags and mesh on every rank. Collective.
+
+    Raises the same errors as :func:`choose`, on every rank.
+    """
     found = None, None
     where, origin = circumstances(flags, mesh)
     if mesh.is_main:
@@ -368,8 +386,11 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return the machines of a run, with the memory of the smallest card (of a rank's share of the host without one),
-    and the origin of their figures. Collective. Raises ValueError for --hardware."""
+    """Return the machines of a run, and the origin of the figures of their hardware. Collective.
+
+    The capacity is that of the GPU with the least memory, or without GPUs a rank's share of the host's memory. Raises
+    ValueError if --hardware is wrong.
+    """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
     memory = card_memory(mesh.device)
@@ -380,12 +401,15 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
 
 
 def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
-    """Open the data set of the resolved flags. --pretrained may set the size of samples. Raises as ``open_data``."""
+    """Open the data set with the resolved flags, because --pretrained may set the size of samples.
+
+    Raises the same errors as ``open_data``.
+    """
     return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
 def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
-    """Return lines that name the best products and what limits each."""
+    """Return lines that list the best products, each with its estimates and the largest cost that limits it."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
         f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "

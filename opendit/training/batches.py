@@ -1,4 +1,4 @@
-"""The batches of a run, step by step."""
+"""Read the batches of a run, step by step."""
 
 import time
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from opendit.training.step_log import Pace
 
 
 class Batches:
-    """Takes batches from the loader.
+    """Source of the batches of each step.
 
     Args:
-        count: batches in a step.
-        monitor, pace: learn how long a step waited for each batch.
+        count: number of batches in a step.
+        monitor, pace: are told how long the step waited for each batch.
         diagnosis: keeps the batches of the step.
-        interrupt: learns that data are missing.
-        interchangeable: True if any batch can stand in for another one where ranks compute together.
+        interrupt: is told when data are missing.
+        interchangeable: True if any batch of the run can replace any other batch.
     """
 
     def __init__(
@@ -37,15 +37,16 @@ class Batches:
         self._last: Batch | None = None
 
     def of_next_step(self) -> Iterator[Batch]:
-        """Yield the batches of the next step. Each is read when it is asked for, so that reading overlaps with
+        """Yield the batches of the next step. Each batch is read when it is requested, so that reading overlaps with
         computing.
 
-        If the data can't be read any more, the other ranks still wait for this one's part of the step: where it can,
-        the last batch stands in for what is missing, and ``Interrupt.ask`` leaves the step out on all ranks.
+        If this rank can't read its data any more, the other ranks still wait for its part of the step. If batches are
+        interchangeable, the last batch replaces the missing ones, and ``Interrupt.ask`` then drops the step on all
+        ranks.
 
         Raises:
             NoData: the data can't be read, and there are no other ranks.
-            DataError: the data can't be read, and no batch can stand in.
+            DataError: the data can't be read, and no batch can replace them.
         """
         for _ in range(self._count):
             asked = time.perf_counter()
@@ -62,7 +63,7 @@ class Batches:
         try:
             return next(self._loader)
         except DataError as error:
-            if self._last is None:  # nothing is lost: no step of this start has been made
+            if self._last is None:  # no step to save: this start has made none
                 raise
             if self._interrupt.alone:
                 raise NoData(str(error)) from error

@@ -1,4 +1,7 @@
-"""Build a run: the model on its engine, averages, passes, log, loader and checkpoints; and Run, its state."""
+"""Build a training run from its specification: model, engine, averages, passes, log, loader and checkpoints.
+
+:class:`Run` holds the state of the run.
+"""
 
 import contextlib
 import logging
@@ -57,10 +60,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up to ``peak``, then constant, or a cosine to zero at the last step.
+    """Learning rate that rises linearly to ``peak``, then stays constant or follows a cosine to zero at the last step.
 
     Args:
-        schedule: constant or cosine.
+        schedule: "constant" or "cosine".
     """
 
     peak: float
@@ -78,14 +81,18 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """FLOPs of a model's training passes over latents of any size. lora: the trained LoRA; None for full training."""
+    """Counter of the FLOPs of a model's training passes over latents of any size.
+
+    Args:
+        lora: the trained LoRA; None for full training.
+    """
 
     def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
         self._of_size = cache(lambda size: training_flops(replace(config, input_size=size), lora, route))
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
-        """Return the FLOPs of this rank's micro-batch, forward and backward; a pack's padding is not counted."""
+        """Return the FLOPs of the forward and backward pass over this rank's micro-batch, without a pack's padding."""
         if isinstance(micro_batch, PackedMicroBatch):
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
             return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
@@ -94,15 +101,16 @@ class TrainingFlops:
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
-    torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
+    torch.set_float32_matmul_precision("high")  # TF32 for matrix products that stay in fp32 on a GPU
     mesh = spec.mesh
     cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
-    # No rank holds a whole model that is sharded, or whose layers or blocks are divided; nor one in fp32 beside LoRA.
+    # Allocate all parameters at once only if every rank holds the whole model. FSDP, tensor and pipeline parallelism
+    # divide the model, and LoRA does not keep its base weights in fp32.
     at_once = not cut and mesh.tp_size * mesh.pp_size == 1 and spec.lora is None
     with mesh.device:
         model = empty_model(spec.model_config, parameters=at_once)
     initial = first_values(spec, model)
-    if spec.lora is not None and not cut and flags.plugin != "ddp":  # which casts in every product
+    if spec.lora is not None and not cut and flags.plugin != "ddp":  # DDP casts the weights in every product
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(PRECISIONS[flags.mixed_precision])
@@ -145,7 +153,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:
-        keep_weights(model)  # all of them are kept until the backward pass anyway
+        keep_weights(model)  # all weights stay until the backward pass anyway
     return engine
 
 
@@ -186,8 +194,8 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
         pin_memory=True,
         max_bad=flags.max_bad,
         on_skip=partial(warn_skipped, mesh),
-        as_bytes=True,  # a quarter of the traffic; the device converts to floats
-        enlarge=mesh.device.type == "cpu",  # a GPU does it while the loader reads
+        as_bytes=True,  # bytes need a quarter of the traffic of floats; the device converts them to floats
+        enlarge=mesh.device.type == "cpu",  # a GPU enlarges samples while the loader reads
         patience=flags.data_timeout,
         who=f"rank {mesh.rank}: ",
         on_hang=supervisor.fail,
@@ -204,7 +212,7 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Open the run's checkpoints. evaluated: identifies the settings of --evaluate_every's figures."""
+    """Open the run's checkpoints. evaluated: identifies the settings of the figures of --evaluate_every."""
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
@@ -235,9 +243,11 @@ def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckp
 
 
 def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor) -> bool:
-    """Return True if every rank writes its own shards, as --checkpoint_format says; the same on every rank. "auto"
-    decides by the plugin and by the hosts' room for buffers of whole tensors; stages of a pipeline always write
-    shards."""
+    """Return True if every rank writes its own shards (--checkpoint_format). The answer is the same on every rank.
+
+    "auto" chooses shards if the plugin prefers shards, if the run has pipeline stages, or if a host's memory is too
+    small for buffers of whole tensors.
+    """
     asked = spec.flags.checkpoint_format
     if asked != "auto":
         return asked == "sharded"
@@ -267,34 +277,34 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # the others that share its samples skip the same
+    if mesh.leads_sharing:  # other ranks that share its samples skip the same file
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
 class Evaluation(Protocol):
-    """Interface of evaluations of samples of the EMA weights; opendit/evaluation implements it.
+    """Interface for evaluating samples drawn with the EMA weights; opendit/evaluation implements it.
 
     Attributes:
-        of: identifies all that decides the figures besides the weights.
+        of: identifies everything except the weights that decides the figures.
     """
 
     of: str
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate samples after a step, and return the fields for its line of the log. Collective."""
+        """Evaluate samples after a step; return the fields for the step's line in the log. Collective."""
         ...
 
 
 @dataclass
 class Run:
-    """The state of a run that trains.
+    """The state of a training run.
 
     Attributes:
-        done: steps of the run so far.
-        result: of the last step since this start.
-        batches: of the next step.
+        done: number of steps done, including steps before a resume.
+        result: result of the last step; None before the first step since this start.
+        batches: source of the next step's batches.
         interrupt: knows whether the run has to end.
-        periodic: decides what is due after a step.
+        periodic: decides which periodic work is due after a step.
         skipped: looks for steps whose gradients were not finite.
         fingerprint: see opendit/training/fingerprint.py.
     """
@@ -327,12 +337,13 @@ class Run:
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
         """Count the samples and the work of a micro-batch for the log."""
-        samples = batch.segments_in_step if batch.micro == 0 else 0  # those of the whole step, counted once
+        samples = batch.segments_in_step if batch.micro == 0 else 0  # samples of the whole step, counted once
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:
-        """Return the work that is due after the step, the same on every rank. Only for a line, a save or a drawing does
-        the host wait for the device, to see whether the step was skipped.
+        """Return the work that is due after the step; the answer is the same on every rank.
+
+        The host waits for the device, to see whether the step was skipped, only before it logs, saves or draws.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped.
@@ -346,7 +357,7 @@ class Run:
         return due
 
     def measure(self, due: Due) -> dict[str, Any]:
-        """Return the figures of held-out samples and of drawn ones that are due, as fields of the log's line."""
+        """Validate and evaluate if that is due; return the figures as fields for the step's line in the log."""
         measured = {}
         with self.monitor.paused(due.validate or due.evaluate):
             if due.validate and self.validation is not None:
@@ -356,7 +367,7 @@ class Run:
         return measured
 
     def save(self) -> None:
-        """Begin to save the run's state."""
+        """Start saving the run's state."""
         with self.monitor.paused():
             epoch = self.schedule.epoch(self.done - 1)
             state = {"step": self.done, "epoch": epoch, "skipped": self.log.skipped, "fingerprint": self.fingerprint}
@@ -370,7 +381,10 @@ class Run:
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """Log and save the last step's state, unless that is done, if the block raises NoData. Collective then."""
+        """Context that logs and saves the last step's state if its block raises NoData, unless both are done already.
+
+        Logging and saving are collective.
+        """
         try:
             yield
         except NoData:
@@ -392,7 +406,7 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of saves and other writes that failed, the same on every rank. Collective."""
-        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # of rank 0
+        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0
 
 
 def _packing(spec: RunSpecification) -> Packing | None:
@@ -405,15 +419,18 @@ def _packing(spec: RunSpecification) -> Packing | None:
 
 
 def _interchangeable(spec: RunSpecification) -> bool:
-    """Return True if any batch of the run can stand in for another one: ranks that share samples or experts exchange
-    tensors of a sample's size, so that all their batches must have one shape."""
+    """Return True if any batch of the run can replace any other batch.
+
+    Ranks that share samples or experts exchange tensors of a sample's size. Their batches must have the same shape, so
+    they can be replaced only if all batches of the run have one shape.
+    """
     dims, schedule = spec.mesh.dims, spec.schedule
     return (spec.mesh.sharing == 1 and dims.ep == 1) or (schedule.micro_batches is None and not schedule.packed)
 
 
 @contextlib.contextmanager
 def recorded_end(run: Run, folder: Path, supervisor: Supervisor) -> Iterator[None]:
-    """Write how the run ended, on rank 0, when the block has."""
+    """On rank 0, write how the run ended when the block ends."""
     if not run.mesh.is_main:
         yield
         return
@@ -446,8 +463,8 @@ def build(
     """Build the run, print its summary, and close it on exit, however it ends.
 
     Args:
-        make_inputs, make_passes: ``Inputs`` and ``EagerPasses`` of train.py.
-        evaluation: the evaluation of --evaluate_every; None without it.
+        make_inputs, make_passes: classes ``Inputs`` and ``EagerPasses`` of train.py.
+        evaluation: the evaluation of --evaluate_every; None without that flag.
     """
     flags, mesh, failures = spec.flags, spec.mesh, WriteFailures()
     with spec.lock:

@@ -1,8 +1,8 @@
-"""Fit a run of --lora to a card (--card): rank, FP8, how frozen blocks are stored and where, what is recomputed, shards
-and the micro-batch.
+"""Choose the settings of a run of --lora so that it fits on a GPU (--card).
 
-Candidates are tried from the most exact and fastest to the smallest. The first one is taken that the run accepts and
-whose estimate of memory fits. Flags on the command line are kept.
+The settings are the LoRA rank, FP8, the precision and place of frozen blocks, recomputation, sharding and the size of
+the micro-batch. Candidates are tried in order, from the most exact and fastest to those that need the least memory. The
+first candidate that the run accepts and whose estimated memory fits is chosen. Flags on the command line are kept.
 """
 
 import bisect
@@ -26,14 +26,14 @@ from opendit.training.memory import GIB, USABLE, Estimate, Setup, estimate, part
 from opendit.training.specification import samples_at_once
 
 AUTO = "auto"
-RANKS = (16, 4)  # the smaller one if nothing else helps: weights of LoRA take 16 bytes each while they are trained
+RANKS = (16, 4)  # the smaller rank is tried last; each LoRA weight takes 16 bytes in training
 BATCHES = (4, 2, 1)
-PARTS = 4  # of the blocks, that are moved to host memory one after the other
-FLOAT8 = ("H100", "H200")  # cards whose FP8 products there are kernels for
+PARTS = 4  # parts of the blocks that move to host memory one after the other
+FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
 def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
-    """Return the hardware to plan for: a card of the table, or ``hardware`` with as many GiB.
+    """Return the hardware to plan for: a known card, or ``hardware`` with ``card`` GiB of memory.
 
     Raises:
         ValueError: ``card`` is neither a number nor a known card.
@@ -52,21 +52,23 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
 
 
 def stages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield how frozen blocks are stored (one: in a byte a weight) and --offload, from the most exact and fastest to
-    those that need the least memory."""
+    """Yield the storage of frozen blocks and --offload, from the most exact and fastest to the least memory.
+
+    The storage "one" means one byte a weight.
+    """
     for base in ("bf16", "one", "nf4"):
         yield base, "none"
-        if base != "bf16":  # which twice the bytes would take twice as long to travel
+        if base != "bf16":  # bf16 blocks would take twice as long to copy
             yield from ((base, f"blocks:{-(-depth * part // PARTS)}") for part in range(1, PARTS + 1))
 
 
 def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
-    """Yield values of flags, from the most exact and fastest to those that need the least memory."""
+    """Yield candidates, as values of flags, from the most exact and fastest to those that need the least memory."""
 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
 
-    plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))  # fsdp divides the frozen weights
+    plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))  # fsdp shards the frozen weights
     public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
     known = ("none", BUT_ATTENTION) if public else RECOMPUTE  # the estimate knows no other level of a public model
     levels = [(level, False) for level in options("recompute", *known)] + [("none", True)]
@@ -86,7 +88,7 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
         _, streamed = parse_offload(offload)
         if streamed and (plugin == "fsdp" or not (checkpoint or recompute == BUT_ATTENTION)):
             continue
-        base = ("fp8" if fp8 else "int8") if base == "one" else base  # int8 is more exact, and FP8's products are fast
+        base = ("fp8" if fp8 else "int8") if base == "one" else base  # int8 is more exact, FP8 products are faster
         chosen = {"base_precision": base, "offload": offload} if public else {}
         if checkpoint in options("grad_checkpoint", False, True):
             yield chosen | {
@@ -96,10 +98,10 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
 
 
 def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the first candidate that fits, and lines that say what was chosen and why.
+    """Return the flags with the first candidate that fits, and lines that describe the choice and its reasons.
 
     Raises:
-        ValueError: none fits, or the run refuses all of them; the message says what to change.
+        ValueError: no candidate fits, or the run refuses all candidates. The message says what to change.
     """
     search = Search(flags, dataset, where)
     config, setups = search.config, {flags.lora: search.setup}
@@ -115,7 +117,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             refusal = refusal or error
             continue
         if any(getattr(settled, name) != candidate[name] for name in ("fp8", "recompute")):
-            continue  # the run would change it, with a note
+            continue  # the run would change this value, with a note
         if settled.lora not in setups:
             setups[settled.lora] = memory_setup(settled, config, where.world, dataset)
         batch = samples_at_once(settled, config)
@@ -170,8 +172,11 @@ def _memory(needs: Estimate, where: Circumstances) -> float:
 
 
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
-    """Return the fewest blocks that have to be recomputed for a step to fit; all of them if it does not even so, or if
-    the flags leave no choice: blocks in host memory are all recomputed."""
+    """Return the smallest number of recomputed blocks with which a step fits in memory.
+
+    Return the number of all blocks if no number fits, or if the flags leave no choice. (Blocks in host memory are
+    always recomputed.)
+    """
     depth = config.depth
     chosen = (
         {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
@@ -189,7 +194,7 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
 
 
 def _words(flags: TrainConfig) -> str:
-    """Return what was chosen, as on a command line."""
+    """Return the chosen settings as flags on a command line."""
     found = [f"--lora {flags.lora}", f"--mixed_precision {flags.mixed_precision}", *(["--fp8"] if flags.fp8 else [])]
     if flags.base_precision != "bf16":
         found.append(f"--base_precision {flags.base_precision}")
@@ -201,12 +206,12 @@ def _words(flags: TrainConfig) -> str:
     return " ".join([*found, f"--plugin {flags.plugin}"])
 
 
-# Of LoRA's gradients, by benchmarks/bench_base_precision.py on a small model (docs/finetuning.md).
+# Errors of LoRA's gradients, measured by benchmarks/bench_base_precision.py on a small model (docs/finetuning.md).
 ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
 def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
-    """Yield what a choice gives up for its memory."""
+    """Yield descriptions of what the settings give up to save memory: exactness or time."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
@@ -218,7 +223,10 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
 
 
 def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return the flags that rank 0 has chosen and printed. Collective. Raises as :func:`fit`, on every rank."""
+    """Choose and print the settings on rank 0; return the flags on every rank. Collective.
+
+    Raises the same errors as :func:`fit`, on every rank.
+    """
     found = None, None
     where, _ = circumstances(flags, mesh)
     if mesh.is_main:

@@ -1,7 +1,8 @@
-"""Find where numbers stopped being finite: repeat the last step's forward passes and watch them module by module.
+"""Find the first module whose output is not finite, by repeating the last step's forward passes with hooks.
 
-A normal step costs nothing more: only its batches are kept until the next ones come. Since a step whose gradients are
-not finite changes no weight, and all randomness is keyed by the sample, the repeated passes are the same.
+The diagnosis costs nothing in normal steps, which only keep a reference to their batches until the next step. The
+repeated passes equal the original ones, because a step with non-finite gradients changes no weight and all randomness
+is keyed by the sample.
 """
 
 import contextlib
@@ -22,25 +23,25 @@ from opendit.training.runners import Runner
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8  # micro-batches of a step, at most
-NAMED = 5  # samples
+KEPT = 8  # most micro-batches of a step that are kept
+NAMED = 5  # most samples that a message names
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MakesMicroBatches(Protocol):
-    """``Inputs`` of train.py."""
+    """Interface for turning a batch into a micro-batch; ``Inputs`` of train.py implements it."""
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
 
 class Diagnosis:
-    """Keeps a step's batches and finds what in them was not finite. Build and use it on every rank.
+    """Search for the cause of non-finite numbers in a step. Construct and call on every rank.
 
     Args:
-        runner: runs a micro-batch again.
-        inputs: makes a batch of the loader a micro-batch.
-        dataset, schedule: name the samples of a batch.
-        micro_batches: number in a step.
+        runner: repeats the passes of a micro-batch.
+        inputs: turns a batch of the loader into a micro-batch.
+        dataset, schedule: give the names of a batch's samples.
+        micro_batches: number of micro-batches in a step.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """True if no other rank waits for one that cannot look, for example for lack of memory."""
+        """True if a rank whose search fails, for example for lack of memory, does not leave other ranks waiting."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
@@ -72,8 +73,8 @@ class Diagnosis:
         """Describe what was not finite first, and for which samples. Collective.
 
         Args:
-            gradients: also look into the backward pass if the forward passes were finite; the engine's gradients are
-                lost.
+            gradients: if the forward passes were finite, also search the backward pass. This overwrites the engine's
+                gradients.
         """
         try:
             found = self._look_forward()
@@ -90,7 +91,8 @@ class Diagnosis:
             return finite
         names = self._channel.gather(self._look_backward())
         bad = set().union(*(each for each in names if each))
-        # The backward pass comes to the last parameters first, and to those of later stages before this rank's.
+        # The backward pass reaches the last parameters first, and parameters of later pipeline stages before those of
+        # this rank.
         order = [*self.engine.shapes, *sorted(bad - self.engine.shapes.keys())]
         first = next((name for name in reversed(order) if name in bad), None)
         if first is not None:
@@ -104,7 +106,8 @@ class Diagnosis:
         return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
-        """Watch this rank's forward passes, and describe what was not finite first; None if all is finite."""
+        """Repeat this rank's forward passes, and describe the first non-finite tensor; return None if all are
+        finite."""
         found = None
         for batch in list(self._batches):
             micro_batch = self.inputs.of(batch)
@@ -130,8 +133,10 @@ class Diagnosis:
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
     def _look_backward(self) -> set[str] | None:
-        """Return the names of parameters whose gradient, or this rank's shard of it, is not finite; None if the engine
-        can't tell."""
+        """Return the names of parameters whose gradient on this rank (possibly a shard) is not finite.
+
+        Return None if the engine gives no access to its gradients.
+        """
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
@@ -143,13 +148,16 @@ class Diagnosis:
 
 
 def _eagerly() -> contextlib.AbstractContextManager:
-    """Return the context in which compiled blocks run uncompiled, so that their modules are seen."""
+    """Return a context in which compiled blocks run eagerly, so that hooks on their modules run."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
-    """Collect (module, samples) whose output is not finite, in the order in which they end: the innermost first."""
+    """Yield a list that gets the name of the first module with a non-finite output, and its bad samples.
+
+    Inner modules end before the modules that contain them, so an inner module is found first.
+    """
     found: list[tuple[str, list[int]]] = []
 
     def hook(name: str):
@@ -183,8 +191,10 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
-    """Return the samples in which a tensor is not finite, all of them if it is not laid out by samples; None if it is
-    finite."""
+    """Return the indices of the samples in which a tensor is not finite; None if the tensor is finite.
+
+    Return all indices if the tensor is not laid out by samples.
+    """
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()
@@ -194,15 +204,17 @@ def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> 
 
 
 class SkippedSteps:
-    """Logs once why steps are being skipped, and ends the run when too many are in a row. Use it on every rank.
+    """Detector of skipped steps. It logs the cause once, and ends the run after too many skipped steps in a row.
+
+    Call on every rank.
 
     Args:
-        most: skipped steps in a row that end the run.
+        most: number of skipped steps in a row that ends the run.
 
     Attributes:
-        skipping: True if the last step that was looked at was skipped.
-        failing: True if a fault was the cause. fp16 skips a step now and then while its loss scale is above 1, in order
-            to lower it.
+        skipping: True if the step at the last call of ``look`` was skipped.
+        failing: True if a fault caused that. Without a fault, fp16 skips a step now and then to lower its loss scale,
+            as long as the scale is above 1.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):
@@ -210,7 +222,7 @@ class SkippedSteps:
         self.skipping = self.failing = False
 
     def look(self, done: int, result: StepResult) -> None:
-        """Look at the last step, the ``done``-th; the host waits for the device.
+        """Find out whether the last step, number ``done``, was skipped. The host waits for the device.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped.

@@ -1,4 +1,4 @@
-"""Draw samples and grids of samples from a run's EMA weights."""
+"""Draw samples and sample grids with a run's EMA weights."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class EMASampler:
-    """Draws samples from a run's EMA weights while it trains. Use it on every rank.
+    """Sampler that uses a run's EMA weights while the run trains. Call on every rank.
 
     Attributes:
         at_once: number of samples drawn at a time.
@@ -48,12 +48,11 @@ class EMASampler:
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
-        """Yield a model with the EMA weights on rank 0 and the ranks that share its samples, or on all ranks
-        (``everywhere``); None on the others, which help to gather the weights. Collective. Its memory does not count as
-        training's.
+        """Yield a model with the EMA weights. Collective. Its memory is excluded from the training's peak memory.
 
-        The training module itself takes the weights for the time; under a plugin that has sharded it, a second module
-        does.
+        Rank 0 and the ranks that share its samples get the model, or all ranks if ``everywhere`` is True. Other ranks
+        get None; they only help to gather the weights. The model is the training module with its weights replaced for
+        the duration of the block, or a second module if the plugin has sharded the training module.
         """
         trained = monitoring.allocated_gib()
         model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
@@ -85,7 +84,7 @@ class EMASampler:
         allocate(model, mesh.device)
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
-            if frozen is not None and name not in engine.shapes:  # the averages are of what is trained
+            if frozen is not None and name not in engine.shapes:  # EMA covers trained weights only
                 values = frozen(name, engine.parts.local(name))
                 if name in stored:
                     stored[name].store(parameter.data, values, lambda largest: largest)
@@ -96,12 +95,12 @@ class EMASampler:
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) of some samples at a time. Collective over the ranks that share samples.
+        """Yield (index, latents) for batches of samples. Collective over the ranks that share samples.
 
         Args:
             y: conditions of the samples.
-            index: (N,) numbers of the samples, by which their noise is keyed.
-            cfg_scale: as the model's own pipeline counts it, see ``guidance_of``.
+            index: (N,) indices of the samples, which key their noise.
+            cfg_scale: guidance scale as the model's own pipeline defines it, see ``guidance_of``.
         """
         spec, seed = self._spec, self._spec.flags.global_seed
         null, y = same_length(spec.conditioner.null(), y)
@@ -109,19 +108,20 @@ class EMASampler:
             y = replace(y, guidance=torch.full_like(y.guidance, cfg_scale))
         cfg_scale = guidance_of(spec.model_config, cfg_scale)
         how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
-        if self._pipeline is not None:  # what an engine precomputes for all steps needs all blocks
+        if self._pipeline is not None:  # SamplingEngine needs all blocks on one rank
             objective = spec.objective.for_tokens(spec.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
-        # The engine lives for this drawing alone: its recordings would take memory from training. Ranks that share
-        # samples share memory in training, too.
+        # The engine is used for this drawing only, because its recordings would take memory from training. Nothing is
+        # recorded where ranks share samples or blocks are in host memory.
         record = spec.sequence is None and tensor_group(spec.mesh) is None and self._engine.streamed is None
         engine = SamplingEngine(model, spec.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 
 
 class SampleGrids:
-    """Draws samples/NNNNNNN.png from the EMA weights; draws nothing if the latents' VAE is missing."""
+    """Drawer of sample grids, samples/NNNNNNN.png, with the EMA weights. It draws nothing if the latents' VAE is
+    missing."""
 
     def __init__(self, spec: RunSpecification, sampler: EMASampler, monitor: Monitor):
         self._spec, self._sampler, self._monitor = spec, sampler, monitor
@@ -135,7 +135,7 @@ class SampleGrids:
                 self.draw_of(model, step)
 
     def draw_of(self, model: DiT, step: int) -> None:
-        """Draw the grid with the weights of ``model``, on the ranks that have them."""
+        """Draw the grid with ``model``. Call on the ranks that have the model."""
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
         index, steps, cfg_scale = torch.arange(len(captions)), spec.flags.sample_steps, spec.flags.sample_cfg_scale
@@ -156,7 +156,7 @@ class SampleGrids:
             monitor.picture(path, step)
 
     def _what(self) -> tuple[Condition, list[str]]:
-        """Return the conditions of a sample grid, and the captions above its pictures."""
+        """Return the conditions of a sample grid, and the captions to print above its pictures."""
         spec = self._spec
         if spec.prompts is not None:
             captions, y = spec.prompts

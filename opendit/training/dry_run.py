@@ -1,4 +1,4 @@
-"""Print what a run will need (--dry_run [GPUS]), from its flags alone: no weights, no GPU, no process group."""
+"""Print the memory, time and steps of a run (--dry_run [GPUS]) without a GPU, a process group or weights."""
 
 import math
 import sys
@@ -45,16 +45,16 @@ from opendit.training.memory import (
 from opendit.training.specification import make_schedule, samples_at_once, shape_samples
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
 
-# Memory of an RTX 4090, an L40S, an H100 and an H200, as torch reports it.
+# GPU memory as torch reports it for an RTX 4090, an L40S, an H100 and an H200.
 CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
 
 
 def dry_run(flags: TrainConfig) -> None:
-    """Print parameters, tokens, work, memory of a GPU and steps of a run, as if there were that many GPUs.
+    """Print parameters, tokens, FLOPs, GPU memory and steps of a run on the number of GPUs that --dry_run gives.
 
-    Without a number, the GPUs are those of torchrun, or as many as share a sequence. Missing data are reported, and
-    random latents of the same kind stand in for them. Flags that the run would refuse end the program as they end the
-    run: one line, exit code 2.
+    Without a number, the GPUs are those of torchrun, or as many as share a sequence. A missing data set is reported and
+    replaced by random latents of the same kind. Flags that the run would refuse end the program with one line and exit
+    code 2, as they end the run.
     """
     try:
         _dry_run(flags)
@@ -128,13 +128,13 @@ def _dry_run(flags: TrainConfig) -> None:
 
 
 def work(flop: float) -> str:
-    """work(711.7e9) -> "711.7 GFLOP"."""
+    """Format a number of FLOPs: 711.7e9 -> "711.7 GFLOP"."""
     power = max(2, min(6, int(math.log10(flop)) // 3))
     return f"{flop / 1000**power:,.1f} {' kMGTPE'[power]}FLOP"
 
 
 def describe_recipe(flags: TrainConfig) -> str:
-    """Return the recipe's name, and what the command line changed of it."""
+    """Return the recipe's name, and the values that the command line changed."""
     assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
@@ -149,7 +149,7 @@ def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
 
 
 def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> tuple[str, int | None]:
-    """Return the steps of the run in words, and the last one if it is known."""
+    """Return a description of the run's steps, and the number of the last step if it is known."""
     if dataset is None:
         ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
         return f"{ends}; {flags.epochs:,} epochs of data that can't be found", flags.max_steps
@@ -165,8 +165,11 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
-    """Report how ranks share sequences, the time and the communication of a step by the cost model, and the hours until
-    the last one."""
+    """Return rows on sequence parallelism, and on the time, communication and hours that the cost model predicts.
+
+    Args:
+        last: number of the last step, if it is known.
+    """
     size = flags.sequence_parallel_size
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
@@ -227,7 +230,7 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
 
 
 def budget(cost: StepCost) -> str:
-    """Describe the bytes that a rank receives in a step, by kind of communication."""
+    """Describe the bytes that a rank receives in a step, for each kind of communication."""
 
     def words(kind: str, traffic: Traffic) -> str:
         alone, exposed = 1e3 * traffic.seconds, 1e3 * traffic.exposed

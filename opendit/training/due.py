@@ -1,4 +1,4 @@
-"""Decide what is due after a step: look at the device, validate, evaluate, log, save, draw."""
+"""Decide which periodic work is due after a step: validate, evaluate, log, save, draw."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,11 @@ from opendit.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Due:
-    """The work that is due after a step. refuse: the run ends with this step, but its state must not be saved."""
+    """The work that is due after a step.
+
+    Attributes:
+        refuse: True if the run ends with this step but must not save its state, because a fault caused skipped steps.
+    """
 
     log: bool
     save: bool
@@ -18,10 +22,10 @@ class Due:
 
 
 class PeriodicWork:
-    """Decides what is due after every step, the same on every rank: call ``step_done`` after each, then ``due``.
+    """Decides which work is due after a step. The decisions are the same on every rank.
 
-    Nothing is saved while steps are being skipped, since the run may be about to fail: a save that falls due then is
-    made after the next step that is taken.
+    Call ``step_done``, then ``due``, after every step. While steps are being skipped, nothing is saved, because the run
+    may be about to fail. A save that is due meanwhile is made after the next step that is not skipped.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):
@@ -33,7 +37,9 @@ class PeriodicWork:
     def step_done(self, done: int, stopping: bool) -> bool:
         """Return True if the host must wait for the device now, to look for skipped steps.
 
-        done: steps of the run so far. stopping: True if a signal ends the run with this one.
+        Args:
+            done: number of steps done.
+            stopping: True if a signal ends the run with this step.
         """
         flags = self._flags
         self._done, self._stopping = done, stopping
@@ -46,21 +52,23 @@ class PeriodicWork:
     def due(self, skipping: bool, failing: bool) -> Due:
         """Return the work that is due after this step.
 
-        skipping: the last step that was looked at was skipped. failing: it was skipped because of a fault.
+        Args:
+            skipping: True if the last step examined was skipped.
+            failing: True if it was skipped because of a fault.
         """
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # A run that a signal ends has no time to validate; a checkpoint that may be the best one needs its figure.
+        # After a signal there is no time to validate. With --ckpt_best every save needs the figure that is compared.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))
         evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
         evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
-            # A save ends the mean of a line, since a resumed run begins a new one there.
+            # Log at every save, because a run resumed from this checkpoint starts a new mean of the loss here.
             log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,

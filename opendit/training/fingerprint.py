@@ -1,8 +1,10 @@
-"""The resume fingerprint: what a run is made of, stored with every checkpoint; the differences that a later start
-makes; and config.json, the record of all starts.
+"""The fingerprint of a run, and config.json, which records all starts of the run.
 
-Every flag is in the fingerprint unless it is listed among those that change nothing (FREE) or that a resume refuses to
-change (OF_THE_MODEL). So a new flag is compared, and assumed to change the curve, until it is listed.
+The fingerprint describes everything that decides the loss curve: flags, data, weights of encoders, kernels, versions.
+Every checkpoint stores it, and a resumed run reports how its own fingerprint differs.
+
+Every flag is in the fingerprint unless it changes nothing (FREE) or a resume refuses to change it (OF_THE_MODEL). A new
+flag is therefore compared, and assumed to change the curve, until it is added to one of these lists.
 """
 
 import json
@@ -38,7 +40,7 @@ from opendit.encoders.vae import vae_folder
 from opendit.training.specification import RunSpecification
 from opendit.training.validation import number_of_losses
 
-# The meaning of a difference.
+# Meanings of a difference between two fingerprints.
 CURVE = "the curve is another from here on"
 AVERAGES = "the averages are others from here on, the curve is the same"
 ROUNDING = "the same curve within rounding, not bit for bit"
@@ -57,7 +59,7 @@ OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
     "patch_bottleneck expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
-# Flags that are compared by what was derived from them, and the names of that.
+# Flags that are not compared by their values, and the entries of the fingerprint that are derived from each of them.
 MADE_INTO = {
     "data_path": "data samples contents blend",
     "energon_cooker": "data",
@@ -88,7 +90,8 @@ MADE_INTO = {
     "recompute": "recomputed",
     "recompute_blocks": "recomputed",
 }
-# Of the rest, what changes less than the curve; and entries that are no flags, with their description.
+# Entries whose differences do not simply change the curve, with their meanings. All other entries have the meaning
+# CURVE.
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
@@ -120,18 +123,18 @@ CALLED = {
 SHOWN_ONLY = frozenset(
     ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "hub", "opendit", "commit")
 )
-# Entries of checkpoints without a fingerprint, and their names now.
+# Old names of entries, in checkpoints without a fingerprint, and their present names.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
 
 
 def recomputed(flags: TrainConfig) -> str:
-    """Say what is recomputed in the backward pass."""
+    """Describe which activations the backward pass recomputes."""
     found = "blocks" if flags.grad_checkpoint else flags.recompute
     return found if flags.recompute_blocks is None else f"{found} in {flags.recompute_blocks} blocks"
 
 
 def fingerprint(spec: RunSpecification) -> dict[str, Any]:
-    """Return the fingerprint of a run as JSON values. It reads some of the data's files; call it on one rank."""
+    """Return the fingerprint of a run as JSON values. Call on one rank, because this reads some of the data's files."""
     flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
     data, about = dataset.fingerprint(), dataset.describe()
     cuda = mesh.device.type == "cuda"
@@ -157,7 +160,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "kernels": ops.replaced,
         "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
-        # On a CPU it changes no bit.
+        # Recomputation changes no bit on a CPU.
         "recomputed": recomputed(flags) if cuda else "none",
         "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
@@ -167,14 +170,17 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
 
 
 def by_value(objective: str) -> list[str]:
-    """Return the flags of a run with this objective that are compared by their values."""
+    """Return the names of the flags that are compared by their values in a run with this objective."""
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
     left_out = FREE | OF_THE_MODEL | MADE_INTO.keys() | others
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
 
 
 def _encoders(spec: RunSpecification) -> dict[str, str | None]:
-    """Return the hashes of the frozen networks that see every sample; None for one that sees none."""
+    """Return hashes and paths of the run's frozen networks: VAE, text encoder, and base weights of a LoRA.
+
+    The hash of a network that processes no training sample is None.
+    """
     vae = text = None
     about = spec.dataset.describe()
     if about.kind == "pixels":
@@ -194,14 +200,14 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
 
 
 def _origin(spec: RunSpecification) -> dict[str, Any] | None:
-    """Return the repository, commit and files' hashes of the model on the hub that a run began from, if it did."""
+    """Return repository, commit and file hashes of the hub model that the run started from; None without one."""
     if spec.flags.pretrained is not None and (found := origin(spec.flags.pretrained)):
         return found
     return stored_fingerprint(spec.resume.state).get("hub") if spec.resume else None
 
 
 def _pipeline_text(folder: Path) -> str:
-    """Return a hash of the tokenizers and text encoders in the folder of a pipeline."""
+    """Return one hash of all tokenizers and text encoders in a pipeline's folder."""
     parts = sorted(
         path for path in folder.expanduser().iterdir() if path.name.startswith(("tokenizer", "text_encoder"))
     )
@@ -209,7 +215,7 @@ def _pipeline_text(folder: Path) -> str:
 
 
 def _network(folder: Path) -> str:
-    """Return a hash of a folder of diffusers or transformers: its configuration, tokenizer and weights."""
+    """Return a hash of the configuration, tokenizer and weights in a diffusers or transformers folder."""
     kinds = (".json", ".safetensors", ".txt", ".model")
     files = sorted(path for path in folder.iterdir() if path.suffix in kinds)
     return hash_parts(*(path.name for path in files), hash_files([str(path) for path in files]))
@@ -217,8 +223,11 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """Return the versions of what computes: this package by its source, whatever its version number, and the
-    libraries."""
+    """Return the versions of this package and of the libraries that it computes with.
+
+    The package's version includes a hash of its source files, because the source may change while the version number
+    stays.
+    """
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)
@@ -236,7 +245,8 @@ def code() -> dict[str, str | None]:
 
 
 def _commit(package: Path) -> str | None:
-    """Return the commit of a checkout, with -dirty if files in it were changed; None for an installed package."""
+    """Return the commit of a git checkout, with "-dirty" if tracked files were changed; None for an installed
+    package."""
     if not (package.parent / ".git").exists():
         return None
     ask = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -256,7 +266,8 @@ def _installed(package: str) -> str | None:
 
 
 def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint in a checkpoint's state.json; for one from before there were any, what is known of it."""
+    """Return the fingerprint in a checkpoint's state.json, or its known entries if the checkpoint is too old to have
+    one."""
     found = state.get("fingerprint")
     if found is None:
         old = ("world_size", "plugin", "precision", "fp8", "attention", "sequence_parallel", "global_batch", "seed")
@@ -268,20 +279,28 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     found["ema_warmup"] = warmup_of(found)
-    found.setdefault("order", "sorted")  # which is no longer known: the oldest releases had no other
+    found.setdefault("order", "sorted")  # the only order of the oldest releases, no longer supported
     return {**found, "ema_decay": decays} if decays else found
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
-    """Return the warm-up of a checkpoint's averages, as :class:`opendit.checkpoint.ema.EMA` takes it. Earlier versions
-    stored whether there was one, or nothing, and then had none."""
+    """Return the warm-up of a checkpoint's averages, as the argument of :class:`opendit.checkpoint.ema.EMA`.
+
+    Earlier versions stored a bool, or stored nothing and had no warm-up.
+    """
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """Return one line for every difference between the fingerprint of a checkpoint at ``step`` and this start's, and
-    what it means for the curve."""
+    """Return one line for each difference between a checkpoint's fingerprint (``stored``) and the present one
+    (``now``).
+
+    Each line says what the difference means for the loss curve.
+
+    Args:
+        step: step of the checkpoint.
+    """
     told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
     gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
     lines = [line for line in told if line]
@@ -291,22 +310,22 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
 
 
 def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the settings that the checkpoint doesn't record, and that can't be compared."""
+    """Describe settings that can't be compared because the checkpoint doesn't record them."""
     compared = set(by_value(now["objective"]))
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in compared}
     missing = [name for name in values if name not in stored]
-    if "data" not in stored:  # from before there were fingerprints
+    if "data" not in stored:  # an old checkpoint without a fingerprint
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # it has other flags, and a line for itself
-    # The default of a flag that is newer than the checkpoint is what was done before.
+        return []  # another objective has other flags, and a line of its own reports it
+    # If a flag is newer than the checkpoint, its default is the behaviour before the flag existed.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
 
 def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return the line on the data."""
+    """Return a line if the data set differs, else None. The entries about data are compared in this line only."""
     if "data" not in stored:
         return None
     if stored.get("samples") != now["samples"]:
@@ -332,14 +351,14 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
         then, value = bool(then), bool(value)
     if name == "source":
         then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
-    elif f"{name}_path" in now:  # hashes mean nothing to a reader
+    elif f"{name}_path" in now:  # show paths, because hashes mean nothing to a reader
         then, value = (one.get(f"{name}_path") for one in (stored, now))
         means = f"other weights: {means}"
     return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"
 
 
 def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
-    """Return True if another warm-up changes no learning rate from this step on."""
+    """Return True if the difference in --warmup_steps changes no learning rate from this step on."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
         constant
@@ -348,10 +367,11 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# Differences that repeat others, or change nothing.
+# For each entry, a function that returns True if a difference changes nothing, or if another line reports it.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # Matters only if both runs have a cosine schedule. If one has, the line on the schedule reports it.
+    # The last step matters only if both runs have a cosine schedule. If one run has, the line on the schedule reports
+    # it.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
@@ -372,7 +392,7 @@ def _called(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a user would write it, in one line."""
+    """Return a value as a user would write it, on one line."""
     if isinstance(value, list):
         value = " ".join(_shown(item) for item in value)
     text = "none" if value in (None, "") else str(value)
@@ -383,8 +403,10 @@ CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
 def write_config(spec: RunSpecification) -> None:
-    """Add this start to the run's config.json, and write config.yaml, which repeats it (--config). Both files are
-    complete at every moment. Call it on one rank. Raises OSError."""
+    """Add this start to the run's config.json, and write config.yaml, which --config reads to repeat the run.
+
+    Both files are replaced atomically. Call on one rank. Raises OSError.
+    """
     path, start = spec.folder / CONFIG, describe_start(spec)
     starts = _earlier_starts(path, spec.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
@@ -401,7 +423,8 @@ def write_config(spec: RunSpecification) -> None:
 
 
 def describe_start(spec: RunSpecification) -> dict[str, Any]:
-    """Describe a start of a run: time, machine, versions, flags, first step, and changes since the last start."""
+    """Return the entry of a start in config.json: time, machine, versions, flags, first step, changes since the
+    checkpoint."""
     flags, found = spec.flags, spec.fingerprint
     return {
         "time": _iso(datetime.now(timezone.utc).timestamp()),
@@ -419,10 +442,13 @@ def describe_start(spec: RunSpecification) -> dict[str, Any]:
 
 
 def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the starts in a config.json; an old one without a list of them is itself a start."""
+    """Return the starts recorded in a config.json. An old file without a list of starts describes one start.
+
+    A damaged file is renamed, and a note is added to ``notes``.
+    """
     if not os.path.lexists(path):
         return []
-    from opendit.checkpoint.schema import RUN_CONFIG  # pydantic, for who reads a file
+    from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, which is needed only here
     from opendit.common.json_models import read_file
 
     try:

@@ -1,4 +1,4 @@
-"""The first values of a run's parameters, of which each rank takes its part."""
+"""The first values of a run's parameters."""
 
 from opendit.checkpoint.fill import DeviceReader
 from opendit.checkpoint.matched import MatchedTensors
@@ -13,8 +13,10 @@ from opendit.training.specification import RunSpecification
 
 
 def first_values(spec: RunSpecification, model: DiT) -> Values:
-    """Return the values that ``model``'s parameters begin with: initial ones, or those of --pretrained that fit. With
-    --lora this adds its matrices to the model."""
+    """Return the first values of ``model``'s parameters: initial values, or weights of --pretrained that fit.
+
+    With --lora this also adds the LoRA matrices to the model.
+    """
     seed = spec.flags.global_seed
     initial = InitialValues(model, seed)
     if spec.initial is None or spec.initial_config is None:

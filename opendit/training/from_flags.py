@@ -1,4 +1,7 @@
-"""Derive from the flags, without building anything: data, configuration, objective, steps and first weights."""
+"""Derive a run's data, model configuration, objective, number of steps and first weights from its flags.
+
+Nothing here builds the model.
+"""
 
 import json
 import math
@@ -46,8 +49,12 @@ from opendit.training.memory import Setup
 
 
 def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
-    """Open the data set of --data_path. seed: --global_seed by default. split: "train" or "test". Raises as
-    ``build_dataset``."""
+    """Open the data set of --data_path. Raises the same errors as ``build_dataset``.
+
+    Args:
+        seed: None for --global_seed.
+        split: "train" or "test".
+    """
     return build_dataset(
         flags.data_path,
         flags.image_size,
@@ -69,7 +76,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         tag_drop=flags.tag_drop,
         random_crop=flags.random_crop,
         vae=flags.vae,
-        # Random latents have the classes, or the captions, that the flags ask for.
+        # Only --data_path mock reads these: the flags set the classes or captions of its random latents.
         num_classes=flags.num_classes,
         text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
         max_text_tokens=flags.max_text_tokens,
@@ -77,8 +84,11 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
 
 
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
-    """Return the frame rate of the clips that a model of these data draws, and notes to print: --fps, or the rate of
-    the files (the median of several) divided by the interval. None for pictures, and if the files have no rate."""
+    """Return the frame rate of the clips that a model trained on this data set draws, and notes to print.
+
+    The rate is --fps if it is set, else the median frame rate of the files divided by --frame_interval. It is None for
+    pictures, and for files without a frame rate.
+    """
     rates = [] if not data.use_video or data.fps is not None else dataset.shapes().frame_rates()
     if not rates:
         return data.fps, []
@@ -92,11 +102,11 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 
 
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
-    """Split the data set of --data_path into what is trained on and what is validated on (None if nothing is).
+    """Return the training data set and the validation data set (None if the run does not validate).
 
     Raises:
-        ValueError, FileNotFoundError, DataError: --validate_path can't be read or has other samples than the model's,
-            or the held-out share leaves nothing to train on; the message names the flag.
+        ValueError, FileNotFoundError, DataError: --validate_path can't be read, or its samples differ in kind from the
+            training samples, or the held-out share leaves no samples to train on. The message names the flag.
     """
     if not flags.validates:
         return dataset, None
@@ -106,7 +116,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """Open the data set of --validate_path: its test split, if it has one."""
+    """Open the data set of --validate_path, or its test split if it has a test split."""
     path = flags.validate_path
     theirs = replace(flags, data_path=path, random_flip=False)
     try:
@@ -144,9 +154,10 @@ def _shown(value) -> str:
 
 
 def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with a text encoder if the data set has captions, and without one if it has classes, and notes.
+    """Set the caption flags to fit the data set; return the flags and notes to print.
 
-    Raises ValueError for flags of captions that don't fit the data set.
+    For a data set with captions, ``text_encoder`` is set. For a data set with classes, caption flags that come from a
+    recipe return to their defaults. Raises ValueError for caption flags that don't fit the data set.
     """
     path = flags.data_path
     about = dataset.describe()
@@ -169,8 +180,10 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
 
 
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
-    """Return how the model that a run continues (``resume``) or starts from takes captions; None if there is no such
-    model, or if its file is faulty, which a later check reports."""
+    """Return the caption settings of the model that the run resumes (``resume``) or starts from (--pretrained).
+
+    Return None if there is no such model, or if its file can't be read; a later check reports the faulty file.
+    """
     if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):
@@ -182,12 +195,15 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on captions that it cuts and on
-    empty ones. With another encoder, or none, the flags stay the same.
+    """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on cut and empty captions.
 
-    The length is --max_text_tokens if given; else that of ``keeps``, the weights that a run continues or starts from;
-    else one that fits the data (``fitting_tokens``). Rank 0 counts; call it on every rank of ``mesh``. Raises as
-    :func:`resolve_captions`.
+    The number of tokens is the first of these that exists: --max_text_tokens; the number in ``keeps``; a number that
+    fits the data (``fitting_tokens``). With another encoder, or without captions, the flags stay the same.
+
+    Call on every rank of ``mesh``; rank 0 counts the captions. Raises the same errors as :func:`resolve_captions`.
+
+    Args:
+        keeps: caption settings of the weights that the run resumes or starts from.
     """
     given = flags.max_text_tokens
     resolved, _ = resolve_captions(flags, dataset)
@@ -212,12 +228,12 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Return notes on captions that the encoder cuts (or has cut, if their embeddings are cached) and on empty ones.
+    """Return notes on captions that the encoder cuts (or cut when their embeddings were cached) and on empty captions.
 
     Args:
-        text: of the model.
-        encoder: a frozen one, if it is loaded.
-        name: how the notes begin.
+        text: the model's caption settings; None for a model of classes.
+        encoder: the frozen text encoder, if it is loaded.
+        name: the first words of each note.
     """
     if text is None or isinstance(dataset, MockDataset):
         return []
@@ -234,13 +250,13 @@ def caption_notes(
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model that is trained on a data set, with its objective.
+    """The model to train on a data set, and its objective.
 
     Attributes:
-        flags: with those of captions resolved.
-        config: of the newest revision; weights that the run starts from may be of an earlier one
-            (:func:`check_pretrained`).
-        vae: its name.
+        flags: the flags, with the caption flags resolved.
+        config: the model's configuration, in the newest revision. Weights that the run starts from may have an earlier
+            revision (:func:`check_pretrained`).
+        vae: the VAE's name.
     """
 
     flags: TrainConfig
@@ -250,13 +266,14 @@ class ModelPlan:
     notes: list[str]
 
 
-FORWARD_MODE = ("dit", "vdit")  # kinds of models whose operations all have forward-mode derivatives
+FORWARD_MODE = ("dit", "vdit")  # kinds of model in which every operation has a forward-mode derivative
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:
-    """Plan the model and its objective.
+    """Choose the model's configuration and its objective, and check them against the flags and the data set.
 
-    resume: the checkpoint that a run goes on from, of whose configuration a public model is built.
+    Args:
+        resume: the checkpoint to resume from, if any. A public model takes its configuration from this checkpoint.
 
     Raises:
         ValueError, OSError: sizes, conditions and options don't fit together; the message names the flag and the fix.
@@ -307,7 +324,8 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
 
 
 def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | None:
-    """Return what --repa aligns; None without it. Raises ValueError for data or an encoder that it can't do with."""
+    """Return the alignment settings of --repa; None without --repa. Raises ValueError for data or an encoder that
+    --repa can't use."""
     if flags.repa is None:
         return None
     if dataset.describe().kind != "pixels":
@@ -318,7 +336,7 @@ def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | N
 
 
 def lora_of(flags: StartFlags, base: str = "") -> Lora | None:
-    """Return the LoRA that the flags ask for, beside the weights of ``base``; None without one."""
+    """Return the LoRA settings of the flags; None without --lora. base: path of the weights that the LoRA adds to."""
     if flags.lora is None:
         return None
     return Lora(flags.lora, flags.lora_alpha or flags.lora, base, tuple(flags.lora_targets))
@@ -339,12 +357,14 @@ def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> N
 def _public_model(
     flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
-    """Return the configuration and the objective of a public model, of its weights at ``source``.
+    """Return the configuration and the objective of the public model whose weights lie at ``source``.
 
-    channels, size: of the data's latents. cached_tokens: of their captions' embeddings, 0 without any.
+    Args:
+        channels, size: channels and size of the data's latents.
+        cached_tokens: tokens of each cached caption embedding; 0 if no embeddings are cached.
 
     Raises:
-        ValueError: the weights are others, or the data's latents or captions don't fit them.
+        ValueError: the weights are not of a public model, or the data's latents or captions don't fit the model.
     """
     info = read_info(source)
     found = config_from_dict(info["config"]) if "config" in info else None
@@ -388,7 +408,10 @@ def _public_model(
 
 
 def _check_first_frames(flags: TrainConfig, dataset: MediaDataset) -> None:
-    """Raise ValueError for what a model of image to video, which encodes the first frame of every clip, can't do."""
+    """Raise ValueError for data or flags that an image-to-video model can't use.
+
+    Such a model encodes the first frame of every clip, so that it needs the clips themselves.
+    """
     if dataset.describe().kind == "latents" and not isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path {flags.data_path}: cached latents have no first frames, which {flags.model} is "
                          "given; train on the clips themselves")  # fmt: skip
@@ -398,7 +421,7 @@ def _check_first_frames(flags: TrainConfig, dataset: MediaDataset) -> None:
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
-    """Check that cached embeddings, if there are any, have a public model's shapes. Raises ValueError."""
+    """Raise ValueError if the cached caption embeddings don't have the shapes that a public model takes."""
     if about.empty_caption is None:
         return
     assert config.text is not None
@@ -413,8 +436,15 @@ def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Descripti
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
-    """Return --given_frames in latent frames, for clips of ``num_frames`` frames and ``latent`` latent ones. Raises
-    ValueError if the given frames do not fill latent ones."""
+    """Return --given_frames (``asked``) converted from frames to latent frames.
+
+    Args:
+        num_frames: frames of a clip.
+        latent: latent frames of a clip; None for pictures.
+
+    Raises:
+        ValueError: the given frames do not fill a whole number of latent frames.
+    """
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked
     count, temporal = cast(int, parse_given(asked)), (num_frames - 1) // max(1, latent - 1) or 1
@@ -430,8 +460,11 @@ def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str
 def check_pretrained(
     pretrained: str, model: str, config: DiTConfig, notes: list[str], mesh: Mesh = ALONE, resumed: bool = False
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
-    """Return the weights of --pretrained, still in their file; the configuration that they belong to; and the model's
-    configuration in their revision (unchanged for a run that is ``resumed``). Call it on every rank of ``mesh``.
+    """Find the weights of --pretrained and check that the model can start from them. Call on every rank of ``mesh``.
+
+    Returns:
+        The weights, not yet read from their file; the configuration of the model that they belong to; and ``config`` in
+        the revision of the weights (unchanged if the run is ``resumed``).
 
     Raises:
         ValueError, FileNotFoundError: there are no weights that this model can start from.
@@ -441,7 +474,7 @@ def check_pretrained(
         raise ValueError(
             f"--pretrained {pretrained}: holds what --lora adds to {weights.info['lora']['base']}; give that"
         )
-    # The configuration in the file; for Meta's files, by the shapes.
+    # Meta's files have no configuration; the shapes of the weights give one.
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
@@ -463,8 +496,11 @@ def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
 
 
 def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: MediaDataset | None = None) -> Setup:
-    """Return the settings for the memory estimate of a run on ``world`` GPUs, with all kernels available. dataset:
-    decides which encoders of a public model stay on the GPU."""
+    """Return the settings for the memory estimate of a run on ``world`` GPUs on which all kernels are available.
+
+    Args:
+        dataset: decides which encoders of a public model stay on the GPU; None counts no encoders.
+    """
     return Setup(
         encoders=0 if dataset is None else _encoders_of(flags, config, dataset),
         plugin=flags.plugin,
@@ -497,13 +533,15 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
 
 
 def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
-    """Return the bytes of a public model's text encoders, in bf16, and VAE, in fp32, that stay on every GPU. Those of
-    a folder that isn't there, in a dry run, are not counted."""
+    """Return the bytes that a public model's text encoders (bf16) and VAE (fp32) take on every GPU.
+
+    Encoders that stay on the GPU only are counted. A dry run may name a folder that does not exist; it counts as 0.
+    """
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
         return 0
     found, about = 0, dataset.describe()
     with suppress(OSError, ValueError):
-        # Of cached embeddings, grids are drawn with those of the cache.
+        # With cached embeddings, sample grids use embeddings from the cache and need no text encoder.
         if about.empty_caption is None or flags.evaluate_every > 0:
             found += text_encoder_bytes(Path(cast(str, flags.text_encoder)), family_of(config.family))
     with suppress(OSError, ValueError):
@@ -513,7 +551,8 @@ def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
-    """Return the model's condition, as an argument of model_config: num_classes or text."""
+    """Return the keyword argument of ``model_config`` that says what the model is conditioned on: num_classes or
+    text."""
     about = dataset.describe()
     if about.conditioning == "text":
         name, cached = cast(str, flags.text_encoder), about.text_encoder
@@ -526,8 +565,10 @@ def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
 
 
 def check_classes(num_classes: int | None, data_path: str, about: Description) -> None:
-    """Check that ``num_classes`` has a row for each label. Raises ValueError, which names a sample if one can be
-    found."""
+    """Raise ValueError if a label of the data set is not below ``num_classes``.
+
+    The message names a sample with such a label, if it can be found.
+    """
     if not num_classes or num_classes >= about.num_classes:
         return
     found = about.largest_label()
@@ -539,7 +580,7 @@ def check_classes(num_classes: int | None, data_path: str, about: Description) -
 
 
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
-    """Check that the VAE of --vae has latents of the shape of those of --data_path. Raises ValueError."""
+    """Raise ValueError if the latents of the VAE of --vae have another shape than the latents of --data_path."""
     theirs, downscale = video_geometry(data.vae, 3)[:2] if data.use_video else codec_geometry(data.vae, 3)
     if (theirs, data.image_size // downscale) != (channels, side):
         raise ValueError(
@@ -550,8 +591,8 @@ def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
 
 
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
-    """Return the VAE's name, latent channels, latent height and width, and latent frames. Raises ValueError if sizes
-    don't divide."""
+    """Return the VAE's name, the number of latent channels, the latent height and width, and the number of latent
+    frames (None for pictures). Raises ValueError if --image_size or --num_frames does not divide into patches."""
     patch, about = patch_size(flags.model), dataset.describe()
     if about.kind == "latents":
         channels, *frames, height, width = about.sample_shape

@@ -1,8 +1,8 @@
-"""The end of a run between two steps, on all ranks after the same one.
+"""End a run between two steps, after the same step on all ranks.
 
-SIGTERM, SIGINT and SIGUSR1 (which schedulers send before a time limit) finish the step, save, and end the run; so does
---max_hours. If data can't be read any more, the step that lacks them is left out, the run saves and ends with the
-error.
+After SIGTERM, SIGINT or SIGUSR1 (which schedulers send before a time limit), or when --max_hours is over, the run
+finishes its step, saves and ends. If a rank can't read its data any more, the run drops the current step, saves and
+ends with an error.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ _GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
 class NoData(DataError):
-    """A rank can't read its data; all ranks leave the step out."""
+    """A rank can't read its data, so that all ranks drop the current step."""
 
 
 class Interrupt:
-    """Notes the first of these signals; a second one ends the process at once, as if no handler were installed.
+    """Context manager that notes the first of the ``SIGNALS``. A second signal ends the process at once.
 
-    A context manager; use it in the main thread, on every rank. Ranks get their signals at different moments, so every
-    step asks all of them: :meth:`ask` before the optimizer's step, :meth:`answer` after it. The message goes over gloo
-    while the device computes; no GPU is read.
+    Use it in the main thread, on every rank. Ranks receive signals at different moments, so all ranks agree in every
+    step: call :meth:`ask` before the optimizer's step and :meth:`answer` after it. The ranks exchange messages over
+    gloo while the device computes, and the host does not wait for the device.
 
     Args:
-        hours: age of this process at which the run must have ended; it stops when another step, and then a save, would
-            take longer.
-        save_seconds: returns how long a save takes.
+        hours: age of this process at which the run must have ended. The run stops as soon as another step and a save
+            would take longer.
+        save_seconds: function that returns how long a save takes.
 
     Attributes:
         alone: True if there are no other ranks.
-        lost: the reason why this rank has no data for the current step, which it computes with others instead; the next
-            :meth:`ask` tells all ranks.
+        lost: the error if this rank could not read its data for the current step; an earlier batch replaces the data.
+            The next :meth:`ask` informs all ranks.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None, save_seconds: Callable[[], float] = lambda: 0.0):
@@ -55,7 +55,7 @@ class Interrupt:
         self._answer: Callable[[], int] | None = None
         self._asked_at, self._save_seconds = time.monotonic(), save_seconds
         self._deadline = None if hours is None else self._asked_at - process_seconds() + 3600 * hours
-        # torchrun forwards a Ctrl-C to its processes, which already got it from the terminal.
+        # torchrun forwards a Ctrl-C to its processes, which have already received it from the terminal.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
     def __enter__(self) -> "Interrupt":
@@ -66,16 +66,16 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is not None and self._mesh.world_size > 1:
-            # torchrun ends the other ranks once one has ended. This one must first report the error and close what it
-            # holds, for which the Supervisor gives it seconds.
+            # torchrun sends SIGTERM to the other ranks once a rank has ended. This rank must first report its error and
+            # close its files; the Supervisor limits the time for that.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:
         """Ask whether any rank got a signal or lacks data.
 
         Raises:
-            NoData: on all ranks if one lacks data. Its gradients are part of everybody's, so the optimizer's step must
-                wait for the answer.
+            NoData: raised on all ranks if any rank lacks data. The gradients of this rank are part of the sum, so the
+                optimizer's step must wait for the answers.
         """
         word = _HOURS_UP if self._out_of_time() else _GO_ON
         word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else word
@@ -84,8 +84,10 @@ class Interrupt:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Return True if, at the last :meth:`ask`, any rank had got a signal or the hours were up; the same on all
-        ranks."""
+        """Return True if any rank had received a signal, or the hours were over, at the last :meth:`ask`.
+
+        The answer is the same on all ranks.
+        """
         assert self._answer is not None, "ask first"
         return self._answer() in (_HOURS_UP, _STOP)
 
@@ -95,7 +97,7 @@ class Interrupt:
         return self._answer and {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(self._answer())
 
     def _out_of_time(self) -> bool:
-        """Return True if the run would exceed its hours by another step, as long as the last one, and a save."""
+        """Return True if another step (as long as the last one) and a save would exceed the run's hours."""
         now, before = time.monotonic(), self._asked_at
         self._asked_at = now
         if self._deadline is None or now + (now - before) + self._save_seconds() <= self._deadline:
@@ -105,7 +107,7 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved, before NoData is raised further. Collective."""
+        """Wait until all ranks have saved. Call before NoData is raised further. Collective."""
         self._channel.gather(None)  # all have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
@@ -117,8 +119,8 @@ class Interrupt:
             if self._mesh.local_rank == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
-                with contextlib.suppress(OSError, ValueError):  # the reader is gone
-                    os.write(sys.stderr.fileno(), text.encode())  # print may be in the middle of a line
+                with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                    os.write(sys.stderr.fileno(), text.encode())  # a print may be interrupted here
             if not self._echo:
                 self._hand_back()
         elif now - self._noted_at >= self._echo:
@@ -126,6 +128,6 @@ class Interrupt:
             os.kill(os.getpid(), number)
 
     def _hand_back(self) -> None:
-        """Restore the system's handlers: they work even where Python waits inside a collective."""
+        """Restore the system's default handlers, which work even while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)

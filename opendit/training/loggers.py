@@ -1,4 +1,4 @@
-"""Loggers beside log.jsonl: TensorBoard, Weights & Biases, MLflow."""
+"""Loggers in addition to log.jsonl: TensorBoard, Weights & Biases, MLflow."""
 
 import io
 import os
@@ -15,12 +15,13 @@ from opendit.common.safe_files import make_folder, write_whole
 
 
 class Board:
-    """Curves and pictures for TensorBoard, in an event file of this start.
+    """Writer of curves and pictures for TensorBoard, in a new event file for each start of a run.
 
     Args:
-        folder: of the event files.
-        first_step: what earlier starts wrote from this step on is hidden: it is about to be done again.
-        root: of :class:`RecordFile`.
+        folder: folder of the event files.
+        first_step: first step of this start. TensorBoard hides what earlier starts wrote for this step and later ones,
+            because this start does these steps again.
+        root: argument of :class:`RecordFile`.
     """
 
     def __init__(self, folder: Path, first_step: int, root: Path | None = None):
@@ -34,18 +35,21 @@ class Board:
 
     @property
     def complete(self) -> bool:
-        """True if something was written and nothing is lost or still waiting."""
+        """True if records were written, and no record is lost or still waits to be written."""
         return self._written and not self._file.waiting and not self._file.lost
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Write points of curves. Like all methods, raises OSError if they have to wait for the next ones."""
+        """Add one point to each named curve.
+
+        Like all methods, this raises OSError if the write fails; the points are then written with the next ones.
+        """
         Summary = _messages("summary").Summary
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
 
     def picture(self, tag: str, png: bytes, step: int) -> None:
-        """Write a PNG file of these bytes."""
+        """Write a picture. png: the bytes of a PNG file."""
         Summary = _messages("summary").Summary
-        width, height = struct.unpack(">II", png[16:24])  # of the header, the first chunk of every PNG
+        width, height = struct.unpack(">II", png[16:24])  # IHDR, the first chunk of every PNG
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
@@ -60,12 +64,12 @@ class Board:
 
 
 def _messages(of: str) -> Any:
-    """Return TensorBoard's protocol buffers, whose classes are made at their import."""
+    """Import a module of TensorBoard's protocol buffers. Its classes are created at import."""
     return import_module(f"tensorboard.compat.proto.{of}_pb2")
 
 
 def _record(data: bytes) -> bytes:
-    """Return a TFRecord: length and data, each with its masked CRC."""
+    """Return a TFRecord: the length and the data, each followed by its masked CRC."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     written = []
@@ -81,13 +85,18 @@ PROJECT = "opendit"
 
 
 class RunLogger(ABC):
-    """Takes what TensorBoard takes. All methods may raise whatever the library raises."""
+    """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the library."""
 
-    where: str  # what to do to see it, in one line
+    where: str  # how to view the log, in one line
 
     @abstractmethod
     def __init__(self, folder: Path, config: dict[str, Any]):
-        """folder: of the run, which may have been logged before; a resumed run continues there. config: its flags."""
+        """Start or continue the log of a run.
+
+        Args:
+            folder: the run's folder. A resumed run continues the log that this folder names.
+            config: the run's flags.
+        """
 
     @abstractmethod
     def scalars(self, values: dict[str, float], step: int) -> None: ...
@@ -100,17 +109,20 @@ class RunLogger(ABC):
 
 
 class WandbLogger(RunLogger):
-    """Weights & Biases: files under the run's folder, unless WANDB_MODE is set. WANDB_PROJECT names the project."""
+    """Logger for Weights & Biases. It writes files under the run's folder unless WANDB_MODE is set.
+
+    WANDB_PROJECT names the project.
+    """
 
     def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would report crashes of the library itself
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports
         import wandb  # pyright: ignore[reportMissingImports]  # who wants it installs it
 
         self._wandb = wandb
         known = folder / "wandb" / "run_id"
-        make_folder(known.parent, root=folder)  # wandb itself would follow a link there
+        make_folder(known.parent, root=folder)  # wandb itself would follow a symbolic link
         run_id = known.read_text().strip() if known.is_file() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -120,10 +132,10 @@ class WandbLogger(RunLogger):
             resume="allow",
             dir=str(folder),
             config=config,
-            settings=wandb.Settings(console="off", silent=True),  # the output has a progress bar
+            settings=wandb.Settings(console="off", silent=True),  # leave the progress bar alone
         )
         write_whole(known, self._run.id.encode(), root=folder)
-        # By a column of their own, steps may be logged again after a resume from an earlier one.
+        # With a separate "step" metric, a run that resumes from an earlier step may log steps again.
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
 
@@ -138,11 +150,13 @@ class WandbLogger(RunLogger):
 
 
 class MlflowLogger(RunLogger):
-    """MLflow: a database beside the run folders, unless MLFLOW_TRACKING_URI is set. MLFLOW_EXPERIMENT_NAME names the
-    experiment."""
+    """Logger for MLflow. It writes a database next to the run folders unless MLFLOW_TRACKING_URI is set.
+
+    MLFLOW_EXPERIMENT_NAME names the experiment.
+    """
 
     def __init__(self, folder: Path, config: dict[str, Any]):
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers how it is used
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to its makers
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # who wants it installs it
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
@@ -151,14 +165,14 @@ class MlflowLogger(RunLogger):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or own
         self._client = MlflowClient(tracking_uri=uri)
         self._run_id = self._find(folder, None if uri != own else (outputs / "mlartifacts").as_uri())
-        known = self._client.get_run(self._run_id).data.params  # which can't be changed
+        known = self._client.get_run(self._run_id).data.params  # logged parameters can't be changed
         params = [Param(name, str(value)[:500]) for name, value in config.items() if name not in known]
-        for first in range(0, len(params), 100):  # as many as one call takes
+        for first in range(0, len(params), 100):  # one call takes at most 100
             self._client.log_batch(self._run_id, params=params[first : first + 100])
         self.where = f"mlflow ui --backend-store-uri {uri}"
 
     def _find(self, folder: Path, artifacts: str | None) -> str:
-        """Return the MLflow run of this folder; create it if there is none."""
+        """Return the id of the MLflow run of this folder. Create the MLflow run if there is none."""
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)

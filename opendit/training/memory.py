@@ -42,7 +42,7 @@ GIB = 2**30
 # Share of a card's memory to plan with; the rest is for a CUDA context, NCCL and fragmentation. A rule of thumb.
 USABLE = 0.94
 WEIGHTS_SHARDED = ("gemini", "fsdp")
-LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS, cuDNN and other libraries: the rest of measured peaks at batch 0
+LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS, cuDNN and other libraries, fitted to measured peaks at batch 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Setup:
         trained: LoRA's weights that a pipeline's stage has.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay beside the model.
-        muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
+        muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment. None for AdamW.
         eight_bits: AdamW's moments are kept in 8 bits.
 
     Attention needs no entry. All of torch's kernels but ``math`` keep q, k, v, the output and one number for each row
@@ -146,10 +146,14 @@ class Estimate:
 
     Attributes:
         states: bytes that are always allocated, by name.
-        activations: bytes held when the backward pass begins.
-        gradients: held then and when the pass has ended, unless they are among the states; and gathered weights.
-        last_block: bytes that its first block, the last to run backward, needs beside the gradients at the end.
-        host: states by name that lie in host memory instead. ``total`` is the device's peak, ``host_total`` the host's.
+        activations: bytes of activations when the backward pass begins.
+        gradients, gradients_at_the_end: bytes of gradients when the backward pass begins and ends, unless ``states``
+            contains them.
+        gathered, gathered_at_the_end: bytes of gathered weights when the backward pass begins and ends.
+        last_block: bytes that the model's first block, the last one in the backward pass, needs in addition to the
+            gradients at the end.
+        host: bytes of the states that are in host memory instead, by name. ``total`` is the peak of the device,
+            ``host_total`` that of the host.
     """
 
     states: dict[str, float]
@@ -163,7 +167,7 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes beside the states at the peak, which is at the beginning or the end of the backward pass."""
+        """Bytes needed in addition to the states at the peak, which is at the beginning or end of the backward pass."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {
             "activations": self.last_block,
@@ -206,7 +210,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     fp32 = 4 * trained
     share = fp32 / ranks
     averages = setup.averages * share  # sharded under every plugin
-    if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
+    if setup.plugin == "ddp":  # every rank has all gradients; they are views of DDP's permanent buckets
         numbers, stored, _ = stored_weights(config, setup)
         states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
         states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
@@ -217,7 +221,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.plugin == "gemini":  # gradients overwrite the weights in their chunks, unless they are accumulated
         gradients = gradients if setup.accumulate else 0
     others, block = _activations(config, setup, batch)
-    own = gradients * held_counts(config, setup)[1] / model  # of the block, which its backward pass makes
+    own = gradients * held_counts(config, setup)[1] / model  # gradients that the block's backward pass makes
     last = max(0, block - own)
     needs = Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
     return _streamed(needs, config, setup)
@@ -231,7 +235,8 @@ def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
 
 
 def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
-    """Return the number of weights that --base_precision stores, their bytes, and the number of the largest one."""
+    """Return the number of weights that --base_precision stores, their bytes, and the number of weights of the largest
+    tensor."""
     return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
 
 
@@ -243,7 +248,7 @@ def saved(config: DiTConfig, setup: Setup) -> int:
 
 @functools.cache
 def matrix_count(config: DiTConfig) -> int:
-    """Count the weights of a model's matrices that Muon steps."""
+    """Count the weights of the matrices that Muon updates."""
     shapes, _ = model_shapes(config)
     return sum(math.prod(shapes[name]) for name in matrix_rows(config))
 
@@ -268,12 +273,13 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
         needs,
         states=needs.states | {"moments": moments},
         gradients_at_the_end=needs.gradients_at_the_end + step,
-        last_block=max(0, needs.last_block - step),  # its activations are freed by then
+        last_block=max(0, needs.last_block - step),  # the step runs after the block's activations are freed
     )
 
 
 def in_eight_bits(setup: Setup) -> Setup:
-    """Return a setup with its moments in 8 bits, if all weights are trained by AdamW and it can keep them so."""
+    """Return the setup with AdamW's moments in 8 bits, or unchanged if plugin, optimizer, --offload or LoRA prevent
+    that."""
     possible = setup.plugin != "gemini" and setup.muon is None and setup.offload != "state" and setup.lora is None
     return replace(setup, eight_bits=True) if possible else setup
 
@@ -294,7 +300,10 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return the parameters of the model, and of one block, that a rank has (its part of those that ranks divide)."""
+    """Return the numbers of parameters of the model and of one block that a rank holds.
+
+    Of parameters that tensor parallelism divides, only the rank's part counts.
+    """
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
         model, block = held_parameters(config, setup.tensor_parallel)
@@ -303,9 +312,14 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple[range, ...] | None = None) -> int:
-    """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds. If the ranks divide a layer's inputs,
-    each holds a part of A and all of B. If they divide its outputs, each holds all of A and a part of B. blocks: count
-    only these blocks."""
+    """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds.
+
+    If the ranks divide a layer's inputs, each holds a part of A and all of B. If they divide its outputs, each holds
+    all of A and a part of B.
+
+    Args:
+        blocks: count only these blocks; None for all.
+    """
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
         if blocks is not None and not any(int(name.split(".")[1]) in own for own in blocks):
@@ -320,7 +334,7 @@ def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple
 
 
 def trained_count(config: DiTConfig, setup: Setup) -> int:
-    """Return the trained parameters that a rank has (its part of those that ranks divide)."""
+    """Return the number of trained parameters that a rank holds, as :func:`held_counts` counts them."""
     if setup.lora is None:
         return held_counts(config, setup)[0]
     if setup.trained is not None:
@@ -328,18 +342,18 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Blocks (with their modulations) that fsdp holds gathered at once if each is freed after its use: the one that
-# computes,
-# the next one, which is being gathered, and the buffer that it is copied from.
+# Blocks (with their modulations) that fsdp holds gathered at once if each is freed after its use: the current block,
+# the next block (being gathered), and the buffer from which the next block is copied.
 GATHERED = 3
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate FSDP2.
+    """Estimate the memory of FSDP2.
 
     A rank holds fp32 shards of weights, gradients, moments and averages, the whole weights of gathered units, the whole
     gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that is
-    gathered in float8 takes one byte in the gathered unit and one more in its shard."""
+    gathered in float8 takes one byte in the gathered unit and one more byte in its shard.
+    """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
@@ -347,22 +361,22 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     share, (others, last_block) = 4 * trained / ranks, _activations(config, setup, batch)
     activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
+    if setup.alike == 1:  # nothing is sharded: weights in the forward pass's precision, and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
-        last_block = max(0, last_block - size * trained * block / model)  # its gradients do not exist yet
+        last_block = max(0, last_block - size * trained * block / model)  # the block's gradients do not exist yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    # Experts that ranks divide are not part of a block's unit; each rank's own stay until the backward pass.
+    # Experts that ranks divide are not part of a block's unit. Each rank keeps its own experts until the backward pass.
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
     kept = size * own * (1 if setup.recomputes_blocks else config.depth)
     trained_block = (block + own) * trained / (trained + frozen)
-    if setup.accumulate and setup.keep_gradients:  # reduced after the last backward pass has used them
+    if setup.accumulate and setup.keep_gradients:  # reduced after the last micro-batch
         before = after = reduced * trained + size * trained_block
     else:
         transient = (size + reduced) * trained_block + size * outside
@@ -379,13 +393,13 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
 
 
-RING = 48 << 20  # bytes of the ring buffer through which both moments pass
+RING = 48 << 20  # bytes of the ring buffer through which both moments are copied
 OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
 
 
 @functools.cache
 def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
-    """Return the bytes of every block's weights, stored as --base_precision says."""
+    """Return the bytes of each block's weights as stored with --base_precision ``kind``."""
     found = [0] * config.depth
     for name, shape in model_shapes(config)[0].items():
         if name.startswith("blocks."):
@@ -405,12 +419,13 @@ def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> int:
-    """Return the bytes of the blocks that --offload keeps in host memory, or of ``count`` blocks."""
+    """Return the bytes of the blocks that --offload keeps in host memory. count: number of blocks instead of
+    --offload's."""
     return _of_streamed(config, setup if count is None else replace(setup, offload=f"{BLOCKS}:{count}"))[0]
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
-    """Count the blocks that --offload keeps in host memory there, and not on the device."""
+    """Move the blocks that --offload keeps in host memory from the device's bytes to the host's bytes."""
     host, ring = _of_streamed(config, setup)
     if not host:
         return needs
@@ -419,7 +434,7 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    """Count the states that --offload keeps in host memory there, and not on the device."""
+    """Move the states that --offload keeps in host memory from the device's bytes to the host's bytes."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
@@ -427,9 +442,10 @@ def _offloaded(needs: Estimate, offload: str) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Resolve the "auto" settings of fsdp to those with the least traffic that fit ``capacity`` bytes (None: no bound).
+    """Replace the "auto" settings of fsdp by the values with the least traffic that fit ``capacity`` bytes.
 
-    Keeping weights gathered is preferred to keeping whole gradients."""
+    Keeping weights gathered is preferred to keeping whole gradients. If ``capacity`` is None, everything fits.
+    """
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -455,7 +471,7 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 
 def block_float8(config: DiTConfig, setup: Setup) -> float:
-    """Return the weights of a block that are read in float8, and the bytes that they take in it."""
+    """Return the number of weights of a block that are read in float8, which is also their number of bytes."""
     return plan_of(config).kept(config, setup.execution).weights
 
 
@@ -473,16 +489,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
         _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
         tokens *= setup.sequence_parallel
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
-    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's part of a sum for it
+    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's summand of a sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # (under LoRA they are cast once, and take as many bytes)
+        block += kept.weights  # (with LoRA the weights are cast once, and take the same bytes)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if kept_blocks < config.depth:  # every block's input and modulation, and all of one block
+    if kept_blocks < config.depth:  # a recomputed block keeps its input and modulation
         given = unit + size * batch * config.modulation_width
-        if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
+        if setup.recompute == BUT_ATTENTION:  # and attention's outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
     else:
@@ -551,7 +567,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
-    """Describe the parts of an estimate in words; on a GPU they are its total."""
+    """Describe the parts of an estimate in words. On a GPU they add up to its total."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
@@ -561,10 +577,11 @@ def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
 
 
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
-    """Return the line that train.py prints before it builds. ``capacity``: bytes of the card, None on a CPU."""
+    """Return the line on memory that train.py prints before it builds the model. capacity: bytes of the GPU; None on a
+    CPU."""
     settled = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     needs = estimate(config, settled, batch)
-    if capacity is None:  # nothing is staged where kernels don't run
+    if capacity is None:  # a CPU run has no ring buffer
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
@@ -586,8 +603,10 @@ if TYPE_CHECKING:
 
 
 def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
-    """Return the model and the training setup of every rank of a pipeline. A rank has the layers of its own stages, and
-    the activations of all micro-batches that it holds at once."""
+    """Return the part of the model and the setup of every rank of a pipeline.
+
+    A rank holds the layers of its own stages, and the activations of all micro-batches that are in flight at once.
+    """
     ranks, found = setup.pipeline_parallel, []
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
@@ -607,7 +626,7 @@ def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Se
 
 @functools.cache
 def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel: int) -> int:
-    """Count the parameters, outside of the blocks, that a rank of a pipeline does not have."""
+    """Count the parameters outside the blocks that a rank of a pipeline does not hold."""
     (shapes, _), plan = model_shapes(config), plan_of(config)
     rules, absent = plan.rules(config), 0
     for name, shape in shapes.items():
@@ -622,8 +641,11 @@ USABLE_OF_A_HOST = 0.8
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Return the memory of this machine in bytes, or that of this process's container (control group) if that is less.
-    root: of the file system."""
+    """Return the bytes of memory of this machine, or of this process's container (control group) if it has less.
+
+    Args:
+        root: root of the file system.
+    """
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # the file is missing or not in Linux's format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -636,16 +658,16 @@ def host_memory(root: Path = Path("/")) -> int:
                 continue
             inside = PurePosixPath(path.lstrip("/"))
             for folder in (inside, *inside.parents):  # a container may see its own group as the root
-                with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+                with contextlib.suppress(OSError, ValueError):  # no such file, or the value "max"
                     found.append(int((base / folder / name).read_text()))
     return min(found)
 
 
 def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
-    """Check that ``ranks`` processes that train on this machine's CPUs fit its memory.
+    """Check that ``ranks`` processes that train on this machine's CPUs fit into its memory.
 
     Raises:
-        ValueError: they do not; Linux would end them without a message.
+        ValueError: they do not fit. Linux would kill the processes without a message.
     """
     needs = estimate(config, setup, batch)
     needed, there = ranks * (needs.total + needs.host_total), host_memory()
@@ -657,7 +679,7 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 
 
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of a rank's buffer for saves; the ranks share masters, averages and moments evenly."""
+    """Return the bytes of a rank's buffer for saves. The ranks share masters, averages and moments evenly."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
     squares = trained - (0 if setup.muon is None else matrix_count(config))
     return 4 * (trained * (2 + setup.averages) + squares) / setup.world
@@ -668,7 +690,7 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
 
     Args:
         ranks: processes on this machine.
-        saves: the run writes checkpoints.
+        saves: True if the run writes checkpoints.
 
     Raises:
         ValueError: they do not fit.

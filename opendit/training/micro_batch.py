@@ -1,4 +1,7 @@
-"""Micro-batches: samples of one size, or packs of samples of unequal size, and how batches become them."""
+"""Micro-batches on the device: samples of one size, or packs of samples of different sizes.
+
+The classes ``Latents`` and ``Packing`` make them from batches of the loader.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +31,12 @@ class MicroBatch(NamedTuple):
     Attributes:
         x0, noise: latents and their noise, (B, C, ...) fp32.
         t: (B,) times, as the objective draws them.
-        condition: of the B samples.
-        given: mask and latents (B, 1 + C, T, H, W) of the frames that a model is given; see
-            opendit/models/given_frames.py.
-        in_place: the model takes them in their places, and has no loss on them.
-        kept: (B, n) int64, the tokens that routed blocks see (opendit/models/token_routing.py); None: all.
-        alignment: what tokens are aligned with (opendit/models/alignment.py); None: nothing.
+        condition: condition of the B samples.
+        given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/given_frames.py. None
+            without conditioning frames.
+        in_place: True if the conditioning frames replace frames of x_t. Frames that are replaced have no loss.
+        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None for all.
+        alignment: features that tokens are aligned with (opendit/models/alignment.py); None without alignment.
     """
 
     x0: Tensor
@@ -46,7 +49,7 @@ class MicroBatch(NamedTuple):
     alignment: Alignment | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, in the same order for every micro-batch of a run."""
+        """Return all tensors of the micro-batch, in the same order for every micro-batch of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         features = None if self.alignment is None else self.alignment.features
@@ -63,13 +66,15 @@ class MicroBatch(NamedTuple):
         return self.t
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Return the arguments of the network for noised rows x_t and the times (B,) that it is told of them."""
+        """Return the positional and keyword arguments of the network for noised samples x_t at the network's times
+        (B,)."""
         more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
         more |= {} if self.alignment is None else {"aligned": True}
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
-        """Return the times that the network is told, (B,), or (B, T) for every frame, of those of the samples (B,)."""
+        """Return the times that the network takes: ``timestep`` (B,), or (B, T) times of each frame if frames are given
+        in place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
@@ -79,17 +84,20 @@ class MicroBatch(NamedTuple):
             return objective.loss(output, prepared) + self.alignment.losses(projected)
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
-        # Their x0 and noise are equal, and so their target is 0: with an output of 0 they add nothing to the mean.
+        # Frames given in place have x0 = noise, so their target is 0. With the output set to 0 they add nothing to the
+        # mean.
         drawn = 1 - self.given[:, :1]
         return objective.loss(output * drawn, prepared) / drawn.flatten(1).mean(1)
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Return the micro-batch's loss, 0-dim, of the losses of its samples."""
+        """Return the micro-batch's loss, 0-dim: the mean of the samples' losses."""
         return losses.mean()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the samples in whose part of the bool tensor ``marked`` an element is True; all samples if the tensor
-        is not laid out by samples."""
+        """Return the indices of the samples that have a True element in the bool tensor ``marked``.
+
+        Return all indices if the first dimension of ``marked`` is not a multiple of the number of samples.
+        """
         count = len(self.x0)
         if marked.dim() == 0 or marked.shape[0] % count:
             return list(range(count))
@@ -107,13 +115,16 @@ class MicroBatch(NamedTuple):
         kept: Tensor | None = None,
         alignment: Alignment | None = None,
     ) -> "MicroBatch":
-        """Make a micro-batch. Frames that are given in place get no noise."""
+        """Make a micro-batch. For conditioning frames that are given in place, noise is x0, so that x_t is x0."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
         return cls(x0, t, noise, condition, given, in_place, kept, alignment)
 
     def clone(self) -> "MicroBatch":
-        """Copy all tensors. Captions are full or, if one is padded, of any lengths."""
+        """Return a copy of the micro-batch with all tensors copied.
+
+        The copy's captions count as full (not padded) only if all captions of this micro-batch are full.
+        """
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
         kept = None if self.kept is None else y.pop()
@@ -126,15 +137,15 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Packs on the device, as a single sequence of tokens (opendit/models/segments.py).
+    """Packs on the device, as a single sequence of N tokens with S segments (opendit/models/segments.py).
 
     Attributes:
-        x0, noise: patches (N, C, *patch) fp32.
-        t: (S,) times of the S segments.
-        condition: of the S segments.
-        shares: (S,) fp32, each segment's share of the loss; the mean over all micro-batches and ranks of a step is then
-            the mean over the step's samples.
-        given: patches (N, 1 + C, *patch) of the frames that a model is given.
+        x0, noise: (N, C, *patch) fp32 patches.
+        t: (S,) times of the segments.
+        condition: condition of the S segments.
+        shares: (S,) fp32 weight of each segment in the loss. With these weights the mean loss over all micro-batches
+            and ranks of a step is the mean over the step's samples.
+        given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
     """
 
     x0: Tensor
@@ -151,16 +162,16 @@ class PackedMicroBatch:
 
     @property
     def row_times(self) -> Tensor:
-        """The time of each token, (N,): to the objective a token is a sample at its segment's time."""
+        """The time of each token, (N,). The objective treats each token as a sample at the time of its segment."""
         return self.t[self._placed.sample_of_row]
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Return the arguments of the network, which is told one time for each segment, (S,)."""
+        """Return the positional and keyword arguments of the network, which takes one time for each segment, (S,)."""
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
         return inputs, {"y": self.condition, "segments": self.segments}
 
     def losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the loss of each segment, (S,): a sample's loss is the mean over its tokens."""
+        """Return the loss of each segment, (S,): the mean over the segment's tokens."""
         return segment_means(objective.loss(output, prepared), self.segments)
 
     def mean(self, losses: Tensor) -> Tensor:
@@ -168,7 +179,10 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the marked samples of tensors by token or by segment; see :class:`MicroBatch`."""
+        """Return the indices of the samples that have a True element in ``marked``, a tensor by token or by segment.
+
+        Return all indices for a tensor of another layout.
+        """
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]
@@ -184,10 +198,12 @@ def _rows_of(marked: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Encodes pixels, or samples cached moments; the VAE's noise is keyed by (seed, step, sample).
+    """Function that makes latents: it encodes pixels, or samples from cached moments.
+
+    The VAE's noise is keyed by (seed, step, sample).
 
     Args:
-        codec: the VAE, or the one that passes pixels through; not used on cached latents.
+        codec: the VAE, or the codec that passes pixels through. Not used on cached latents.
         cached: scaling factor and shift of a data set of cached latents; None for pixels.
         sampled: True if the codec returns the moments of a distribution.
     """
@@ -201,7 +217,7 @@ class Latents:
         """Return latents (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
 
         Args:
-            x: (B, ...) items of the data set on the device.
+            x: (B, ...) pixels or cached moments of the data set, on the device.
             index: (B,) positions in the global batch.
         """
         if self.cached is not None:
@@ -211,12 +227,16 @@ class Latents:
         if not self.sampled:
             return codec.encode(x, None)
         moments = codec.moments(x)
-        # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
+        # A VAE on a CPU may return channels_last. The backward pass of Gemini's sharded convolution crashes on that
+        # layout.
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def of_first_frames(self, pixels: Tensor) -> Tensor:
-        """Return the mask and the latents, without noise, of clips (B, 3, T, H, W) that are made grey after their first
-        frame; see :func:`give_beside`."""
+        """Encode the first frames of clips (B, 3, T, H, W) as conditioning of an image-to-video model.
+
+        The frames after the first one are replaced by grey. Return the mask and the latents, encoded without noise; see
+        :func:`give_beside`.
+        """
         codec, grey = self.codec, torch.zeros_like(pixels)
         assert codec is not None, "a run on pixels has one"
         grey[:, :, 0] = pixels[:, :, 0]
@@ -229,7 +249,7 @@ class Latents:
 
 
 class SampleInputs(Protocol):
-    """Makes the inputs of samples of one shape; ``Inputs`` of train.py does, whose methods say more."""
+    """Interface for making the inputs of samples of one shape. ``Inputs`` of train.py implements and documents it."""
 
     @property
     def objective(self) -> Objective: ...
@@ -245,12 +265,12 @@ class SampleInputs(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """The settings of a run's packs.
+    """Settings of a run's packs.
 
     Args:
-        patch: of the model.
-        tokens: of a micro-batch, which is one sequence.
-        micro_batches: of a step, over all ranks that have different samples.
+        patch: the model's patch size.
+        tokens: number of tokens of a micro-batch, which is one sequence.
+        micro_batches: number of micro-batches of a step, over all data-parallel ranks.
     """
 
     patch: tuple[int, ...]
@@ -258,10 +278,10 @@ class Packing:
     micro_batches: int
 
     def micro_batch(self, inputs: SampleInputs, batch: Batch, index: Tensor) -> PackedMicroBatch:
-        """Make a batch, a tuple of tensors each of its own shape, one sequence of packs on the device.
+        """Turn a batch, a tuple of tensors of different shapes, into one sequence of packs on the device.
 
         Args:
-            index: (S,) the samples' positions in the global batch, on the device.
+            index: (S,) positions of the samples in the global batch, on the device.
         """
         samples, x0, noise, given = cast(tuple[Tensor, ...], batch.x), [], [], []
         for part in same_size(samples):
@@ -282,31 +302,36 @@ class Packing:
         )
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
-        """Return the segments of a pack of latents of these sizes."""
+        """Return the segments of a sequence of packed latents of these sizes."""
         return Segments.of(list(sizes), self.patch, self.tokens)
 
     def patches(self, latents: Sequence[Tensor]) -> Tensor:
-        """Return latents as (tokens, C, *patch), with zeros at the end. Each group (k, C, ...) holds neighbours of one
-        size."""
+        """Return latents as patches (tokens, C, *patch), padded with zeros at the end.
+
+        Args:
+            latents: groups (k, C, ...) of consecutive samples of one size.
+        """
         found = [to_patches(group, self.patch).flatten(0, 1) for group in latents]
         left = self.tokens - sum(map(len, found))
         return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
 
     def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
-        """Return the share of each of ``samples`` segments in the micro-batch's loss, (S,) float32 on weights' device.
+        """Return the weight of each segment in the micro-batch's loss, (S,) float32 on the device of ``weights``.
 
-        The mean over ranks and micro-batches is then the mean over all samples of the step, however many a micro-batch
-        has.
+        With these weights the mean over ranks and micro-batches is the mean over all samples of the step, even if
+        micro-batches differ in their number of samples.
 
         Args:
-            weights: (S,) of the samples' losses, None for 1.
+            weights: (S,) weights of the samples' losses; None for 1.
+            samples: S.
+            segments_in_step: number of segments of the whole step.
         """
         weights = torch.ones(samples) if weights is None else weights.float()
         return weights * (self.micro_batches / segments_in_step)
 
 
 def same_size(samples: Sequence[Tensor]) -> list[slice]:
-    """Return slices of neighbours of one shape, which are handled together."""
+    """Return slices of consecutive samples of one shape."""
     found, first = [], 0
     for _, group in groupby(samples, key=lambda x: x.shape):
         count = sum(1 for _ in group)

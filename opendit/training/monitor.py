@@ -1,4 +1,4 @@
-"""Show a run: progress bar, log.jsonl, TensorBoard and other loggers, throughput, MFU and memory."""
+"""Log a run: progress bar, log.jsonl, TensorBoard and other loggers, throughput, MFU and memory."""
 
 import contextlib
 import json
@@ -19,25 +19,28 @@ from opendit.training.loggers import Board, RunLogger
 
 
 def allocation_retries() -> int:
-    """Return how often torch's allocator found no memory, freed what it kept for reuse, and tried again; the host waits
-    for the device each time. 0 without a GPU."""
+    """Return how often torch's allocator ran out of memory, freed its cached blocks and tried again; 0 without a GPU.
+
+    The host waits for the device each time.
+    """
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 class MemoryPressure:
-    """Reports once that every few steps wait for memory, if that continues after the first steps of a run.
+    """Detector of steps that wait for GPU memory. It reports once, if allocations are retried in ``LINES`` successive
+    calls of ``note``.
 
     Args:
-        retries: returns how often an allocation has been tried again in this process so far.
+        retries: function that returns how often this process has retried an allocation so far.
     """
 
-    LINES = 2  # in a row; in the first steps, or when a grid is drawn, a retry is normal
+    LINES = 2  # A single retry is normal in the first steps, or when a grid is drawn.
 
     def __init__(self, retries: Callable[[], int] = allocation_retries):
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """Return a note if memory is nearly full, else None. Call it after every ``steps`` steps."""
+        """Return a note if memory is nearly full, else None. Call after every ``steps`` steps."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:
@@ -55,7 +58,7 @@ class MemoryPressure:
 
 logger = logging.getLogger(__name__)
 
-# Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
+# Dense bf16/fp16 peaks of the tensor cores in FLOP/s, from the vendors' data sheets. Other GPUs get no MFU.
 PEAK_FLOPS = {
     "H200": 989.5e12,
     "H100 PCIe": 756e12,
@@ -69,7 +72,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak of one device in FLOP/s; None if it is unknown (CPUs, fp32, other GPUs)."""
+    """Return the peak of one device in FLOP/s; None if the peak is unknown (CPUs, fp32, other GPUs)."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -77,12 +80,12 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Logs a run; a context manager. Ranks other than 0 only take part in the sums.
+    """Context manager that logs a run. Ranks other than 0 write nothing; they only take part in sums over ranks.
 
     Args:
         folder: the run's folder.
-        failures: counts writes that the disk refuses, and errors of a logger's library.
-        loggers: constructors of further loggers, by name; they take what TensorBoard takes.
+        failures: counts failed writes and errors of a logger's library.
+        loggers: constructors of further loggers, by name. Each logger gets the same values as TensorBoard.
     """
 
     def __init__(
@@ -99,10 +102,10 @@ class Monitor:
         self.mesh = mesh
         self.peak = peak_flops(mesh.device, precision)
         self.data_wait = 0.0
-        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, and their number
+        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum and number of losses
         self._steps, self._since = 0, time.perf_counter()
         self._samples, self._bytes, self._flops = 0, 0, 0.0
-        self._peak_gib = 0.0  # of memory before the last drawing
+        self._peak_gib = 0.0  # peak of memory before the last drawing
         self._pressure = MemoryPressure()
         self._lines, self._last_step = 0, last_step
         self.last: dict[str, Any] = {}
@@ -125,30 +128,40 @@ class Monitor:
         self.close()
 
     def loader_wait(self, seconds: float) -> None:
-        """Add the time that the step waited for its batch."""
+        """Add the time that a step waited for its batch."""
         self.data_wait += seconds
 
     def count(self, samples: int, flops: float) -> None:
-        """Add samples of all ranks, and the FLOPs that this rank and those that share its samples spend on them."""
+        """Add the number of samples of all ranks, and the FLOPs of this rank's samples.
+
+        Ranks that share samples count the same FLOPs; the log divides by the number of such ranks.
+        """
         self._samples += samples
         self._flops += flops
 
     def count_bytes(self, count: int) -> None:
-        """Add the bytes that the samples of all ranks took of files and tars."""
+        """Add the number of bytes that all ranks read from files and tars for their samples."""
         self._bytes += count
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
-        """Add one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device; the host does not
-        wait."""
+        """Add one step's mean loss on this rank, unless the step was skipped. The host does not wait for the device.
+
+        Args:
+            loss: 0-dim, on the device.
+            finite: 0-dim bool on the device; False if the step was skipped.
+        """
         self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
 
     def forget_drawing(self, trained: float) -> None:
-        """Leave the memory of a drawing out of the run's peak. trained: ``allocated_gib()`` before the drawing.
+        """Exclude the memory of a drawing from the run's peak.
 
-        The peak is not simply measured again afterwards: a CUDA graph took its memory when it was recorded.
+        The earlier peak must be kept, because a CUDA graph allocates its memory only once, when it is recorded.
+
+        Args:
+            trained: ``allocated_gib()`` before the drawing.
         """
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
@@ -156,7 +169,8 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, really: bool = True) -> Iterator[None]:
-        """Exclude the block from training time, after waiting for the device. Does nothing if ``really`` is False."""
+        """Wait for the device, then exclude the time of the block from the training time. If not ``really``, do
+        nothing."""
         if not really:
             yield
             return
@@ -167,8 +181,11 @@ class Monitor:
         self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
-        """Write one line of the log. Its loss is the mean over all ranks and all steps since the last line that were
-        not skipped; null if all were."""
+        """Write one line of the log, and return its fields. Collective.
+
+        The loss is the mean over all ranks and over all steps since the last line that were not skipped. It is None if
+        all these steps were skipped.
+        """
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
         now = time.perf_counter()
@@ -192,7 +209,7 @@ class Monitor:
         }
         self._lines += 1
         if self.mesh.is_main:
-            if self._lines == 2 and step < self._last_step:  # the first line has the time of compiling and warming up
+            if self._lines == 2 and step < self._last_step:  # the first line's time includes compilation and warm-up
                 left, pace = self._last_step - step, (now - self._since) / self._steps
                 self.say(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
             with self.failures.survive("log.jsonl", step):
@@ -203,7 +220,7 @@ class Monitor:
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
             }
-            if flops >= 5e10:  # of a tiny model on a CPU it would be 0.0
+            if flops >= 5e10:  # a tiny model on a CPU would show 0.0
                 shown["TFLOP/s"] = f"{flops / 1e12:.1f}"
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
@@ -221,13 +238,13 @@ class Monitor:
             logger.info(text)
 
     def picture(self, path: Path, step: int, tag: str = "samples") -> None:
-        """Show a PNG file in TensorBoard and in the other loggers. Call it on rank 0."""
+        """Show a PNG file in TensorBoard and the other loggers. Call on rank 0."""
         for name, board in self.boards.items():
             with self._survive(name, step):
                 board.picture(tag, path.read_bytes(), step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Add points of curves to TensorBoard and the other loggers. Call it on rank 0."""
+        """Add one point to each named curve in TensorBoard and the other loggers. Call on rank 0."""
         for name, board in self.boards.items():
             with self._survive(name, step):
                 board.scalars(values, step)
@@ -243,7 +260,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Treat any error like ``failures.survive`` treats an OSError: other loggers may raise anything."""
+        """Treat any exception as ``failures.survive`` treats an OSError, because other loggers may raise anything."""
         with self.failures.survive(name, step):
             try:
                 yield
@@ -254,13 +271,15 @@ class Monitor:
 
 
 def describe_hours(seconds: float) -> str:
-    """describe_hours(9000) -> "about 2.5 hours"; below an hour, minutes."""
+    """Format a duration: 9000 -> "about 2.5 hours"; durations below an hour are in minutes."""
     return f"about {seconds / 3600:,.1f} hours" if seconds >= 3600 else f"about {max(1, round(seconds / 60))} min"
 
 
 def keep_up_to(log: Path, step: int) -> None:
-    """Drop an incomplete line, and the lines that a killed run logged after its last checkpoint, since the resumed run
-    writes them again. Raises OSError."""
+    """Remove an incomplete last line of the log, and all lines after ``step``. Raises OSError.
+
+    A killed run may have logged steps after its last checkpoint; the resumed run logs these steps again.
+    """
     refuse_links(log.parent, [log.name])
     if not log.is_file():
         return
@@ -268,7 +287,7 @@ def keep_up_to(log: Path, step: int) -> None:
     kept = [line for line in lines if line.endswith(b"\n") and _is_up_to(line, step)]
     if kept == lines[: len(kept)]:
         with open(open_to_append(log), "a+b") as file:
-            file.truncate(sum(map(len, kept)))  # which a full disk allows
+            file.truncate(sum(map(len, kept)))  # truncating works on a full disk
         return
     write_whole(log, b"".join(kept))
 
@@ -281,7 +300,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def allocated_gib() -> float:
-    """Return the peak of the memory that tensors took on this GPU in GiB; 0 without one."""
+    """Return the peak memory of tensors on this GPU in GiB; 0 without a GPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 

@@ -1,8 +1,8 @@
 """Run the micro-batches of a step over the stages of a pipeline.
 
-torch.distributed.pipelining is not used. At torch 2.11 its ``schedule.step(target=)`` splits one tensor, while the loss
-needs everything that the objective has prepared; and its stages call autograd themselves, while the engines' backward
-passes scale the loss and reduce gradients in buckets (zero2), or leave the reduction to the last pass (fsdp).
+torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
+tensor, but the loss needs everything that the objective has prepared. Its stages call autograd themselves, but the
+engines' backward passes scale the loss, and reduce gradients in buckets (zero2) or in the last pass only (fsdp).
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,13 +22,13 @@ from opendit.training.runners import Runner
 
 
 class PipelineRunner(Runner):
-    """Runs all micro-batches of a step by the schedule of the engine's model, which has ``stages``.
+    """Runner that runs the micro-batches of a step by a pipeline schedule. The engine's model has ``stages``.
 
-    Every rank of a pipeline gets the same micro-batches: each needs the times and conditions of all of them, the first
-    stage x_t, and the last one what the loss needs. So none of this is sent.
+    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. Every stage needs
+    the times and conditions, the first stage needs x_t, and the last stage needs the inputs of the loss.
 
     Args:
-        links: the messages to other stages; None to make them here, collectively over all ranks of the mesh.
+        links: connections to other stages. None to create them here, which is collective over all ranks of the mesh.
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -63,15 +63,15 @@ class PipelineRunner(Runner):
 
 
 class Passes:
-    """The passes of this rank's chunks over the micro-batches of a step.
+    """The passes of this rank's chunks of the model over the micro-batches of a step.
 
     Args:
-        number: of micro-batches.
-        last: the optimizer's step follows the last of them.
+        number: number of micro-batches.
+        last: True if the optimizer's step follows the last micro-batch.
 
     Attributes:
-        loss: the step's loss so far on the last stage, 0 on other ranks.
-        losses: of each micro-batch, on the last stage.
+        loss: the step's loss so far on the last stage; 0 on other ranks.
+        losses: losses of each micro-batch's samples, by the micro-batch's index, on the last stage.
     """
 
     def __init__(self, runner: PipelineRunner, micro_batches: Iterable[MicroBatch], number: int, last: bool = True):
@@ -79,14 +79,18 @@ class Passes:
         self._share, self._number, self._last = runner.micro_batches, number, last
         self._coming: Iterator[MicroBatch] = iter(micro_batches)
         self._given: list[tuple[MicroBatch, Prepared]] = []
-        # By chunk and micro-batch: the tokens that came in, and the autograd node of the output.
+        # For each (chunk, micro-batch): the input tokens, and the output's autograd node.
         self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._left = number * runner.stages.chunks  # backward passes
+        self._left = number * runner.stages.chunks  # number of backward passes left
         self.loss = torch.zeros((), device=runner.engine.mesh.device)
         self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
-        """Return a micro-batch, which is asked for when it is first needed. Raises ValueError if there is none."""
+        """Return a micro-batch by its index, and what the objective prepares for it. Fetch the micro-batch at first
+        use.
+
+        Raises ValueError if the step has too few micro-batches.
+        """
         while len(self._given) <= number:
             micro_batch = next(self._coming, None)
             if micro_batch is None:
@@ -102,12 +106,13 @@ class Passes:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        """Return what decides the number of tokens: the sizes of the latents and of the captions."""
+        """Return the sizes that decide the number of tokens of a micro-batch: sizes of the latents and of the
+        captions."""
         micro_batch = self._micro_batch(number)[0]
         return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
 
     def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
-        """Run one pass, as :func:`opendit.parallel.pipeline.executor.execute` asks for it."""
+        """Run one pass for :func:`opendit.parallel.pipeline.executor.execute`."""
         return self._forward(action, value) if action.forward else self._backward(action, value)
 
     def _forward(self, action: Action, tokens: Tensor | None) -> Tensor:
@@ -126,14 +131,14 @@ class Passes:
             result = root = losses.mean() / self._share
             self.loss += root.detach()
         elif torch.is_grad_enabled():
-            root = get_gradient_edge(output)  # the output itself is freed once it is sent
+            root = get_gradient_edge(output)  # keep the edge only, so that the output is freed once it is sent
         if torch.is_grad_enabled():
             self._roots[action.chunk, action.micro_batch] = tokens, root
         return result
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         tokens, root = self._roots.pop((action.chunk, action.micro_batch))
-        self._left -= 1  # the gradients of all chunks are complete with the last pass of all
+        self._left -= 1  # the last backward pass completes the gradients of all chunks
         with self._engine.micro_batch(last=self._last and not self._left):
             self._engine.backward(root, gradient)
         return None if tokens is None else tokens.grad

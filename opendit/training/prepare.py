@@ -70,7 +70,8 @@ from opendit.training.specification import (
     shape_samples,
 )
 
-# Errors of prepare(), and of the run after it, whose message is enough without a traceback.
+# Errors that a program reports by their message alone, without a traceback: errors of prepare(), and of the run after
+# prepare().
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
@@ -78,7 +79,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     """Check everything that can be wrong with a run, and load its data set and VAE.
 
     Args:
-        flags, notes: of ``TrainConfig.settled``.
+        flags, notes: the resolved flags and the notes of ``TrainConfig.resolve``.
 
     Raises:
         ValueError, OSError, DataError: the message names the flag and the fix.
@@ -126,7 +127,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(flags.lora))
-    # A LoRA checkpoint holds only the added layers; the base weights are read at every start.
+    # A LoRA checkpoint holds only the added layers, so every start reads the base weights.
     initial, initial_config = None, None
     if flags.pretrained and (flags.lora or not resume):
         initial, initial_config, config = check_pretrained(
@@ -138,16 +139,16 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
     codec = _codec(flags, dataset, vae, mesh, notes)
-    # Grids of a public model are drawn with the embeddings of the cache; its encoders may be larger than the model.
+    # Sample grids of a public model use cached embeddings, because its text encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
     conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn or bool(flags.sample_prompts))
     prompts = _prompts(flags, conditioner)
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
-        conditioner.encoder = None  # its memory is for the model
+        conditioner.encoder = None  # free its memory for the model
     if mesh.is_main:
         notes += everything.describe().notes
         encoder = getattr(conditioner, "encoder", None)
-        if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
+        if not (config.text and config.text.inside):  # fit_captions has counted captions of the bytes encoder
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
             notes += validated_apart.describe().notes
@@ -218,8 +219,13 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
-    """Return the warm-up of the averages. A resumed run keeps that of its checkpoint, whose fingerprint is ``stored``,
-    unless the command line turns it on or off."""
+    """Return the warm-up of the averages; 0 for none.
+
+    A resumed run keeps the warm-up of its checkpoint unless the command line turns warm-up on or off.
+
+    Args:
+        stored: the fingerprint of the checkpoint; None for a new run.
+    """
     if stored is None:
         return WARMUP if flags.ema_warmup else 0
     if "ema_warmup" not in flags.given:
@@ -228,22 +234,23 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 
 
 def make_deterministic() -> None:
-    """Choose operations that give the same bits in every run, on the same GPU and libraries (--deterministic).
+    """Make torch use operations that give the same bits in every run on the same GPU and libraries (--deterministic).
 
-    An operation without such a form raises RuntimeError. With ``warn_only`` torch's attention would warn, too, and add
-    up dq in any order. cuBLAS needs a workspace of fixed size, set before its first use.
+    An operation without a deterministic implementation raises RuntimeError. ``warn_only`` is not used, because torch's
+    attention would then sum dq in any order and only warn. cuBLAS needs a workspace of fixed size, which must be set
+    before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    memory: Any = torch.utils.deterministic  # the attribute is defined by the module's class
-    memory.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
+    memory: Any = torch.utils.deterministic  # the module's class defines the attribute
+    memory.fill_uninitialized_memory = False  # filling costs time, and nothing here reads uninitialized memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def _sequence(
     flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
-    """Choose how ranks share every sample; None if they do not."""
+    """Choose how ranks share every sample; return None without sequence parallelism."""
     parallel, keep_gathered = flags, flags.keep_gathered
     precision = flags.mixed_precision
     how = (parallel, flags.attention, precision)
@@ -257,7 +264,7 @@ def _sequence(
 
 
 def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Checkpoint | None:
-    """Return the checkpoint to resume, if any."""
+    """Return the checkpoint of --load; None without --load, or if "latest" finds no run."""
     resume = find_checkpoint(save.load, save.outputs, model, mesh) if save.load else None
     if save.load and resume is None:
         notes.append(f"--load latest: no run of {model} under {save.outputs}, starting afresh")
@@ -265,7 +272,7 @@ def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Ch
 
 
 def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
-    """Return the run's folder: that of the resumed run, or a new one."""
+    """Return the folder of the resumed run, or the path of a new run folder."""
     folder = resume.run if resume else None
     if folder is not None and save.save:
         check_writable(str(folder), f"--load {save.load}:")
@@ -277,7 +284,7 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
 
 
 def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
-    """Return the kernels of the run. stored: the attention of the checkpoint to resume."""
+    """Choose the kernels of the run. stored: attention kernel of the checkpoint to resume from, if any."""
     dtype = PRECISIONS[flags.mixed_precision]
     head_dim = config.hidden_size // config.num_heads
     packs = flags.pack_tokens is not None
@@ -286,7 +293,7 @@ def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | No
 
 
 def _why_not_compiled(asked: bool, plugin: str) -> str | None:
-    """Return why --compile is not done; None if it is."""
+    """Return the reason why blocks are not compiled; None if they are compiled."""
     if not asked:
         return "off (--compile is)"
     why = PLUGINS[plugin].ignores.get("compile")
@@ -308,11 +315,14 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Return rank 0's attention kernel on every rank; a resumed run takes the checkpoint's where it runs here.
+    """Choose the same attention kernel on every rank: the kernel of rank 0. Collective.
 
-    Kernels round differently: ranks would disagree, and a resumed run would leave its curve by a little.
-    --deterministic takes torch's FlashAttention, which can be told to be deterministic, and not cuDNN, which sums the
-    parts of dq in any order and which torch might choose by itself.
+    A resumed run uses the attention kernel of its checkpoint if this kernel runs on the current machine. Attention
+    kernels round differently, so ranks would otherwise disagree, and a resumed run would deviate a little from its loss
+    curve.
+
+    --deterministic uses torch's FlashAttention, which has a deterministic mode. It avoids cuDNN, which sums the parts
+    of dq in any order and which torch might choose by itself.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
@@ -333,9 +343,10 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """Return the VAE, or None if nothing needs it.
+    """Load the VAE; return None if nothing needs it.
 
-    If only sample grids need it and it can't be loaded, add the reason to ``notes`` and return None."""
+    If only sample grids need the VAE and it can't be loaded, add the reason to ``notes`` and return None.
+    """
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
@@ -345,8 +356,8 @@ def _codec(
     if isinstance(dataset, MockDataset):
         return None
     about = dataset.describe()
-    # fp16 keeps Stable Diffusion's VAE much nearer to fp32 than bf16 does (docs/log/2026-11-21-vae-precision.md). Those
-    # of public models are used in fp32, as their pipelines recommend.
+    # Stable Diffusion's VAE in fp16 is much nearer to fp32 than in bf16 (docs/log/2026-11-21-vae-precision.md). VAEs of
+    # public models run in fp32, as their pipelines recommend.
     half = mesh.device.type == "cuda" and not family_in(flags.model)
     dtype = torch.float16 if half else torch.float32
     load = load_video_codec if flags.use_video else load_codec
@@ -360,9 +371,11 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return the flags that would name the VAE and the text encoder of cached latents if only the cache's index names
-    them. An index may come from a stranger: unless the user has named them too, or they are well-known names, they are
-    not loaded."""
+    """Return flags for the VAE and text encoder of cached latents that only the cache's index names.
+
+    Such encoders are not loaded, because an index may come from a stranger. An encoder is loaded if the user names it
+    or if its name is well known. The flags returned, with their values, are those that the user would have to add.
+    """
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
         return []
@@ -377,7 +390,11 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
 def _conditioner(
     text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool
 ) -> Conditioner:
-    """Make the conditioner. Beside cached embeddings an encoder is needed only if other captions are ``drawn``."""
+    """Make the conditioner, with a text encoder only if one is needed.
+
+    Args:
+        drawn: True if samples are drawn for captions whose embeddings may not be cached.
+    """
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
     encoder, empty = None, None if config.text.inside else dataset.describe().empty_caption
@@ -393,7 +410,7 @@ def _conditioner(
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
         pictures = PictureTokens(Path(cast(str, text_encoder)), width, mesh.device) if width and not mock else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
-    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words
+    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no captions
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         name, longest = cast(str, text_encoder), config.text.max_tokens
         encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=longest)
@@ -401,7 +418,7 @@ def _conditioner(
 
 
 def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
-    """Return the flags with the LoRA of a resumed run, and the base that it is added to, where they are not given."""
+    """Set LoRA flags that are not on the command line to the LoRA settings and base weights of the resumed run."""
     stored = read_info(resume.model).get("lora") if resume else None
     if stored is None:
         if flags.lora is not None and flags.pretrained is None:
@@ -426,7 +443,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
 
 
 def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:
-    """Return the captions of --sample_prompts and their condition."""
+    """Return the captions of --sample_prompts and their condition; None if there are no captions to draw."""
     if not flags.sample_prompts or not isinstance(conditioner, CaptionConditioner):
         return None
     captions = read_prompts(flags.sample_prompts, "--sample_prompts")
@@ -436,7 +453,7 @@ def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], C
 def _lora(
     start: StartFlags, config: DiTConfig, initial: Weights | None, resume: Checkpoint | None, notes: list[str]
 ) -> Lora:
-    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has another rank, scale, or layers."""
+    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has another rank, alpha or other layers."""
     assert initial is not None, "--lora adds to --pretrained"
     lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
     if resume is not None:
@@ -447,7 +464,7 @@ def _lora(
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         with resume.open(resume.model.name) as tensors:
             trained = [name.removesuffix(A) for name in tensors if name.endswith(A)]
-        if gone := set(trained) - lora_layers(config, lora).keys():  # earlier versions trained those of bytes' encoder
+        if gone := set(trained) - lora_layers(config, lora).keys():  # earlier versions adapted the bytes encoder
             raise ValueError(
                 f"--load: {resume.folder} has LoRA at {min(gone)}, where none is trained now; start a new run, or draw "
                 "from it by sample.py"

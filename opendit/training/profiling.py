@@ -1,4 +1,4 @@
-"""Profile a few training steps (--profile): a trace, and a table of time by kind of work."""
+"""Profile a few training steps (--profile): write a trace, and a table of the time of each kind of work."""
 
 import gzip
 import logging
@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from opendit.common.records import WriteFailures
 from opendit.common.safe_files import replacing, write_whole
 
-WARMUP, STEPS = 8, 3  # steps before, of which the profiler warms up in the last two; recorded steps
+WARMUP, STEPS = 8, 3  # steps before the recording (the profiler warms up in the last two), and recorded steps
 
 logger = logging.getLogger(__name__)
 
-# Kinds of work by the names of kernels (on a GPU) or operators (on a CPU); the first match counts.
+# Kinds of work, and patterns of the names of their kernels (on a GPU) or operators (on a CPU). The first match counts.
 KINDS = (
     ("communication", r"nccl|c10d::|gloo|symm_mem"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn_generated"),
@@ -45,12 +45,17 @@ class Work(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work, of ``KINDS``, that a kernel or operator of this name does."""
+    """Return the kind of work (a key of ``KINDS``) of the kernel or operator ``name``."""
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Return a table of a step's time by kind of work, then of the ``longest`` single kernels or operators."""
+    """Return a table of a step's time by kind of work, then by kernel or operator for those that take the most time.
+
+    Args:
+        steps: number of recorded steps.
+        longest: number of kernels or operators to list.
+    """
     works = list(works)
     total = sum(work.time for work in works) or 1.0
 
@@ -68,11 +73,14 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 
 
 class StepProfiler:
-    """Records a few steps and writes trace.json.gz and table.txt into ``folder``; a context manager. Call :meth:`step`
-    after every step.
+    """Context manager that profiles a few steps and writes trace.json.gz and table.txt into ``folder``.
 
-    It does nothing unless ``wanted``. A run that ends before all steps are recorded writes nothing and reports it: at
-    once if ``steps``, the steps it will take, are too few, else in :meth:`close`.
+    Call :meth:`step` after every step. If the run ends before all steps are recorded, a warning replaces the files. The
+    constructor warns if ``steps`` is too small; :meth:`close` warns if the run ends early.
+
+    Args:
+        wanted: False to do nothing.
+        steps: number of steps that the run will take.
     """
 
     def __init__(
@@ -101,13 +109,13 @@ class StepProfiler:
         if kind is None:
             self.close()
         else:
-            self._profile = None  # no step was recorded completely
+            self._profile = None  # the last step is incomplete
 
     def step(self) -> None:
         if self._profile is None:
             return
         self._steps += 1
-        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # or kernels of earlier steps would count
+        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # so that only kernels of recorded steps count
             torch.cuda.synchronize()
         self._profile.step()
 
@@ -126,13 +134,13 @@ class StepProfiler:
         )
 
     def _write(self, recorded: profile) -> None:
-        if self._profile is None:  # being closed halfway through
+        if self._profile is None:  # called by close() in the middle of the recording
             return
         text, trace = table(works_of(recorded, self.cuda), STEPS), "(no trace)"
         with self._failures.survive("profile"):
             run = self.folder.parent
             write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
-            with tempfile.TemporaryDirectory() as private:  # the profiler takes a path and writes next to it
+            with tempfile.TemporaryDirectory() as private:  # the profiler writes next to the path that it gets
                 plain = Path(private, "trace.json")
                 recorded.export_chrome_trace(str(plain))
                 with replacing(self.folder / "trace.json.gz", root=run) as new, gzip.open(new, "wb") as packed:
@@ -144,7 +152,7 @@ class StepProfiler:
 
 
 def works_of(recorded: profile, cuda: bool) -> list[Work]:
-    """Return kernels if there is a GPU, else operators with their own time."""
+    """Return the kernels of a profile if ``cuda``, else its operators with their self time."""
     events = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     if cuda:
         events = [event for event in events if event.device_type == DeviceType.CUDA]

@@ -1,8 +1,8 @@
 """Run the passes of a training step: kernel by kernel, replayed from CUDA graphs, or over the stages of a pipeline.
 
-A step of DiT-XL/2 is some 3,900 kernels, which the host needs about 160 ms to enqueue. Below some 27,000 tokens a GPU
-the device is done sooner and waits; above, it still idles for a moment between any two kernels. A recorded graph is one
-call for the host, and its kernels follow each other at once.
+A step of DiT-XL/2 launches some 3,900 kernels, and the host needs about 160 ms to enqueue them. With fewer than some
+27,000 tokens a GPU the device finishes sooner and waits for the host. With more tokens the device still idles for a
+moment between two kernels. A recorded graph is launched by one call, and its kernels follow each other without gaps.
 """
 
 import logging
@@ -20,15 +20,16 @@ from opendit.kernels.recording import GraphRecorder
 from opendit.parallel.engines import Engine, StepResult
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 
-GRAPH_WARMUP = 3  # micro-batches before a recording: kernels get compiled, libraries set up, communicators connected
+GRAPH_WARMUP = 3  # micro-batches before a recording, in which kernels compile and communicators connect
 
 logger = logging.getLogger(__name__)
 
 
 class EagerPasses(Protocol):
-    """The passes of one micro-batch, kernel by kernel; train.py implements them.
+    """Interface for the passes of one micro-batch, kernel by kernel. train.py implements it.
 
-    micro_batches: number of micro-batches in a step, whose mean loss is the step's.
+    Attributes:
+        micro_batches: number of micro-batches in a step. The loss of a step is the mean of their losses.
     """
 
     @property
@@ -43,15 +44,16 @@ class EagerPasses(Protocol):
         ...
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's. Return its share of the step's loss, 0-dim, detached."""
+        """Add the gradients of a micro-batch to the engine's gradients. Return the micro-batch's share of the step's
+        loss, 0-dim, detached."""
         ...
 
 
 class Runner(ABC):
-    """Runs the passes of training steps. Nothing else calls the model in training.
+    """Runs the passes of training steps. In training, only runners call the model.
 
     Attributes:
-        note: whether CUDA graphs are used, and if not, why.
+        note: says whether CUDA graphs are used, and if not, why.
     """
 
     engine: Engine
@@ -59,20 +61,22 @@ class Runner(ABC):
 
     @abstractmethod
     def passes(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> Tensor:
-        """Run the forward and backward passes of a step. Nothing waits for the device.
+        """Run the forward and backward passes of a step. The host does not wait for the device.
 
         Args:
-            micro_batches: as many as the runner was made for; each is asked for when the one before is enqueued.
+            micro_batches: the micro-batches of the step. Each is requested only when the passes of the micro-batch
+                before are enqueued.
 
         Returns:
-            The step's mean loss on this rank, 0-dim; of a pipeline the last stage's, elsewhere 0.
+            The step's mean loss on this rank, 0-dim. In a pipeline only the last stage has the loss, and other stages
+            return 0.
 
         Raises:
-            ValueError: the number of micro-batches is another one.
+            ValueError: the number of micro-batches is wrong.
         """
 
     def train_step(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> StepResult:
-        """Run the passes of a step and the optimizer's update, as the loop of train.py does."""
+        """Run the passes of a step and the optimizer's update."""
         loss = self.passes(micro_batches)
         return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
 
@@ -82,15 +86,15 @@ class Runner(ABC):
 
     @abstractmethod
     def forward_backward(self, micro_batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Run the passes of one micro-batch without a CUDA graph, so that its modules can be watched."""
+        """Run the passes of one micro-batch without a CUDA graph, so that hooks on modules run."""
 
     def close(self) -> None:
-        """Release what refers to the communicators of the mesh; no step may follow."""
+        """Release objects that use the communicators of the mesh. No step may follow."""
         return None
 
 
 class EagerRunner(Runner):
-    """Runs every micro-batch kernel by kernel."""
+    """Runner that launches every micro-batch kernel by kernel."""
 
     def __init__(self, eager: EagerPasses, note: str = ""):
         self.eager, self.engine, self.note = eager, eager.engine, note
@@ -105,8 +109,13 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch, the step's first or last or neither, to the engine's. Return its share of
-        the step's loss, 0-dim and detached, which the next call may overwrite."""
+        """Add the gradients of a micro-batch to the engine's gradients, and return its share of the step's loss.
+
+        The share is 0-dim and detached; the next call may overwrite it.
+
+        Args:
+            first, last: True for the step's first or last micro-batch.
+        """
         return self.forward_backward(micro_batch, last=last)
 
     def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
@@ -118,7 +127,8 @@ class EagerRunner(Runner):
 
 @dataclass
 class Recording:
-    """A recorded micro-batch: what it reads, what it leaves, and how to run it again."""
+    """A recorded micro-batch: the tensors that the graph reads, the loss and gradients that it writes, and its
+    replay."""
 
     inputs: MicroBatch
     loss: Tensor
@@ -131,27 +141,29 @@ class Recording:
 
 
 class CUDAGraphRunner(EagerRunner):
-    """Records one micro-batch after a warm-up of a few, and replays it for further ones of its shapes.
+    """Runner that records one micro-batch after a warm-up, and replays it for later micro-batches of the same shapes.
 
-    The first micro-batch of a step, which sets the gradients, and the others, which add to them, are two graphs.
-    Whatever can't be recorded or replayed runs kernel by kernel, to the same result.
+    There are two graphs: one for the first micro-batch of a step, which sets the gradients, and one for the others,
+    which add to the gradients. A micro-batch that can't be recorded or replayed runs kernel by kernel, with the same
+    result.
 
     Args:
-        eager: runs those, and is what is recorded. Its objective and model must not wait for the device, and whatever
-            they depend on besides the micro-batch stays as it was when it was recorded.
+        eager: the passes to record, also used for micro-batches that run kernel by kernel. Its objective and model must
+            not wait for the device. Besides the micro-batch, they must not depend on anything that changes after the
+            recording.
         recorder: records the graphs.
     """
 
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
-        self._in_graph = False  # whether the step's gradients are a recording's
-        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # of first and of further ones
+        self._in_graph = False  # True if a recording holds the step's gradients
+        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # by `first`
         self._recordings: dict[bool, Recording] = {}
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
         recording = self._recordings.get(first)
-        usable = first or self._in_graph  # what adds to gradients must find them where it did when it was recorded
+        usable = first or self._in_graph  # later micro-batches add to a recording's gradients
         if usable and recording is None and self._warmup_left[first] <= 0:
             recording = self._record(micro_batch, first, last)
         if usable and recording is not None and recording.fits(micro_batch):
@@ -165,7 +177,7 @@ class CUDAGraphRunner(EagerRunner):
         return self.forward_backward(micro_batch, last=last)
 
     def close(self) -> None:
-        """Free the recordings: NCCL waits for ever to end a communicator that a recorded graph still uses."""
+        """Free the recordings. NCCL would wait forever to close a communicator that a recorded graph still uses."""
         self._recordings.clear()
 
     def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
@@ -173,7 +185,7 @@ class CUDAGraphRunner(EagerRunner):
             return self.eager.forward_backward(micro_batch, last=last)
 
     def _record(self, micro_batch: MicroBatch, first: bool, last: bool) -> Recording | None:
-        """Record such a micro-batch; nothing is computed. Return None if that fails: it is not tried again."""
+        """Record the passes of ``micro_batch`` without running them. If that fails, return None and never try again."""
         static, before = micro_batch.clone(), self.engine.gradients
         try:
             loss, replay = self.recorder.record(lambda: self.eager.forward_backward(static, last=last))
@@ -188,11 +200,11 @@ class CUDAGraphRunner(EagerRunner):
 
 
 def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
-    """Choose how a run's passes are made; a model of which the engine has some stages takes a pipeline's schedule.
+    """Choose the runner of a training run.
 
     Args:
-        graph: CUDA graphs are asked for (``--enable_cuda_graph``); the runner's ``note`` says why there are none.
-        packs: micro-batches are packs (``--pack_tokens``).
+        graph: True for CUDA graphs (``--enable_cuda_graph``). If they can't be used, the runner's ``note`` says why.
+        packs: True if micro-batches are packs (``--pack_tokens``).
     """
     engine = eager.engine
     if engine.mesh.pp_size > 1:

@@ -1,4 +1,4 @@
-"""The specification of a training run: what prepare() has checked, before anything large is built."""
+"""Specification of a training run: the settings and objects that prepare() has checked, before the model is built."""
 
 import math
 from contextlib import AbstractContextManager, suppress
@@ -38,7 +38,7 @@ from opendit.training.micro_batch import Latents
 
 @dataclass
 class RunSpecification:
-    """A checked training run; nothing large is built yet."""
+    """A checked training run whose model and engine are not built yet."""
 
     flags: TrainConfig
     mesh: Mesh
@@ -51,30 +51,34 @@ class RunSpecification:
     objective: Objective
     kernels: KernelChoice
     sequence: SequenceParallel | None
-    stages: PipelineStages | None  # of a pipeline
-    why_not_compiled: str | None  # None if they are
+    stages: PipelineStages | None  # this rank's pipeline stages
+    why_not_compiled: str | None  # None if blocks are compiled
     memory: Setup
-    sharding: Sharding | None  # of --plugin fsdp
+    sharding: Sharding | None  # how --plugin fsdp divides the model
     folder: Path
-    lock: AbstractContextManager[Any]  # held while the run writes there
+    lock: AbstractContextManager[Any]  # held while the run writes to the folder
     resume: Checkpoint | None
     first_step: int
     last_step: int
     initial: Weights | None
-    initial_config: DiTConfig | None  # of the model that these weights belong to
+    initial_config: DiTConfig | None  # configuration of the model that `initial` belongs to
     lora: Lora | None
     notes: list[str]
-    ema_warmup: float  # of the averages, see opendit.checkpoint.ema.EMA
-    samples_at_once: int  # in a rank's micro-batch, by the model's configured size
-    teacher: VisionTeacher | None = None  # of --repa
-    validation: MediaDataset | None = None  # samples of the held-out loss
-    prompts: tuple[list[str], Condition] | None = None  # what sample grids show instead of captions of the data set
-    clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known
+    ema_warmup: float  # warm-up of the averages, see opendit.checkpoint.ema.EMA
+    samples_at_once: int  # samples of the configured size that have the tokens of a rank's micro-batch
+    teacher: VisionTeacher | None = None  # frozen vision encoder of --repa
+    validation: MediaDataset | None = None  # held-out samples
+    prompts: tuple[list[str], Condition] | None = None  # drawn in sample grids instead of the data set's captions
+    clip_fps: float | None = None  # frames a second of the clips that the model draws; None if unknown
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
     @property
     def given_frames(self) -> str | None:
-        """The frames of training clips that the model is given. One that takes them in place can do without."""
+        """Conditioning frames of the training clips, as in --given_frames.
+
+        A model that takes conditioning frames in place can also train without them, so that the flag alone decides. For
+        other models the configuration decides.
+        """
         config = self.model_config
         return self.flags.given_frames if config.given_in_place else config.given_frames
 
@@ -84,7 +88,7 @@ class RunSpecification:
         return self.latents_of(self.dataset, self.flags.global_seed)
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
-        """Return the same for another data set of its kind, with the VAE's noise keyed by ``seed``."""
+        """Return the function for another data set of the same kind, with the VAE's noise keyed by ``seed``."""
         about, cached = dataset.describe(), None
         if about.scaling_factor is not None and about.shift_factor is not None:
             cached = about.scaling_factor, about.shift_factor
@@ -92,7 +96,7 @@ class RunSpecification:
 
     @property
     def skipped_before(self) -> int:
-        """Return the steps that the run skipped before it was resumed."""
+        """Return the number of steps that the run skipped before it was resumed."""
         return self.resume.state["skipped"] if self.resume else 0
 
     def flag_values(self) -> dict[str, Any]:
@@ -119,13 +123,16 @@ class RunSpecification:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Return captions to draw if nobody names one: distinct ones, spread evenly over the data set. Rows that can't be
-    read are left out; the loader replaces and counts them."""
+    """Return distinct captions, spread evenly over the data set; samples are drawn for them if the user names no
+    caption.
+
+    Rows that can't be read are left out, because the loader replaces and counts them.
+    """
     return list(_example_rows(dataset, count))
 
 
 def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
-    """Map the captions of :func:`example_captions` to rows that have them."""
+    """Return the captions of :func:`example_captions`, each mapped to the number of a row that has this caption."""
     if dataset.describe().conditioning != "text":
         return {}
     found: dict[str, int] = {}
@@ -136,7 +143,7 @@ def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
 
 
 def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str], Embedding]:
-    """Return the captions of :func:`example_captions`, of a data set that has their embeddings, with these."""
+    """Return the captions of :func:`example_captions` and their embeddings, for a data set with cached embeddings."""
     found: dict[str, Embedding] = {}
     for caption, row in _example_rows(dataset, count).items():
         with suppress(BadSample):
@@ -145,33 +152,33 @@ def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """Return an encoder as checkpoints record it: a folder by its absolute path, a name unchanged."""
+    """Return an encoder's path or name as checkpoints record it: paths of folders are absolute, names unchanged."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """Choose the sharding that the flags ask for; where they leave it open, the one with the least traffic that fits by
-    the memory estimate.
+    """Choose the sharding. Settings that the flags leave open get the values with the least traffic that fit in memory
+    by the memory estimate.
 
     Args:
         batch: samples of a micro-batch on a rank.
-        capacity: bytes of a card; None on a CPU, where everything is assumed to fit.
+        capacity: bytes of a GPU's memory; None on a CPU, where everything is assumed to fit.
     """
     resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     return Sharding(
         reduce_dtype=PRECISIONS[resolved.reduce_dtype],
         keep_gathered=resolved.reshard == "never",
-        keep_gradients=cast(bool, resolved.keep_gradients),  # it is resolved
+        keep_gradients=cast(bool, resolved.keep_gradients),  # no longer None
         gather_float8=setup.gathers_float8,
     )
 
 
 def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
-    """Return the data set with samples resized for --bucket_tokens or --pack_tokens, or unchanged without them.
+    """Resize the samples of the data set for --bucket_tokens or --pack_tokens. Without these flags return it unchanged.
 
     Raises:
-        ValueError: the model or the data set can't be used with the flag; the message names it and what to do.
+        ValueError: the model or the data set can't be used with the flag. The message names the flag and the fix.
     """
     if flags.tokens is None:
         latents = dataset.shapes().latents
@@ -229,10 +236,11 @@ def make_schedule(
     config: DiTConfig,
     parts: int | None = None,
 ) -> BatchSchedule:
-    """Return the order in which the samples of :func:`shape_samples` are trained on.
+    """Return the order in which the run trains on the samples of :func:`shape_samples`.
+
+    Raises the same errors as ``build_schedule``.
 
     Args:
-        order: see ``build_schedule``, which raises as this function does.
         parts: number of parts of one shape in a step; None for the number of micro-batches.
     """
     return build_schedule(
@@ -248,15 +256,16 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """Return the number of parts of one shape in a resumed run's steps: the same as at its beginning, if a rank's
-    micro-batches lie within them; None if they don't, or if the number is not known.
+    """Return the number of parts of one shape in a step of a resumed run, as its checkpoint records it.
+
+    Return None if the number is unknown, or if a rank's micro-batches would cross the border of a part.
 
     Args:
         stored: the checkpoint's fingerprint.
-        experts: ranks that divide the experts, whose micro-batches must have one shape.
+        experts: number of ranks that divide the experts. Their micro-batches must have one shape.
     """
     split = str(stored.get("split", "")).split(" x ")
-    # In older checkpoints the number of parts is that of micro-batches.
+    # Older checkpoints have no "parts": the number of parts was the number of micro-batches.
     parts = stored.get("parts", int(split[2]) if len(split) == 3 else None)
     if parts is None or stored.get("global_batch") != global_batch or global_batch % parts:
         return None
@@ -265,12 +274,13 @@ def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, 
 
 
 def attention_length(config: DiTConfig) -> float:
-    """Return the tokens of a sample at which attention takes as many operations as the linear layers."""
+    """Return the number of tokens of a sample at which attention takes as many FLOPs as the linear layers."""
     return config.hidden_size * (2 + config.mlp_ratio)
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
-    """Return the most samples of the model's configured size that have the tokens of a rank's micro-batch."""
+    """Return how many samples of the model's configured size have as many tokens as a rank's micro-batch, rounded
+    up."""
     if flags.tokens is None:
         return flags.batch_size
     tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)
@@ -278,13 +288,14 @@ def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
-    """Check that a checkpoint holds what this run trains; return the notes to print.
+    """Check that the run can resume from a checkpoint; return notes to print.
 
-    adds: the run trains only the layers of ``--lora``.
+    Args:
+        adds: True if the run trains only the layers of ``--lora``.
 
     Raises:
-        ValueError: it holds another model, weights that are not those of its configuration, or a model that learned
-            another objective.
+        ValueError: the checkpoint holds another model, or weights that don't fit its own configuration, or a model that
+            learned another objective.
     """
     folder, info = checkpoint.folder, read_info(checkpoint.model)
     if "config" not in info:
@@ -319,7 +330,10 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
 
 
 def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
-    """Check by the files' headers that weights and averages are those of such a model. Raises ValueError."""
+    """Raise ValueError if the files of weights and averages don't have the shapes of the model ``config``.
+
+    Only the headers of the files are read.
+    """
     own = model_shapes(config)[0]
     for name in (checkpoint.model.name, *checkpoint.state["ema"]["files"]):
         with checkpoint.open(name) as tensors:

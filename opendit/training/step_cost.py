@@ -1,10 +1,10 @@
-"""Estimate the time of a training step by formula, before anything is built.
+"""Estimate the time of a training step by formula, without building the model.
 
-Computation follows from the terms of the model's plan. Communication follows from what each strategy sends, from the
-links that it uses, and from the share that computation hides.
+The time of computation follows from the terms of the model's plan. The time of communication follows from the bytes
+that each strategy sends, the links that it uses, and the share of the transfer that computation hides.
 
-Not counted: reading data, the VAE and the text encoder (latents and embeddings are assumed to be cached), saving, and
-ranks that wait for slower ones.
+The estimate does not include reading data, encoding (latents and embeddings are assumed to be cached), saving, and
+waiting for slower ranks.
 """
 
 import functools
@@ -33,23 +33,27 @@ from opendit.training.memory import (
     trained_count,
 )
 
-# Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: it is written and
-# read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
+# Passes over memory by elementwise kernels, forward and backward, for each unit of activations that a block keeps.
+# Fitted to the training steps of benchmarks/results.csv.
 PASSES = 2.3
-# Cost of recomputing by parts, in units of N x D read and written, and as a share of the MLP's first product.
+# --recompute -> cost of recomputation: units of N x D read and written, and share of the MLP's first product.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
 QUANTISED = 20  # units of N x D read and written to quantise the operands of products in float8
 UPDATE = 30  # bytes a weight that AdamW reads and writes: master, both moments, gradient, working weight
-AVERAGE = 8  # bytes a weight of each average
-# Gathers and sums of N x D that tensor parallelism makes for each divided pair of layers; one of them lies beside a
-# product.
+AVERAGE = 8  # bytes a weight that each average reads and writes
+# Gathers and sums of N x D that tensor parallelism makes for each divided pair of layers. One of them overlaps with a
+# matrix product.
 GATHERS_OF_A_PAIR = 5
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives by one kind of communication in a step: bytes, seconds of the transfer alone, and
-    seconds that computation does not hide."""
+    """Data that a rank receives in a step by one kind of communication.
+
+    Attributes:
+        seconds: time of the transfer alone.
+        exposed: part of this time that computation does not hide.
+    """
 
     bytes: float = 0
     seconds: float = 0
@@ -64,12 +68,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a rank's step.
+    """Estimated time of a rank's step.
 
     Attributes:
-        work: seconds by kind of computation, in all micro-batches.
-        traffic: traffic by kind of communication.
+        work: seconds of each kind of computation, in all micro-batches.
+        traffic: traffic of each kind of communication.
         waiting: seconds that the device waits for the host to launch kernels.
+        sequence: strategy of sequence parallelism; None without it.
     """
 
     work: dict[str, float]
@@ -105,12 +110,13 @@ def span(ranks: int, stride: int, node: int) -> Span:
 
 
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
-    """Return the cost of an all-gather to, or a reduce-scatter of, ``size`` bytes in all.
+    """Return the cost of an all-gather or reduce-scatter of ``size`` bytes in total.
 
-    Returns the traffic with nothing hidden, and the share of it that computation of the same length would hide.
+    Every machine receives the other machines' data once, over the links of all its ranks at the same time, and
+    distributes the data to its ranks. The slower of these two transfers decides.
 
-    Every machine receives the other machines' data once, over the links of all its members at the same time, and
-    distributes it to its ranks. The slower of these two transfers decides.
+    Returns:
+        The traffic with nothing hidden, and the share of the traffic that computation of the same duration would hide.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -122,15 +128,17 @@ def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, f
 
 
 def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
-    """Return the traffic of a transfer that runs beside ``work`` seconds of computation."""
+    """Return the traffic of a transfer that overlaps with ``work`` seconds of computation."""
     traffic, hidden = transfer
     return replace(traffic, exposed=traffic.seconds - hidden * min(traffic.seconds, work))
 
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Yield (count, FLOPs of one sample's forward pass, keys of attention) of each part of the plan that has work;
-    linear layers have no keys."""
+    """Return (count, FLOPs of one sample's forward pass, keys of attention) for each term of the plan with FLOPs.
+
+    The number of keys is None for linear layers.
+    """
     found = []
     for term in plan_of(config).flops:
         count = config.depth if term.per_block else 1
@@ -139,8 +147,14 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
-    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients. Its
-    own products are counted as if all layers but modulations saw the media's tokens. route: of ``--route``."""
+    """Return the FLOPs of one sample's forward and backward pass.
+
+    With LoRA, frozen weights have no gradients. The products of LoRA are counted as if all layers except modulations
+    processed the media's tokens.
+
+    Args:
+        route: settings of ``--route``.
+    """
     whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
     if lora is None:
         return whole
@@ -153,7 +167,7 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
 
 
 class _FewerTokens:
-    """A configuration whose samples have fewer tokens, for the terms of a plan."""
+    """View of a configuration with another number of tokens, for the terms of a plan."""
 
     def __init__(self, config: DiTConfig, tokens: int):
         self._config, self.tokens = config, tokens
@@ -169,18 +183,18 @@ def saved_flops(config: DiTConfig, route: TokenRoute) -> int:
 
 
 class _Step:
-    """One rank's step, for :func:`step_cost`."""
+    """Parts of the cost of one rank's step. :func:`step_cost` adds them up."""
 
     def __init__(self, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int):
         self.config, self.setup, self.batch, self.hardware, self.node = config, setup, batch, hardware, node
         self.plan, self.size = plan_of(config), BYTES[setup.precision]
         self.sharing = setup.sequence_parallel * setup.tensor_parallel
         self.parameters, self.block_parameters = held_counts(config, setup)
-        self.unit = batch * config.tokens * config.hidden_size * self.size  # of all ranks that share samples
+        self.unit = batch * config.tokens * config.hidden_size * self.size  # bytes of N x D over all sharing ranks
 
     def products(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's linear layers in the forward pass, and of the MLP's first one in one
-        block."""
+        """Return the seconds of all linear layers in a micro-batch's forward pass, and of one block's first MLP
+        layer."""
         hardware, fp8 = self.hardware, self.setup.fp8
         rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
         total = 0.0
@@ -192,7 +206,7 @@ class _Step:
         return total, first
 
     def attention(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's attention kernels, forward and backward."""
+        """Return the seconds of a micro-batch's attention kernels in the forward pass and in the backward pass."""
         forward = backward = 0.0
         for count, flops, keys in _terms(self.config):
             if keys is not None:
@@ -202,7 +216,7 @@ class _Step:
         return forward, backward
 
     def work(self) -> dict[str, float]:
-        """Return the seconds of a micro-batch, by kind."""
+        """Return the seconds of a micro-batch's computation, by kind."""
         config, setup = self.config, self.setup
         forward, first = self.products()
         there, back = self.attention()
@@ -214,7 +228,7 @@ class _Step:
         if setup.recomputes_blocks:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             recomputed = share * (forward + there * setup.grad_checkpoint + 0.4 * elementwise)
-        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied
+        if setup.plugin == "fsdp" and setup.alike > 1:  # fsdp copies gathered weights and gradients
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
@@ -225,15 +239,15 @@ class _Step:
             "recomputed": recomputed,
         }
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
-            numbers, stored, _ = stored_weights(config, setup)  # read, and written dense, in every pass
+            numbers, stored, _ = stored_weights(config, setup)  # every pass reads them and writes them dense
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # Blocks are copied in both passes, in one of the link's two directions.
+        # Blocks are copied in both passes, over one of the link's two directions.
         travel = 2 * host_blocks(config, setup) / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
-        """Return the seconds of the optimizer and the averages on this rank's share of the state."""
+        """Return the seconds of the optimizer and the averages for this rank's share of the state."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = trained_count(self.config, setup)
@@ -249,17 +263,19 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield the traffic of weights and gradients between ranks with the same part of every layer.
+        """Yield the traffic of weights and gradients between ranks that hold the same part of every layer.
 
-        work: seconds of a micro-batch's computation."""
+        Args:
+            work: seconds of a micro-batch's computation.
+        """
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
-        forward, backward = work / 3, work * 2 / 3  # rough shares; equal if whole blocks are recomputed
+        forward, backward = work / 3, work * 2 / 3  # rough shares
         if setup.plugin == "ddp":
             reduced = beside(gather(4 * trained, alike, self.hardware), backward)
-            yield "gradients", reduced * 2  # there and back
+            yield "gradients", reduced * 2  # reduce-scatter and all-gather
             return
         if setup.plugin in ("zero2", "gemini"):
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
@@ -271,7 +287,7 @@ class _Step:
             return
         shards = span(setup.alike // setup.replicate, stride, self.node)
         divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
-        experts = expert_parameters(self.config) if divided else 0  # which are gathered separately
+        experts = expert_parameters(self.config) if divided else 0  # experts are gathered separately
         block_parameters = self.block_parameters - experts
         bytes_of_block = self.size * block_parameters
         if setup.gathers_float8:
@@ -279,7 +295,7 @@ class _Step:
         block = gather(bytes_of_block, shards, self.hardware)
         passes = [forward] if setup.reshard == "never" else [forward, backward]
         gathered = Traffic()
-        for seconds in passes:  # the first block's is not overlapped
+        for seconds in passes:  # the first block's gather is not overlapped
             gathered += beside(block, seconds / depth) * (depth - 1) + block[0]
         yield "weights", gathered * micro_batches
         reduced = beside(
@@ -298,8 +314,10 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Return the traffic of attention between ranks that share a micro-batch's tokens, and their strategy. Raises
-        ValueError if they can't share them."""
+        """Return the traffic of attention between ranks that share tokens, and the strategy of sequence parallelism.
+
+        Raises ValueError if the ranks can't share the tokens.
+        """
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None
@@ -321,12 +339,14 @@ class _Step:
         if config.axial_attention:  # one all-to-all to the other axis and one back, forward and backward
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
-        times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # forward once more
+        times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # recomputation repeats the forward pass
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Return the traffic of tokens to the ranks of the experts that chose them and back, in both passes. The way
-        there overlaps with the shared MLP."""
+        """Return the traffic of tokens to and from the ranks of their experts, in both passes.
+
+        The transfer to the experts overlaps with the shared MLP.
+        """
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()
@@ -341,7 +361,8 @@ class _Step:
         return (there + back) * ((2 + self.setup.recomputes_blocks) * config.depth)
 
     def tensor(self) -> Traffic:
-        """Return the traffic of divided layers: gathers and sums of a micro-batch's tokens (docs/parallelism.md)."""
+        """Return the traffic of tensor parallelism: gathers and sums of a micro-batch's tokens
+        (docs/parallelism.md)."""
         ranks, config = self.setup.tensor_parallel, self.config
         if ranks == 1:
             return Traffic()
@@ -353,19 +374,21 @@ class _Step:
 
 
 def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
-    """Count what a rank receives in a layer by a sequence strategy, forward and backward, in units of N x D
-    (docs/sequence_parallel.md has the forward pass)."""
+    """Return the data that a rank receives in a layer, forward and backward, in units of N x D.
+
+    docs/sequence_parallel.md derives the amounts of the forward pass.
+    """
     here, ring = ranks, 1
     if plan.kind == AXIAL:
         return 0
     if plan.kind == "fastseq":
-        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice, their gradients; heads there and back
+        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice and their gradients; heads to and from
     if plan.kind == "ring":
         here, ring = 1, ranks
     elif plan.kind == "usp":
         here, ring = plan.heads_over, ranks // plan.heads_over
     by_heads = 8 * (here - 1) / (here * ranks)
-    return by_heads + 6 * (ring - 1) / ranks  # keys and values; they and their gradients
+    return by_heads + 6 * (ring - 1) / ranks  # keys and values, then again with their gradients
 
 
 def step_cost(
@@ -380,14 +403,15 @@ def step_cost(
     sequence_types: tuple[str, ...] | None = None,
     graph: bool = False,
 ) -> StepCost:
-    """Estimate the cost of a step for a rank that trains ``micro_batches`` micro-batches of ``batch`` samples, shared
-    with the ranks of its sequence and tensor groups.
+    """Estimate the cost of a rank's step.
 
     Args:
         setup: a setup that ``resolve_sharding`` has resolved.
-        node: ranks of a machine.
-        sequence_types: strategies that the model and --attention allow. None for all of the model's.
-        graph: whether forward and backward are replayed as a CUDA graph.
+        batch: samples of a micro-batch, which the ranks of a sequence or tensor group share.
+        micro_batches: number of micro-batches in a step.
+        node: number of ranks of a machine.
+        sequence_types: strategies that the model and --attention allow; None for all strategies of the model.
+        graph: True if forward and backward are replayed as a CUDA graph.
 
     Raises:
         ValueError: ranks can't share the model's sequences by ``sequence_type``.
@@ -416,8 +440,11 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Compute the cost of a pipeline from the cost of its slowest rank: add the rank's idle time at the first and last
-    micro-batches (Narayanan et al. 2021), and the transfer of tokens from stage to stage."""
+    """Return the cost of a pipeline, from the cost of its slowest rank.
+
+    This adds the rank's idle time at the first and last micro-batches (the bubble, Narayanan et al. 2021) and the
+    transfer of tokens between stages.
+    """
     ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
     computing = slowest.total - slowest.work["update"]
     bubble = (ranks - 1) / chunks * computing / setup.micro_batches
@@ -426,13 +453,13 @@ def _pipelined(
     inside = setup.world // ranks < node and span(ranks, setup.world // ranks, node).nodes == 1
     seconds = sent / (hardware.copies if inside else hardware.node_link) + hardware.latency
     hidden = hardware.overlap if inside else hardware.node_overlap
-    messages = 2 * chunks * setup.micro_batches  # tokens, and their gradients
+    messages = 2 * chunks * setup.micro_batches  # tokens and their gradients
     stages = beside((Traffic(sent, seconds, seconds), hidden), math.inf) * messages
     return replace(slowest, work={**slowest.work, "bubble": bubble}, traffic={**slowest.traffic, "stages": stages})
 
 
 def tokens_per_second(config: DiTConfig, setup: Setup, batch: int, micro_batches: int, seconds: float) -> float:
-    """Return the tokens that one rank processes in a second."""
+    """Return the number of tokens that one rank processes per second, for a step of ``seconds``; 0 if unknown."""
     sharing = setup.sequence_parallel * setup.tensor_parallel * setup.pipeline_parallel
     if not math.isfinite(seconds) or seconds <= 0:
         return 0.0

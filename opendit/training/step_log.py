@@ -1,4 +1,4 @@
-"""The lines of a run's log, and the search for the rank that slows down the others."""
+"""Write the lines of a run's log, and find a rank that slows down the other ranks."""
 
 import logging
 import socket
@@ -17,21 +17,20 @@ from opendit.training.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
-SLOW = 1.5  # times as long as the others' median
-LOSS = 0.1  # least share of a step that is lost
-LEAST_S = 1.0  # least seconds lost since the last line
-REPEAT = 20  # log lines after which the warning is repeated
-TIMED = 32  # micro-batches before a log line whose forward passes are timed
+SLOW = 1.5  # a rank is slow if its own work takes more than this multiple of the other ranks' median
+LOSS = 0.1  # smallest share of a step that a slow rank costs
+LEAST_S = 1.0  # fewest seconds that a slow rank costs between two lines of the log
+REPEAT = 20  # lines of the log after which the warning is repeated
+TIMED = 32  # the forward passes of this number of micro-batches before each line are timed
 
 
 class Pace:
-    """Times one rank's own work and compares it with the others'; with one rank it does nothing.
+    """Timer of each rank's own work, to find a slow rank. With one rank it does nothing.
 
-    All ranks take the same time for a step, since they wait for each other. What tells them apart is how long each
-    works by itself before it meets the others: the wait for its data, and the time from there to the end of the forward
-    pass. If the forward pass itself waits for others (Gemini's gathers, a shared sequence) or is part of a CUDA graph,
-    only the wait for the data is seen. The host reads a GPU's clock only at a log line, where it waits for the GPU
-    anyway.
+    All ranks take the same time for a step, because they wait for each other. Their own work differs: the wait for the
+    rank's data, and the forward pass before the first communication. If the forward pass itself waits for other ranks
+    (Gemini's gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data is compared. The host
+    reads the GPU's clock only when it logs a line, because it waits for the GPU then anyway.
     """
 
     def __init__(self, mesh: Mesh):
@@ -39,12 +38,12 @@ class Pace:
         self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
         self._on_gpu = mesh.device.type == "cuda"
         self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
-        self._begun: Any = None  # the host's clock in seconds, or on a GPU an event
-        self._forwards: deque[Any] = deque(maxlen=TIMED)  # seconds, or two events
-        self._named, self._lines = None, 0  # the rank named last, and the log lines since
+        self._begun: Any = None  # host time in seconds, or on a GPU an event
+        self._forwards: deque[Any] = deque(maxlen=TIMED)  # seconds, or on a GPU pairs of events
+        self._named, self._lines = None, 0  # rank of the last warning, and lines since then
 
     def begin(self, waited: float) -> None:
-        """Start timing a micro-batch, which came after ``waited`` seconds."""
+        """Start timing a micro-batch. waited: seconds that the rank waited for its data."""
         if self._channel is None:
             return
         self._data += waited
@@ -52,15 +51,21 @@ class Pace:
         self._begun = self._now()
 
     def end(self) -> None:
-        """Stop timing: the forward pass has ended, or on a GPU is enqueued."""
+        """Stop timing. Call when the forward pass has ended, or on a GPU is enqueued."""
         if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         begun, now, self._begun = self._begun, self._now(), None
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for the log line after ``steps`` steps, once the device has been read: the slowest rank, and
-        the time of its own work as a multiple of the others'. Collective."""
+        """Return fields for a line of the log: the slowest rank, and the ratio of its own work to the other ranks'
+        median.
+
+        Collective. Call after the host has waited for the device.
+
+        Args:
+            steps: number of steps since the last line.
+        """
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards
@@ -94,16 +99,16 @@ class Pace:
 
 
 class StepLog:
-    """Writes log lines; use it on every rank.
+    """Writer of the lines of a run's log. Call on every rank.
 
     Args:
-        first_step: of this start of the run.
-        skipped_before: steps that the run skipped before this start.
+        first_step: first step of this start of the run.
+        skipped_before: number of steps that the run skipped before this start.
 
     Attributes:
-        skipped: steps of the whole run that were skipped, up to the last line.
-        logged: the step of the last line.
-        figures: finite figures of held-out and drawn samples in the last line, as they are saved.
+        skipped: number of skipped steps of the whole run, up to the last line.
+        logged: step of the last line.
+        figures: finite figures of validation and evaluation in the last line, in the form that checkpoints store.
     """
 
     def __init__(
@@ -123,11 +128,14 @@ class StepLog:
         self._skipped_before = self.skipped = skipped_before
         self.figures: dict[str, Any] = {}
         self.logged = first_step
-        self._bytes_read = 0  # sum over ranks, at the last line
+        self._bytes_read = 0  # sum over ranks, up to the last line
 
     def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
-        """Write a line after ``done`` steps, with the figures ``measured`` on held-out samples and on drawn ones. The
-        host waits for the device."""
+        """Write the line of step ``done``. The host waits for the device.
+
+        Args:
+            measured: figures of validation and evaluation at this step.
+        """
         mesh = self._engine.mesh
         self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
         if (of := measured.get("eval_of")) is not None:
@@ -138,7 +146,7 @@ class StepLog:
         self.skipped = self._skipped_before + int(self._engine.skipped)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
-        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # shared reads count once
+        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # count shared reads once
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)

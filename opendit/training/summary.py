@@ -1,4 +1,4 @@
-"""Print what a run shows before its first step and after its last."""
+"""Print the summaries of a run: before its first step and after its last step."""
 
 import math
 import shlex
@@ -29,7 +29,8 @@ from opendit.training.step_cost import training_flops
 
 
 def announce_memory(spec: RunSpecification) -> None:
-    """Print the memory that a step needs and, if the GPU has less, the cheapest mitigation, before building."""
+    """Print the estimated memory of a step, and the cheapest mitigation if the GPU has less. Call before building the
+    model."""
     if not spec.mesh.is_main:
         return
     config, batch = spec.model_config, spec.samples_at_once
@@ -42,7 +43,7 @@ def announce_memory(spec: RunSpecification) -> None:
 
 
 def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str) -> None:
-    """Print one block that says what is in use, and why."""
+    """Write config.json, and print a summary of the run's settings and of the implementations that it uses."""
     if not spec.mesh.is_main:
         return
     with failures.survive("config.json"):
@@ -50,7 +51,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     flags, mesh, config = spec.flags, spec.mesh, spec.model_config
     cuda = mesh.device.type == "cuda"
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # number of trained weights
-    if spec.stages is not None:  # this rank has some of them
+    if spec.stages is not None:  # engine.shapes has only this rank's weights
         weights = config.parameters() if spec.lora is None else lora_parameters(config, spec.lora)
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
@@ -90,14 +91,14 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
 
 
 def _frozen(spec: RunSpecification, engine: Engine) -> str:
-    """Say how the frozen blocks are stored, and where."""
+    """Describe the precision of the frozen blocks, and how many of them are in host memory."""
     kind = spec.flags.base_precision if engine.stored else spec.flags.mixed_precision
     where = "" if engine.streamed is None else f"; of {engine.streamed.blocks} of them in host memory, copied when due"
     return f"weights of blocks in {kind}{where}"
 
 
 def _optimizer(engine: Engine) -> str:
-    """Describe the optimizer, and what Muon steps if it steps anything."""
+    """Describe the optimizer, and the number of weights that Muon updates, if any."""
     if engine.muon is None:
         return engine.optimizer_name
     weights = sum(math.prod(engine.shapes[name]) for name in engine.muon.names) / 1e6
@@ -111,7 +112,7 @@ def _unit(flags: BatchFlags) -> str:
 
 
 def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints) -> None:
-    """Print the files that the run made, and what to do with them next."""
+    """Print the files that the run wrote, and a command to use next."""
     folder, step, failures = spec.folder, monitor.last.get("step", spec.first_step), monitor.failures
     rows = {"checkpoint": str(checkpoints.newest or "none was saved")}
     if not spec.flags.save:
@@ -142,7 +143,7 @@ def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints
 
 
 def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | None:
-    """Return a command that works on what this run has saved; None if it has saved nothing."""
+    """Return a command that resumes the run or samples from its newest checkpoint; None without a checkpoint."""
     if newest is None:
         return None
     if step < spec.last_step:
@@ -151,18 +152,18 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
         run = "latest" if ours else quote(spec.folder)
         return f"the same command with --load {run} goes on to step {spec.last_step}"
     if isinstance(spec.dataset, MockDataset):
-        return None  # the model learned noise
+        return None  # trained on random latents
     info, text = spec.info(), spec.model_config.text
     alone = isinstance(spec.model_config, PublicConfig) and spec.model_config.expert is not None
-    if spec.lora is not None and family_in(spec.flags.model):  # its folder has the rest, trusted by being named
+    if spec.lora is not None and family_in(spec.flags.model):  # the base's folder has VAE and text encoder
         video = " --use_video" if spec.flags.use_video else ""
         base = Path(str(spec.flags.pretrained))
-        base = quote(base.parent if alone else base)  # of both networks
+        base = quote(base.parent if alone else base)  # folder of both networks
         return f"python sample.py{video} --ckpt {base} --lora {quote(spec.folder)} --prompt WORDS"
     command = f"python sample.py --ckpt {quote(spec.folder)}" + " --second_ckpt RUN" * alone
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
-        command += f" --{name} {quote(info[name])}"  # a name that only a file gives is not loaded
+        command += f" --{name} {quote(info[name])}"  # sample.py loads no encoder that only a checkpoint names
     return command + ("" if spec.codec is not None else "  (the latents' VAE was not at hand)")
 
 

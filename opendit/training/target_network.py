@@ -17,7 +17,7 @@ from opendit.parallel.engines import Engine
 
 @contextmanager
 def torch_operations(model: DiT) -> Iterator[None]:
-    """Let a model compute by torch expressions that have forward-mode derivatives, without kernels, inside."""
+    """Context in which a model uses plain torch operations, which have forward-mode derivatives, instead of kernels."""
     parts = (model, *model.blocks, model.final_layer)
     attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
     before = [part.ops for part in parts], [module.attend for module in attentions]
@@ -36,11 +36,11 @@ def torch_operations(model: DiT) -> Iterator[None]:
 
 
 class TargetNetwork:
-    """See :class:`opendit.diffusion.objectives.meanflow.Network`.
+    """Implementation of :class:`opendit.diffusion.objectives.meanflow.Network` with the trained model.
 
     Args:
-        engine: holds the model, whole on every rank.
-        labels: (B,) int64, of the micro-batch.
+        engine: engine of the model. Every rank must hold the whole model.
+        labels: (B,) int64 labels of the micro-batch.
     """
 
     dropped: Tensor
@@ -62,7 +62,7 @@ class TargetNetwork:
         with torch_operations(self._model), forward.dual_level():
             dual = forward.make_dual(x, dx.to(x.dtype)), forward.make_dual(time, dtime)
             _, tangent = forward.unpack_dual(self._output(*dual, self._labels[rows]))
-            assert tangent is not None  # of an output that depends on both inputs
+            assert tangent is not None  # the output depends on both inputs
             return tangent
 
     def _output(self, x: Tensor, time: Tensor, labels: Tensor) -> Tensor:

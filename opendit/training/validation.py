@@ -35,21 +35,23 @@ from opendit.training.specification import RunSpecification
 
 logger = logging.getLogger(__name__)
 
-LEVELS = 10  # noise levels, each an equal share of training's times
+LEVELS = 10  # number of noise levels; each covers an equal share of the times drawn in training
 MOST_SAMPLES = 1000
 RISING = 3  # number of consecutive rises of the held-out loss after which a run warns once
-SHARE_OF_SAMPLES = 0.015  # of the samples trained on in between; their forward passes are 0.5 % of the run's work
+SHARE_OF_SAMPLES = 0.015  # held-out losses per sample trained on; their forward passes are 0.5 % of the run's work
 
 
 def steps_between(spec: RunSpecification) -> int:
-    """Return the steps from one validation to the next, or all steps of the run if only its end is validated."""
+    """Return the number of steps between validations; all steps of the run if it validates only at its end."""
     flags = spec.flags
     return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or spec.last_step
 
 
 def number_of_losses(spec: RunSpecification) -> int:
-    """Return the number of losses to average: --validate_samples, or a number that costs little beside training.
-    All ranks of a pipeline but one are idle during validation."""
+    """Return the number of losses to average: --validate_samples, or a number that costs little compared to training.
+
+    The number is smaller for pipelines, because all ranks of a pipeline but one are idle during validation.
+    """
     if spec.flags.validate_samples is not None:
         return spec.flags.validate_samples
     trained_on = steps_between(spec) * spec.schedule.global_batch
@@ -57,16 +59,17 @@ def number_of_losses(spec: RunSpecification) -> int:
 
 
 class FixedSamples:
-    """The row, the time and the micro-batch of each of ``count`` losses.
+    """Assignment of a data set row, a time and a micro-batch to each of ``count`` losses.
 
-    The row of loss i is drawn once for the whole run, each row equally often. Its noise is keyed by (``SEED``, i). The
-    times are a stratified sample: loss i has one of the quantiles (k + 1/2) / count of training's times, each k once.
+    The row of loss i is drawn once for the whole run; every row is drawn equally often. The noise of loss i is keyed by
+    (``SEED``, i). The times are a stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in
+    training, and every k from 0 to count - 1 occurs once.
 
     Attributes:
-        quantiles: (count,) float64 in (0, 1), by the number of the loss.
-        micro_batches: the numbers of the losses in each micro-batch, ``size`` of one shape.
-        new: number of leading losses of each micro-batch that no earlier micro-batch has. The last micro-batch of a
-            shape is filled up with repeated losses, so that all micro-batches have one size.
+        quantiles: (count,) float64 in (0, 1); element i belongs to loss i.
+        micro_batches: for each micro-batch, the indices of its ``size`` losses, whose samples have one shape.
+        new: for each micro-batch, how many of its losses, from the first, are in no earlier micro-batch. The last
+            micro-batch of a shape is filled up with repeated losses, so that all micro-batches have ``size`` losses.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -84,21 +87,21 @@ class FixedSamples:
             self.new += [min(size, len(numbers) - first) for first in range(0, len(numbers), size)]
 
     def keys(self, number: int) -> list[SampleKey]:
-        """Return the keys of the samples that a micro-batch reads."""
+        """Return the keys of the samples of micro-batch ``number``."""
         return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]
 
 
-MOST = 20  # upper end of the heat map, in % above a level's lowest loss; early losses are far higher
+MOST = 20  # upper end of the heat map, in % above a level's lowest loss (early losses are far higher)
 
 
 @dataclass
 class LossHistory:
-    """Validations of a run, oldest first. None replaces losses that were not finite.
+    """Validations of a run, oldest first. A loss that was not finite is None.
 
     Attributes:
+        noise: sigma of each noise level, in ascending order.
         steps, losses: step and mean loss of each validation.
-        noise: sigma of the noise levels, rising.
-        by_noise: the losses of each validation at every level.
+        by_noise: for each validation, the mean loss at each noise level.
     """
 
     noise: list[float]
@@ -108,7 +111,7 @@ class LossHistory:
 
     @classmethod
     def read(cls, log: Path, noise: list[float]) -> "LossHistory":
-        """Read the losses at these noise levels from log.jsonl; unreadable lines are skipped. Raises OSError."""
+        """Read the validations at the noise levels ``noise`` from log.jsonl. Skip unreadable lines. Raises OSError."""
         history = cls(noise)
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             try:
@@ -118,7 +121,7 @@ class LossHistory:
         return history
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the log if it has a validation at these noise levels."""
+        """Add a line of the log if it contains a validation at the noise levels ``self.noise``."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
             self.steps.append(step)
@@ -126,8 +129,8 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the step of the lowest loss if the last ``RISING`` losses came after it, each above the one before.
-        Return None otherwise."""
+        """Return the step of the lowest loss if the last ``RISING`` losses came after it in ascending order; else
+        None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]
@@ -136,11 +139,14 @@ class LossHistory:
 
 
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
-    """Write a PNG of three parts: the mean over training; the loss at each noise level over training; and, as a heat
-    map, how far each level is above its own lowest loss. The heat map shows where the model still learns and where it
-    begins to memorise its training samples. Raises OSError."""
+    """Write a PNG with three plots over the steps of training. Raises OSError.
+
+    The plots show the mean loss, the loss at each noise level, and a heat map of how far the loss at each level lies
+    above the lowest loss at this level. The heat map shows where the model still learns and where it begins to memorise
+    its training samples.
+    """
     import numpy as np
-    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+    from matplotlib.figure import Figure  # pyplot would keep figures and look for a screen
 
     table = np.array(history.by_noise, dtype=float).reshape(len(history.steps), -1).T  # (levels, validations)
     figure = Figure(figsize=(15, 4.6), layout="constrained")
@@ -175,7 +181,7 @@ def _colours(count: int) -> list[Any]:
 
 
 def _edges(steps: list[int]) -> list[float]:
-    """Return the edges of a heat map's columns, one column around each step."""
+    """Return the edges of a heat map's columns. Each column contains one step."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
     middle = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]
@@ -186,13 +192,14 @@ PICTURE = "validation.png"
 
 
 class FixedBatch(NamedTuple):
-    """A micro-batch without its noise, in host memory.
+    """A micro-batch in host memory, without noise.
 
     Attributes:
-        numbers: (B,) numbers of its losses.
-        new: number of losses that count, the first ones; 0 if the batch is only there because other ranks have one.
-        x0: (B, C, ...) float32.
-        condition: of the B samples.
+        numbers: (B,) indices of the losses.
+        new: number of leading losses that count. It is 0 for a micro-batch that this rank computes only because other
+        ranks compute one.
+        x0: (B, C, ...) float32 latents.
+        condition: condition of the B samples.
     """
 
     numbers: Tensor
@@ -204,9 +211,9 @@ class FixedBatch(NamedTuple):
 class Validation:
     """The objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
-    For the same weights and --batch_size the figures are the same on any number of data-parallel ranks, bit for bit:
-    micro-batches are dealt out as a whole, and the losses are summed in the order of their numbers. Samples are read
-    and encoded once, when this is built; their latents then stay in host memory. Build and use it on every rank.
+    For the same weights and --batch_size the figures are bit-identical on any number of data-parallel ranks: every
+    micro-batch is computed by one rank, and the losses are summed in the order of their indices. The constructor reads
+    and encodes the samples; their latents then stay in host memory. Construct and call on every rank.
     """
 
     def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, runner: Runner, monitor: Monitor):
@@ -235,7 +242,10 @@ class Validation:
             )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """Return this rank's micro-batches; beyond the last one the first one repeats, and does not count."""
+        """Read and encode the micro-batches with the indices ``turns``.
+
+        An index beyond the last micro-batch gets a copy of the first micro-batch, whose losses don't count.
+        """
         spec, flags, device = self._spec, self._spec.flags, self._spec.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = spec.latents_of(dataset, SEED)
@@ -255,7 +265,7 @@ class Validation:
 
     @torch.no_grad()
     def losses(self) -> Tensor:
-        """Return every loss by its number, (count,) float64 in host memory, the same on every rank. Collective."""
+        """Return all losses, (count,) float64 in host memory, the same on every rank. Collective."""
         mesh = self._engine.mesh
         losses = torch.zeros(self.count, dtype=torch.float64, device=mesh.device)
         with self._ema.at_work():
@@ -263,7 +273,7 @@ class Validation:
                 found = self._runner.losses(self._micro_batch(batch)).double()
                 if mesh.leads_sharing:
                     losses[batch.numbers[: batch.new].to(mesh.device)] = found[: batch.new]
-        return mesh.sum(losses).cpu()  # all ranks but one hold 0 for a number, so that nothing is rounded
+        return mesh.sum(losses).cpu()  # exact: each loss is 0 on all ranks but one
 
     def _micro_batch(self, batch: FixedBatch) -> MicroBatch:
         device = self._engine.mesh.device
@@ -274,8 +284,11 @@ class Validation:
         return MicroBatch.of(x0, t, noise, condition, given, self._spec.model_config.given_in_place)
 
     def after(self, step: int) -> dict[str, Any]:
-        """Validate after ``step``. Return fields for its line of the log: the mean, the means by noise level, the
-        levels as sigma, and the seconds; null for what is not finite. Collective."""
+        """Validate after ``step``; return the fields for the step's line in the log. Collective.
+
+        The fields are the mean loss, the mean loss at each noise level, sigma of each noise level, and the seconds that
+        the validation took. A mean that is not finite is None.
+        """
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()
@@ -310,12 +323,14 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Return sigma, noise over signal, in the middle of each of ``LEVELS`` equal shares of training's times."""
+    """Return sigma (noise over signal) at the middle of each of the ``LEVELS`` equal shares of the times of
+    training."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()
 
 
 def _mean(losses: list[float]) -> float | None:
-    """Return the mean, rounded once whatever the order; None if it is not finite."""
+    """Return the mean of the losses; None if it is not finite. The exact sum does not depend on the order of the
+    losses."""
     return math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
