@@ -612,7 +612,7 @@ def complete_shards(folder: Path, settings: dict[str, Any], form: ShardForm) -> 
     for path in sorted(folder.glob(form.pattern)):
         header = form.header(path)
         if header is None:
-            continue  # a damaged shard is made again
+            continue  # a damaged shard is recomputed
         other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
         if other:
             changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)

@@ -138,7 +138,7 @@ def make_latents(
     kept = complete_shards(output, settings, form)
     before = _take_index(output, settings, form, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
-    # Every kept shard is read once for its checksum. A shard whose checksum differs from the index is made again.
+    # Every kept shard is read once for its checksum. A shard whose checksum differs from the index is recomputed.
     names = {shard: form.name(shard, shards) for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}

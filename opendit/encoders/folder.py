@@ -2,8 +2,8 @@
 
 A folder may come from a stranger. Therefore nothing is loaded from it that could run code, or that could name or fetch
 other files: no ``auto_map``, no pickled weights, no adapter, no quantisation. Before a model is built, the
-configuration is compared with the header of the weights. A repository on the hub is fetched at a fixed commit and then treated like
-any other folder.
+configuration is compared with the header of the weights. A repository on the hub is fetched at a fixed commit and then
+treated like any other folder.
 """
 
 import math

@@ -152,7 +152,7 @@ class ShardDataset(PicturesAndClips):
     def _shapes(self) -> np.ndarray:
         """Return ``PICTURE`` or ``CLIP`` for each sample, uint8; mapped from a file if there are many."""
         if self._kinds is None:
-            # The times of the indexes are part of the name, because an index may be made again with other samples.
+            # The times of the indexes are part of the name, because an index may be rewritten with other samples.
             written = (str(shard.index.written) for shard in self.shards)
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
             name = partial(hash_parts, kinds, *self._contents(), *written)

@@ -131,7 +131,7 @@ def _lengths(config: PublicConfig) -> tuple[int, int]:
 
 
 def _attended(config: PublicConfig) -> int:
-    """Return the number of tokens that cross-attention attends to: the caption's and, if there is one, the picture's."""
+    """Return the number of tokens that cross-attention attends to: the caption's, and the picture's if there is one."""
     return _lengths(config)[1] + PICTURE_TOKENS * bool(config.spec.text.picture)
 
 
@@ -176,7 +176,7 @@ def _stack_flops(config: PublicConfig) -> tuple[int, int]:
 
 
 def _first(config: PublicConfig) -> int:
-    """Return the FLOPs of the first stage: patch embedding, refiners, and the caption's embedding if captions are in the
+    """Return the FLOPs of the first stage: patch embedding, refiners, and the embedding of captions that are in the
     sequence."""
     spec, (media, text) = config.spec, _lengths(config)
     total = 2 * config.tokens * (spec.channels + spec.given + spec.zeros) * math.prod(spec.patch) * spec.block.width

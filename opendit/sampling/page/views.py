@@ -214,7 +214,7 @@ def grid(run: str, name: str | None) -> str:
 
 
 def log(text: str, lines: int = LOG_LINES) -> str:
-    """Render the last lines of a program's output. A line that was overwritten with "\\r" shows its last text."""
+    """Render the last lines of a program's output. An overwritten line (by a carriage return) shows its last text."""
     shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
     text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
     return f'<div class="log"><pre>{text}</pre></div>' if text else ""
