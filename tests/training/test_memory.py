@@ -10,11 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
+from benchmarks.bench_public import SUBJECTS
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.kernels.eight_bit_moments import EightBits
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
+from opendit.models.families.public_config import public_config
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.collectives import Group
@@ -233,6 +235,25 @@ def test_measured_peaks():
         assert abs(error) < (0.05 if (plugin, precision) == ("gemini", "fp16") else 0.02), row
         found += 1
     assert found >= 15
+
+
+LORAS = {  # rows of benchmarks/bench_cards.py
+    "uncapped, all kept": Setup(fp8=True),
+    "uncapped, fp8 base": Setup(fp8=True, base_precision="fp8"),
+    "22.5": Setup(fp8=True, base_precision="fp8", recompute="but_attention"),
+    "14.5": Setup(fp8=True, base_precision="fp8", recompute="but_attention", offload="blocks:15"),
+    "10.5": Setup(fp8=True, base_precision="fp8", recompute="but_attention", offload="blocks:36"),
+}
+
+
+def test_measured_peaks_of_lora():
+    """A LoRA of FLUX.1, rank 16, of one picture of 1024 px."""
+    config = public_config("flux", SUBJECTS["flux"].values, (128, 128), 512)
+    rows = csv.DictReader(Path(__file__).parents[2].joinpath("benchmarks/results.csv").open())
+    peaks = {row["case"]: float(row["value"]) for row in rows if row["metric"] == "allocated GiB"}
+    for case, setup in LORAS.items():
+        found = estimate(config, replace(setup, lora=Lora(16, 16.0, "")), 1).total / GIB
+        assert abs(found / peaks[f"flux {case}"] - 1) < 0.04, (case, found, peaks[f"flux {case}"])
 
 
 def test_largest_batch_fits_and_one_more_does_not():

@@ -226,7 +226,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         across = any(branch.sees == "caption" for branch in block.branches)
         norms = 1 if block.parallel else 2
         turned = (3 if block.streams else 2) if execution.fused else 4
-        units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + 2 + 1
+        outputs = 1 if block.parallel else 3  # of a parallel block attention and MLP have one product at their end
+        units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
         units += (1 + MLPS[block.mlp].branches) * wide + 1
         if block.norm_after and (execution.fp8 or not execution.fused):  # normalised by torch
