@@ -70,7 +70,7 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
 
     plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))  # fsdp shards the frozen weights
     public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
-    known = ("none", BUT_ATTENTION) if public else RECOMPUTE  # the estimate knows no other level of a public model
+    known = ("none", BUT_ATTENTION) if public else RECOMPUTE  # other levels of public models have no estimate
     levels = [(level, False) for level in options("recompute", *known)] + [("none", True)]
     if public:
         asked = [name in flags.given for name in ("base_precision", "offload")]
