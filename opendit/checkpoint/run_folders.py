@@ -21,7 +21,7 @@ from opendit.common.utils import printable
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
 AVERAGES = "averages"  # keeps the averages of deleted checkpoints of a run with --average power:...
 ENDED = "ended.json"  # how the run ended; see opendit/training/run_end.py
-_MOST_NAME = 255  # most bytes of the file ``latest``
+_MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
 # Names that a run and its loggers write in the run's folder, in addition to the lock.
 WRITTEN = (
     "config.json",

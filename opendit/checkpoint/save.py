@@ -241,10 +241,10 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ShardFiles:
-    """Copy and write one rank's files of a checkpoint of shards.
+    """Copy and write the files that one rank contributes to a sharded checkpoint.
 
     Args:
-        channel: exchanges once, between the ranks, what each rank holds and writes.
+        channel: used once, so that every rank learns what the others hold and write.
 
     Attributes:
         version: the version in state.json.

@@ -46,7 +46,7 @@ PUBLIC = {
 
 
 def family_in(name: str) -> str | None:
-    """Return the family of a public model's name, FAMILY/FOLDER; None for any other name."""
+    """Return FAMILY if ``name`` is a public model's name of the form FAMILY/FOLDER, otherwise None."""
     family, _, folder = name.partition("/")
     return family if folder and family in PUBLIC else None
 

@@ -189,10 +189,10 @@ class TrainConfig(
         return replace(self, pretrained=fetched(self.pretrained, "--pretrained", self.download, commit))
 
     def _resolve_public(self) -> "TrainConfig":
-        """Fill in the flags of a public model, if --pretrained or --load holds one, or is a run that trains one.
+        """Fill in the flags of a public model, if --pretrained or --load names its folder or a run that trains it.
 
-        These flags are the model's name and objective, and unless they are given, the VAE and text encoders in its
-        folder. Raises ValueError for flags that contradict the model.
+        These are the model's name and objective, and also the VAE and text encoders in its folder, unless the command
+        line sets those. Raises ValueError for flags that contradict the model.
         """
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)

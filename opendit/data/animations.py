@@ -203,7 +203,7 @@ class AnimationReader:
         return self._size
 
     def timeline(self) -> Timeline:
-        """Return when the frames are shown, by the time that the file gives each."""
+        """Return the time at which each frame is first shown, from the durations in the file."""
         seconds = np.cumsum(self.durations) - self.durations
         return Timeline(seconds)
 
@@ -218,7 +218,7 @@ class AnimationReader:
             return np.where(durations < _SHORTEST, _USUAL, durations)
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Return these frames, ascending, as (T, H, W, 3) uint8."""
+        """Return the frames at ``indices``, which must be ascending, as (T, H, W, 3) uint8."""
         wanted, found = set(indices), {}
         with self._opened() as (file, image):
             conversion = conversion_of(image)

@@ -113,8 +113,10 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return the media below a folder, each folder once; and the files that may hold captions, by their paths without
-    suffix and then by suffix."""
+    """Return (media, caption files) below a folder. Each folder is visited once.
+
+    The caption files are a nested dictionary: path without suffix -> suffix -> path.
+    """
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)

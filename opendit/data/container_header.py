@@ -25,7 +25,7 @@ from opendit.data.medium import MAX_FRAMES
 MAX_TABLES = 2**28  # most bytes of all tables of a file; the tables of a 19-hour file take a fifth of this
 # Most boxes at the top level of a file, and inside a box. A fragmented file has two for every few seconds.
 MAX_BOXES = 100_000
-_MOST_PARTS = 8  # most parts of a file inside a tar that are read separately
+_MOST_PARTS = 8  # maximum number of separate reads for one file inside a tar
 
 FRAGMENTED = "fragmented"  # returned instead of a codec
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")

@@ -561,8 +561,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # The buffer is filled once, because small samples leave gaps and pages that were never written are slow to
-            # read.
+            # Fill a new buffer. Small samples leave gaps in it, and reading pages that were never written is slow.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]

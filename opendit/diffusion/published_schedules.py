@@ -16,8 +16,8 @@ from opendit.diffusion.objectives.flow import FlowObjective
 class PublishedSchedule(NamedTuple):
     """The objective and the sampler of a public model.
 
-    objective: with the shift of its times; ``for_tokens`` resolves one that follows the number of tokens. sampler: name
-    of the one that its pipeline uses.
+    objective: includes the shift of times. If the shift depends on the number of tokens, ``for_tokens`` computes it.
+    sampler: name of the sampler that the model's own pipeline uses.
     """
 
     objective: FlowObjective

@@ -198,7 +198,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
 
     head size, tokens    flash     cuDNN     FlashAttention 4    FA 4, deterministic
     72, 256            150/107   246/160
-    72, 1,024                    342/268             314/256 (filled up to 96 backward, as below)
+    72, 1,024                    342/268             314/256 (heads padded with zeros to 96 backward)
     72, 2,048                    336/295             400/322
     72, 8,192          235/192   355/320             462/405
     128, 256           261/177   409/240             335/227                    318/193

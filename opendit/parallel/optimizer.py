@@ -86,7 +86,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._eight_bits = eight_bits  # keep moments in 8 bits
         if eight_bits:
             self.elements = ELEMENTS
-        self.of_muon: set[Tensor] = set()  # keys of the parameters without second moments
+        self.of_muon: set[Tensor] = set()  # parameters that Muon updates, which have no second moments
 
     def init_state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]

@@ -56,7 +56,7 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
 
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
-    """Return all settings that determine a sample or the stored files, by the names shown when two starts differ.
+    """Return all settings that affect a sample or the stored files: the name that messages show -> value.
 
     The number of processes and ``--batch_size`` are left out, because they change a sample only by the rounding of
     matrix products.

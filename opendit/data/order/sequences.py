@@ -186,8 +186,9 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 class Mixture:
     """An endless sequence that assigns a component to every position, in fixed proportions.
 
-    The sequence consists of blocks. The first b blocks contain component c floor(b * rate_c) times, so at the end of a
-    block a component's count differs from the exact proportion by less than one. The order within a block is a keyed
+    The sequence consists of blocks. ``rate_c`` is the mean number of elements of component c in a block. Component c
+    occurs floor(b * rate_c) times in the first b blocks, so at the end of a block its count differs from the exact
+    proportion by less than one. The order within a block is a keyed
     permutation.
 
     Args:

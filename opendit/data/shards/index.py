@@ -187,7 +187,9 @@ class TarIndex:
     def _faults(self, found: Any) -> Iterator[tuple[Any, Callable[[], str]]]:
         """Yield (is the fault present, function that returns the message) for each possible fault.
 
-        found: one record, or the columns of many records; then the first element is an array with a bool per record."""
+        found: one record, or the columns of many records. For columns the first item of each pair is an array with one
+            bool per record.
+        """
         header, size = self.header, self.header.tar_bytes
         bad = (found.medium_at > size) | (found.medium_bytes > size - found.medium_at)
         yield bad, lambda: f"has a medium that ends at byte {found.medium_at + found.medium_bytes:,} of {size:,}"

@@ -10,14 +10,15 @@ The safetensors member has the tensors
 
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
-    pooled   (P,) float16                 and its pooled vector; or both in bfloat16, see ``text_cache``
+    pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
 
 A folder may hold pictures of several sizes, with separate tars for each size. ``empty-caption.safetensors``: see
 ``text_cache``.
 
 In tars of another program, a sample's array is in its member ``.npz``, ``.npy`` or ``.safetensors``.
 ``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays, and
-``TarLatents`` reads them in place. For a VAE with C latent channels, before its scaling factor, a form is
+``TarLatents`` reads them in place. FORM is one of the following, where C is the number of the VAE's latent channels.
+The values are not yet multiplied by the VAE's scaling factor.
 
     mean_std     (2C, [t,] h, w)   mean and standard deviation
     mean_logvar  (2C, [t,] h, w)   mean and logarithm of the variance: diffusers' ``latent_dist.parameters``

@@ -53,7 +53,10 @@ def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 
 
 def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
-    """[E] eq. 20: a peak in the middle, and density at both ends. ``scale``: 1.29 is the paper's best."""
+    """Map uniform u to times by mode sampling ([E] eq. 20).
+
+    The density peaks in the middle and stays above 0 at both ends. The paper's best ``scale`` is 1.29.
+    """
     return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 

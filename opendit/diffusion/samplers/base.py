@@ -26,9 +26,10 @@ class StepWeights(NamedTuple):
 
     Weights are in this order: the state's fields, the model's outputs in this step's evaluations, noise.
 
-    inputs: for each evaluation, the model's input as a sum of the state's fields and the earlier outputs. after: each
-    field of the next state, as a sum of everything; without a weight for noise if ``noise`` is False. variance: (p, q)
-    if the weight of the noise in x is exp(p + q v) instead, where v is the model's output in its further channels.
+    inputs: for each evaluation, the model's input as a sum of the state's fields and the earlier outputs. after: for
+    each field of the next state, the weights of all terms above. The last weight, of noise, is absent if ``noise`` is
+    False. variance: (p, q) for models that also predict a variance v in additional output channels: exp(p + q v)
+    replaces the weight of the noise in x.
     """
 
     inputs: tuple[tuple[float, ...], ...]
@@ -47,9 +48,9 @@ class Sampler(ABC):
 
     ``step`` is ``advance(model, state, inputs)``. Steps differ only in the model that is called (``model_at``, because
     guidance may be limited to an interval of noise levels) and in the tensors of ``inputs``: rows of tables that are
-    computed once, and noise. ``advance`` reads nothing on the host. So one recording of it as a CUDA graph serves all
-    steps that call the same model and have the same inputs (None or not), after the inputs have been copied into the
-    recording's. Callers switch off gradients.
+    computed once, and noise. ``advance`` reads nothing on the host. Therefore it can be
+    recorded once as a CUDA graph, and replayed for all steps that call the same model and in which the same inputs are
+    None. Before each replay, copy the step's inputs into the recorded tensors. Callers switch off gradients.
 
     Args:
         model: ``model(x, t)``, as the trajectory calls it.
