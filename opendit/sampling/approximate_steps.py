@@ -61,8 +61,8 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
     Args:
         approximations: the approximations to plan for.
-        starts: True for the first step, and for each step that can't reuse earlier results because guidance is switched
-            on or off before it.
+        starts: True for the first step, and for each step that can't reuse earlier results because it calls another
+            model than the step before (for example with guidance instead of without).
         levels: the noise level at which each step begins.
     """
     first = [i for i, start in enumerate(starts) if start]
