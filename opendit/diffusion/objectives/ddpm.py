@@ -206,7 +206,7 @@ class DDPMObjective(Objective):
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of x and of the model's output in eps: (sigma, alpha) for a model that predicts velocity."""
+        """Return the weights of x and of the model's output in eps: sigma and alpha if the model predicts velocity."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
