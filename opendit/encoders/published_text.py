@@ -64,7 +64,7 @@ PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt whose cleaned fo
 
 @dataclass(frozen=True)
 class Prompts:
-    """How to call ``encode_prompt`` of a pipeline, and how to read its result.
+    """The arguments of a pipeline's ``encode_prompt``, and the layout of its result.
 
     The result is a tuple. Its first item is the tokens: a tensor (B, L, D), or a list of B tensors of unequal length.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 ROWS = 8192  # number of feature rows that are converted to float64 at once
 GROUPS = 10  # number of groups in the jackknife
-NORMAL_95 = 1.959964  # mean +- so many standard errors contains 95 % of a normal distribution
+NORMAL_95 = 1.959964  # the mean +- this number of standard errors contains 95 % of a normal distribution
 
 
 @dataclass(frozen=True)

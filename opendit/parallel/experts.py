@@ -107,7 +107,7 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks with the same experts share the weights of these experts.
+    """The way in which ranks with the same experts share the weights of these experts.
 
     Attributes:
         shards: ranks that divide the weights; None if this rank has the full weights.

@@ -219,7 +219,7 @@ def member_header(name: str, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Fields:
-    """Where to find the picture or clip, the caption and the label among a sample's members. If several places are
+    """Places of the picture or clip, the caption and the label among a sample's members. If several places are
     listed for a part, the first one that the sample has is used.
 
     Attributes:
