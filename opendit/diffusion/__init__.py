@@ -1,6 +1,6 @@
 """Objectives, noise schedules and samplers: functions over tensors, without any nn.Module.
 
-A name's module is imported when the name is first used.
+Importing this package loads no submodule. Each submodule is imported when one of its names is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Draw the conditioning frames of training clips: how many first frames each sample is given."""
+"""Draw the number of leading frames of each training clip that serve as conditioning frames."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from opendit.config.architectures import parse_given
 from opendit.diffusion.random import Stream, uniform
 from opendit.models.given_frames import give
 
-WITHOUT = 0.1  # share of clips of "first" and "prefix:K" without conditioning frames, so that the model can do without
+WITHOUT = 0.1  # fraction of clips of "first" and "prefix:K" that get no conditioning frames, to train that case too
 
 
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """Draw the number of conditioning frames of clips of ``frames`` frames, (B,) int64; u (B,) is uniform in (0, 1).
+    """Draw the number of conditioning frames of each clip, (B,) int64. ``u`` (B,) is uniform in (0, 1).
 
-    "random" draws any number from none to all but one, each equally likely; "first" and "prefix:K" give a fixed number,
-    or none with probability ``WITHOUT``. Pictures, which are clips of one frame, have none.
+    Each clip has ``frames`` frames. Mode "random" draws any number from 0 to frames - 1, each equally likely. "first"
+    and "prefix:K" give a fixed number, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0.
     """
     count = parse_given(mode)
     if count is None:
@@ -23,8 +23,10 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Return mask ++ conditioning frames (B, 1 + C, T, H, W) of a training step's clean latents (B, C, T, H, W), keyed
-    by (seed, step, index); None for a model without conditioning frames."""
+    """Return a training step's mask ++ conditioning frames, (B, 1 + C, T, H, W), for clean latents (B, C, T, H, W).
+
+    The random numbers are keyed by (seed, step, index). Models without conditioning frames (``mode`` None) get None.
+    """
     if mode is None:
         return None
     return give(

@@ -5,10 +5,10 @@
     [S] Salimans, Ho, "Progressive Distillation for Fast Sampling of Diffusion Models", 2022
     [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
 
-The papers' bar-alpha is ``alphas_cumprod`` here. The velocity of [S] is elsewhere called v-prediction; in this code v
-is [N]'s, which interpolates the log variance of the reverse step between its two bounds. Tables are float64 on the CPU,
-and what is looked up from them is float32. Arithmetic on tensors runs in float32 at least: the float32 coefficients
-promote bf16 and fp16 arguments. The loss is in opendit/diffusion/objectives/ddpm.py.
+``alphas_cumprod`` is the papers' bar-alpha. In this code, v is the output of [N] that interpolates the log variance of
+the reverse step between its two bounds. The velocity is the target of [S], elsewhere called v-prediction. Tables are
+float64 on the CPU. Values looked up from them are float32, so they promote bf16 and fp16 arguments to float32. The loss
+is in opendit/diffusion/objectives/ddpm.py.
 """
 
 import math
@@ -22,9 +22,9 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least
 
 
 def linear_betas(T: int = 1000) -> Tensor:
-    """Return the linear schedule of [H], rescaled so that any ``T`` ends at about the same noise: (T,) float64.
+    """Return the betas of [H]'s linear schedule, (T,) float64, scaled by 1000 / T to end at about the same noise.
 
-    Raises ValueError for a ``T`` of 20 or less, whose last beta would be 1 or more.
+    Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more.
     """
     scale = 1000 / T if T > 0 else math.inf
     if 0.02 * scale >= 1:
@@ -33,10 +33,10 @@ def linear_betas(T: int = 1000) -> Tensor:
 
 
 def space_timesteps(T: int, num_steps: int) -> list[int]:
-    """Return ``num_steps`` of the timesteps 0..T-1, evenly spaced and ascending, including both ends.
+    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends.
 
-    They are rounded as in guided-diffusion and Meta's DiT: a running float sum, rounded half to even. As there, a
-    single step is timestep 0. Raises ValueError unless 1 <= num_steps <= T.
+    Rounding follows guided-diffusion and Meta's DiT: positions are a running float sum, rounded half to even. A single
+    step is timestep 0. Raises ValueError unless 1 <= num_steps <= T.
     """
     if not 1 <= num_steps <= T:
         raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
@@ -50,27 +50,27 @@ def space_timesteps(T: int, num_steps: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class DDPM:
-    """A schedule of n steps. Make one with ``DDPM.linear()`` and shorten it with ``respaced()``.
+    """A noise schedule of n steps. Create one with ``DDPM.linear()`` and shorten it with ``respaced()``.
 
-    In its methods, timesteps ``t`` are (B,) int64 in [0, n), indices of this schedule; the network gets
-    ``model_timesteps(t)``. x has any rank, (B, C, H, W) or (B, C, T, H, W). They raise ValueError if ``t`` is not one
-    int64 per sample.
+    Methods take timesteps ``t``, (B,) int64 in [0, n), which index this schedule. The network gets
+    ``model_timesteps(t)``. x has any rank, such as (B, C, H, W) or (B, C, T, H, W). Methods raise ValueError unless
+    ``t`` holds one int64 per sample.
     """
 
-    betas: Tensor  # (n,) float64, like the next four
+    betas: Tensor  # (n,) float64, as are the next four tables
     alphas_cumprod: Tensor
     posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
-    posterior_mean_xt: Tensor  # weight of x_t in it
-    posterior_log_variance: Tensor  # log of [H] eq. 7's beta-tilde, clipped
-    timestep_map: Tensor  # (n,) int64: the timestep of the unshortened schedule, which the network was trained on
+    posterior_mean_xt: Tensor  # weight of x_t in that mean
+    posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7, clipped
+    timestep_map: Tensor  # (n,) int64: each step's timestep in the full schedule, on which the network was trained
     _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
-        """Return the schedule that DiT trains with.
+        """Return the schedule that DiT trains with, with sigma / alpha multiplied by ``shift`` at every timestep.
 
-        ``shift`` multiplies sigma / alpha at every timestep, as [B] does for large pictures (their d / 64, eq. 4) and
-        ``shift_times`` for flow. Raises ValueError as ``linear_betas`` does.
+        [B] shifts the noise in this way for large pictures (eq. 4, by d / 64), and ``shift_times`` does so for flow.
+        Raises ValueError as ``linear_betas`` does.
         """
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
@@ -80,9 +80,9 @@ class DDPM:
 
     @classmethod
     def from_betas(cls, betas: Tensor, timestep_map: Tensor | None = None) -> "DDPM":
-        """Return the schedule of ``betas`` (n,). ``timestep_map``: (n,) int64, default 0..n-1.
+        """Return the schedule with ``betas`` (n,) and ``timestep_map``, (n,) int64, by default 0..n-1.
 
-        Raises ValueError for a beta outside (0, 1), and if the two differ in length.
+        Raises ValueError if a beta is outside (0, 1), or if the two differ in length.
         """
         betas = betas.to("cpu", torch.float64)
         if betas.ndim != 1 or len(betas) == 0 or not bool(((betas > 0) & (betas < 1)).all()):
@@ -94,8 +94,8 @@ class DDPM:
         alphas_cumprod = torch.cumprod(1 - betas, 0)
         previous = torch.cat((torch.ones_like(betas[:1]), alphas_cumprod[:-1]))
         variance = betas * (1 - previous) / (1 - alphas_cumprod)
-        # The variance at t = 0 is 0; its log is replaced by the next one ([N], their code), or in a schedule of one
-        # step by the upper bound beta.
+        # The posterior variance at t = 0 is 0 and has no log. Use the value at t = 1 instead, as the code of [N] does.
+        # A schedule of one step uses beta, the upper bound.
         variance[0] = variance[1] if len(betas) > 1 else betas[0]
         return cls(
             betas=betas,
@@ -112,45 +112,45 @@ class DDPM:
 
     @property
     def noise_levels(self) -> list[float]:
-        """Noise over signal at every step, sigma / alpha, rising."""
+        """Noise levels sigma / alpha of all steps, ascending."""
         return ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().tolist()
 
     def respaced(self, num_steps: int) -> "DDPM":
-        """Return the schedule over ``space_timesteps(n, num_steps)``. Raises ValueError unless 1 <= num_steps <= n."""
+        """Return this schedule at ``space_timesteps(n, num_steps)``. Raises ValueError unless 1 <= num_steps <= n."""
         return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
-        """Return the schedule over ``num_steps`` timesteps spaced as evenly in log(sigma / alpha) as integers can be,
-        including both ends.
+        """Return this schedule at ``num_steps`` timesteps, including both ends, as even in log(sigma / alpha) as
+        possible.
 
-        DPM-Solver extrapolates along log(sigma / alpha), and must not take a step there that is much longer than the
-        one before, as the last step of ``respaced`` is; its authors use this spacing, too (Lu et al. 2022). Raises
-        ValueError unless 1 <= num_steps <= n.
+        DPM-Solver extrapolates along log(sigma / alpha). No step may be much longer there than the step before, but the
+        last step of ``respaced`` is. The solver's authors use this spacing too (Lu et al. 2022). Raises ValueError
+        unless 1 <= num_steps <= n.
         """
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # Near the data, timesteps are further apart than the targets, and several targets may round to one timestep.
-        # Duplicates move to the next timesteps, so that each is used once.
+        # Near the data, timesteps are further apart than the targets, so several targets may round to one timestep.
+        # Move duplicates to the next timesteps, so that no timestep is used twice.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
 
     def _keeping(self, keep: Tensor) -> "DDPM":
-        """Return the schedule over the timesteps ``keep``, int64, ascending, with unchanged noise levels."""
+        """Return this schedule at the timesteps ``keep``, ascending int64, with unchanged noise levels."""
         return self._with(self.alphas_cumprod[keep], self.timestep_map[keep])
 
     @staticmethod
     def _with(alphas_cumprod: Tensor, timestep_map: Tensor) -> "DDPM":
-        """Return the schedule with these noise levels; its betas are [N] eq. 19."""
+        """Return the schedule with these noise levels; its betas follow from [N] eq. 19."""
         previous = torch.cat((torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]))
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tables of coefficients on ``device``. They are copied once, so that no training step waits for a
-        copy."""
+        """Return the coefficient tables on ``device``. Each device gets one copy, so no training step waits for a
+        transfer."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
             tables = {
@@ -164,55 +164,58 @@ class DDPM:
                 "max_log_var": self.betas.log(),
                 "snr": ac / (1 - ac),
             }
-            # Otherwise a table first used under inference_mode would stay an inference tensor, which autograd can't
-            # save for a backward pass.
+            # Leave inference mode. A table first used there would stay an inference tensor, which autograd can't save
+            # for a backward pass.
             with torch.inference_mode(False):
                 self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
                 self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
         return self._on_device[device]
 
     def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
-        """Look up table ``name`` at ``t``: float32, (B, 1, ..., 1) with the rank of ``x``."""
+        """Look up table ``name`` at ``t``. Return float32 (B, 1, ..., 1) with the rank of ``x``."""
         if t.dtype != torch.int64 or t.shape != x.shape[:1]:
             raise ValueError(f"t must be ({x.shape[0]},) int64, got {tuple(t.shape)} {t.dtype}")
         return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
 
     def model_timesteps(self, t: Tensor) -> Tensor:
-        """Return the timesteps of the unshortened schedule for ``t``, which the network gets: (B,) int64."""
+        """Return the timesteps of the full schedule at ``t``, which the network takes: (B,) int64."""
         return self.tables(t.device)["timestep_map"][t]
 
     def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """x_t of q(x_t | x_0), [H] eq. 4, from standard normal ``noise`` of x0's shape."""
+        """Return x_t from q(x_t | x_0), [H] eq. 4, with standard normal ``noise`` of x0's shape."""
         return self._at("sqrt_ac", t, x0) * x0 + self._at("sqrt_1m_ac", t, x0) * noise
 
     def predict_x0(self, xt: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """x_0 from x_t and its noise: ``q_sample`` solved for x0."""
+        """Return the x_0 that x_t and its noise ``eps`` imply: ``q_sample`` solved for x0."""
         return self._at("sqrt_recip_ac", t, xt) * xt - self._at("sqrt_recip_ac_m1", t, xt) * eps
 
     def predict_eps(self, xt: Tensor, t: Tensor, x0: Tensor) -> Tensor:
-        """The noise from x_t and x_0: ``q_sample`` solved for noise."""
+        """Return the noise that x_t and x_0 imply: ``q_sample`` solved for noise."""
         return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
 
     def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """alpha noise - sigma x_0, the derivative of x_t along the angle arctan(sigma / alpha), [S] appendix D."""
+        """Return alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S] appendix D."""
         return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
 
     def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
-        """The noise from x_t and its velocity: ``q_sample`` and ``velocity`` solved for noise."""
+        """Return the noise that x_t and its velocity imply: ``q_sample`` and ``velocity`` solved for noise."""
         return self._at("sqrt_1m_ac", t, xt) * xt + self._at("sqrt_ac", t, xt) * velocity
 
     def noise_level(self, t: Tensor) -> Tensor:
-        """Noise over signal in x_t, sigma / alpha: (B,) float32."""
+        """Return the ratio of noise to signal in x_t, sigma / alpha: (B,) float32."""
         return self.tables(t.device)["sqrt_recip_ac_m1"][t]
 
     def posterior(self, x0: Tensor, xt: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (shape of x) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6 and 7."""
+        """Return the mean (x's shape) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6 and
+        7."""
         mean = self._at("mean_x0", t, xt) * x0 + self._at("mean_xt", t, xt) * xt
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Log variance of a model's ``v``, [N] eq. 15: v = -1 gives the log of beta-tilde, v = 1 that of beta. Shapes
-        are x's."""
+        """Return the log variance that a model's output ``v`` encodes, in v's shape, [N] eq. 15.
+
+        v = -1 gives the log of beta-tilde, and v = 1 the log of beta.
+        """
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
 
@@ -221,11 +224,11 @@ class DDPM:
 
 
 class DDPMTrajectory(Trajectory):
-    """All timesteps of ``schedule``, the noisiest first, followed by the data.
+    """The trajectory over all timesteps of ``schedule``, from the noisiest to the clean data.
 
-    The model gets the timesteps that the network was trained on, (B,) int64, and returns (B, C, ...) eps, or (B, 2C,
-    ...) eps and v; ``eps_model`` wraps a model that predicts velocity. A ``point`` is an index of the schedule.
-    ``clip_denoised`` clips each prediction of x_0 to [-1, 1]: for pixels, not for latents.
+    The model is called with timesteps of the full schedule, (B,) int64. It returns eps (B, C, ...), or eps and v (B,
+    2C, ...). ``eps_model`` wraps models that predict velocity. A ``point`` is an index of the schedule.
+    ``clip_denoised`` clips each predicted x_0 to [-1, 1], which suits pixels but not latents.
     """
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
@@ -240,10 +243,10 @@ class DDPMTrajectory(Trajectory):
         return steps.flip(0)[:, None].repeat(1, len(x))
 
     def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the model's x_0, eps and v (None without learned variance) at x (B, C, ...), each of x's shape.
+        """Return the x_0, eps and v that the model predicts at x (B, C, ...), each in x's shape.
 
-        With clipping, eps is the one that agrees with the clipped x_0. Raises ValueError if the model's output doesn't
-        fit x.
+        v is None without learned variance. With clipping, eps is computed from the clipped x_0. Raises ValueError if
+        the model's output doesn't fit x.
         """
         eps, v = split_output(model(x, self.schedule.model_timesteps(point)).to(x.dtype), x)
         denoised = self.schedule.predict_x0(x, point, eps)
@@ -256,14 +259,14 @@ class DDPMTrajectory(Trajectory):
         return self.predict(model, x, point)[0]
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """x_0 = (x - sigma eps) / alpha, for a model that returns eps."""
+        """Return the weights of x_0 = (x - sigma eps) / alpha, where the model returns eps; None with clipping."""
         kept = self.alphas_cumprod[k]
         return None if self.clip_denoised else LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
 
 
 @dataclass(frozen=True)
 class EpsModel:
-    """See :func:`eps_model`."""
+    """A model that predicts eps; see :func:`eps_model`."""
 
     model: Model
     schedule: DDPM
@@ -280,6 +283,6 @@ class EpsModel:
 def eps_model(model: Model, schedule: DDPM) -> EpsModel:
     """Turn a model that predicts velocity (and v) into one that predicts eps (and v), in float32 at least.
 
-    ``schedule``: the unshortened one, whose indices are the network's timesteps.
+    ``schedule`` is the full schedule, whose indices are the network's timesteps.
     """
     return EpsModel(model, schedule)

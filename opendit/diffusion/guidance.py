@@ -1,4 +1,4 @@
-"""Classifier-free guidance, also limited to an interval of noise levels.
+"""Classifier-free guidance, optionally limited to an interval of noise levels.
 
 [G] Ho, Salimans, "Classifier-Free Diffusion Guidance", 2022
 [I] Kynkaanniemi et al., "Applying Guidance in a Limited Interval Improves Sample and Distribution
@@ -19,9 +19,9 @@ from opendit.models.families.base import Guidance
 
 
 def for_step(model: Model, level: float) -> Model:
-    """Return the model for all evaluations of a step that starts at noise level sigma ``level``.
+    """Return the model to call in all evaluations of a step that starts at noise level ``level`` (sigma).
 
-    A model with a method ``at_level`` (see :class:`GuidedWithin`) chooses by the level; any other is returned
+    Models with a method ``at_level`` (see :class:`GuidedWithin`) choose by the level. Other models are returned
     unchanged.
     """
     choose = getattr(model, "at_level", None)
@@ -29,13 +29,14 @@ def for_step(model: Model, level: float) -> Model:
 
 
 def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
-    """Return the scale of :func:`cfg_model` for a family's guidance; 1.0 is none.
+    """Convert the guidance scale of a family's pipeline in diffusers to the scale of :func:`cfg_model`; 1.0 is no
+    guidance.
 
-    scale: as the family's pipeline in diffusers counts it; None for the family's own.
+    A ``scale`` of None stands for the family's default. The conversion depends on the family's formula:
 
-    - "uncond": the same scale. Pipelines guide above 1 only.
-    - "cond": cond + g (cond - uncond) is uncond + (1 + g) (cond - uncond). Pipelines guide above 0 only.
-    - "embedded": 1.0; the network gets the scale as an input instead.
+    - "uncond": the same scale, but at least 1, because pipelines guide above 1 only.
+    - "cond": 1 + scale, because cond + g (cond - uncond) equals uncond + (1 + g) (cond - uncond).
+    - "embedded": 1.0, because the network gets the scale as an input.
 
     Raises ValueError for a scale that is negative or not finite.
     """
@@ -48,8 +49,11 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Return a guided prediction (B, C, ...) whose parts have the norms that they have in the conditional one; see
-    ``Guidance.rescaled``. "": none."""
+    """Rescale a guided prediction (B, C, ...): give each row or patch the norm that it has in the conditional
+    prediction.
+
+    parts: "row" or "patch", see ``Guidance.rescaled``; "" returns ``guided`` unchanged.
+    """
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":
@@ -58,7 +62,7 @@ def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
 
 
 def _patch_norms(x: Tensor) -> Tensor:
-    """Return the norm of every patch of 2 x 2 of x (B, C, H, W), at each of its places: (B, 1, H, W)."""
+    """Return the norm of each 2 x 2 patch of x (B, C, H, W), repeated at its four positions: (B, 1, H, W)."""
     squares = x.square().sum(1, keepdim=True).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
     return squares.sum((3, 5), keepdim=True).sqrt().expand_as(squares).flatten(4).flatten(2, 3)
 
@@ -71,29 +75,29 @@ def cfg_model(
     guided_channels: int | None = None,
     rescaled: str = "",
 ) -> Model:
-    """Classifier-free guidance, [G] eq. 6 in the form uncond + scale * (cond - uncond), as a model of (x, t).
+    """Return a model of (x, t) with classifier-free guidance, uncond + scale * (cond - uncond), [G] eq. 6.
 
     Args:
-        model: ``model(x, t, y)``, called once a step with the conditional batch and then the unconditional one in one
-            batch of 2B. With ``scale`` 1.0, which is the conditional model itself, it is called with B only.
-        y: (B, ...) any condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
-        null_y: the condition that stands for "none", of y's shape or expandable to it.
-        scale: may be (B, 1, ..., 1), one for each sample; both halves are always evaluated then.
-        guided_channels: number of eps channels, from the first, that are guided; all by default. Meta's DiT samples
-            with 3 of its 4. Other channels, and v, are the conditional ones.
-        rescaled: parts that get back the norm of the conditional prediction, see :func:`rescale_to`.
+        model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
+            (2B). With ``scale`` 1.0 it gets the conditional batch (B) only, because both results are equal.
+        y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
+        null_y: the unconditional condition, of y's shape or expandable to it.
+        scale: a float, or (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always evaluated.
+        guided_channels: number of leading eps channels that are guided; all by default. Meta's DiT samples with 3 of
+            its 4. Other channels, and v, come from the conditional prediction.
+        rescaled: where the norm of the conditional prediction is restored, see :func:`rescale_to`.
 
     Returns:
         A model whose result is float32 at least.
 
     Raises:
-        ValueError: null_y doesn't expand to y; or, when the model is called: y and x differ in batch size, the output
-            doesn't fit x, or guided_channels is not between 1 and C.
+        ValueError: null_y doesn't expand to y. The returned model raises ValueError if y and x differ in batch size,
+            the output doesn't fit x, or guided_channels is not between 1 and C.
     """
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        null: Any = null_y  # of the same type as y
+        null: Any = null_y  # has the type of y
         y_both = joined((y, null.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
@@ -105,7 +109,7 @@ def cfg_model(
         if len(y) != len(x):
             raise ValueError(f"{len(y)} conditions for {len(x)} samples")
         cond, uncond = at_least_float32(model(torch.cat((x, x)), torch.cat((t, t)), y_both)).chunk(2)
-        split_output(cond, x)  # a wrong shape is reported as for any model
+        split_output(cond, x)  # raises ValueError for a wrong shape
         uncond = uncond[:, :channels]
         result = rescale_to(uncond + scale * (cond[:, :channels] - uncond), cond[:, :channels], rescaled)
         return torch.cat((result, cond[:, channels:]), dim=1)
@@ -113,20 +117,20 @@ def cfg_model(
     return guided
 
 
-# Users write levels with three digits: 157 for the 157.4 of DDPM's noisiest timestep. Levels that differ by less than
-# this share count as equal; neighbours among 1,000 timesteps or steps differ by 0.5 % at least.
+# Users write noise levels with three digits, such as 157 for the 157.4 of DDPM's noisiest timestep. Levels that differ
+# by less than this fraction count as equal. Neighbours among 1,000 timesteps or steps differ by 0.5 % at least.
 SAME_LEVEL = 0.003
 
 
 def is_within(interval: tuple[float, float], level: float) -> bool:
-    """Return True if the noise level sigma ``level`` lies in the interval; see :func:`guided_within`."""
+    """Return True if the noise level ``level`` (sigma) lies in the interval; see :func:`guided_within`."""
     low, high = interval
     return low * (1 - SAME_LEVEL) <= level <= high * (1 + SAME_LEVEL)
 
 
 @dataclass(frozen=True)
 class GuidedWithin:
-    """Guidance in a limited interval of noise levels, see :func:`guided_within`."""
+    """A model that is guided in an interval of noise levels only; see :func:`guided_within`."""
 
     low: float
     high: float
@@ -135,7 +139,7 @@ class GuidedWithin:
     conditional: Model
 
     def at_level(self, level: float) -> Model:
-        """Return the model for all evaluations of a step that starts at noise level sigma ``level``."""
+        """Return the model to call in all evaluations of a step that starts at noise level ``level`` (sigma)."""
         return self.guided if is_within((self.low, self.high), level) else self.conditional
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
@@ -145,16 +149,16 @@ class GuidedWithin:
 def guided_within(
     interval: tuple[float, float], noise_level: Callable[[Tensor], Tensor], guided: Model, conditional: Model
 ) -> GuidedWithin:
-    """Guidance in a limited interval of noise levels, [I], as a model of (x, t).
+    """Return a model of (x, t) that applies guidance only in an interval of noise levels, [I].
 
-    ``guided`` is called where low <= sigma <= high for ``interval`` = (low, high), and ``conditional`` elsewhere, which
-    saves the second half of the batch there. ([I] excludes low itself; here 0 means all levels below high, including
-    the end of the trajectory. A level within 0.3 % of a bound counts as the bound.)
+    ``interval`` is (low, high). Where low <= sigma <= high, ``guided`` is called. Elsewhere ``conditional`` is called,
+    which saves the second half of the batch. [I] excludes low itself. Here, a low of 0 includes all levels below high,
+    even the end of the trajectory. A level within 0.3 % of a bound counts as equal to the bound.
 
-    Samplers decide once per step, by the level where it starts, as [I]'s code does: Heun's second evaluation, at the
-    lower level where the step ends, is guided if the first one is. Called directly, the model decides by
-    ``noise_level``: sigma over the scale of the signal, (B,), for the network's time; see ``Objective.noise_level``. A
-    batch has one noise level, as in every sampler.
+    Samplers decide once per step, by the noise level at its start, as [I]'s code does. So if Heun's first evaluation is
+    guided, its second, at the lower level of the step's end, is guided too. A direct call decides by ``noise_level``,
+    which maps the network's time to sigma, (B,); see ``Objective.noise_level``. All samples of a batch must have the
+    same noise level, as in every sampler.
 
     Raises ValueError unless 0 <= low < high.
     """

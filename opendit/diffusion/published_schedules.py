@@ -1,8 +1,8 @@
-"""Schedules of public models: the objective and the sampler that a scheduler's configuration in diffusers stands for.
+"""Schedules of public models: the objective and sampler that a scheduler's configuration in diffusers describes.
 
-A published folder has it as ``scheduler/scheduler_config.json``. Read are the schedules of flow models: the class
-FlowMatchEulerDiscreteScheduler as pipelines call it, with times spaced evenly from 1 to 1 / steps (FLUX, Qwen-Image,
-Z-Image), and UniPCMultistepScheduler with ``use_flow_sigmas`` (Wan). diffusers is not needed.
+A published folder has the configuration in ``scheduler/scheduler_config.json``. Two schedulers of flow models are
+supported. FlowMatchEulerDiscreteScheduler is read as pipelines call it, with times spaced evenly from 1 to 1 / steps
+(FLUX, Qwen-Image, Z-Image). UniPCMultistepScheduler needs ``use_flow_sigmas`` (Wan). diffusers need not be installed.
 """
 
 import math
@@ -16,7 +16,7 @@ from opendit.diffusion.objectives.flow import FlowObjective
 class PublishedSchedule(NamedTuple):
     """The objective and the sampler of a public model.
 
-    objective: includes the shift of times. If the shift depends on the number of tokens, ``for_tokens`` computes it.
+    objective: its shift is set. If the shift depends on the number of tokens, ``for_tokens`` computes it.
     sampler: name of the sampler that the model's own pipeline uses.
     """
 
@@ -24,7 +24,7 @@ class PublishedSchedule(NamedTuple):
     sampler: str
 
 
-# Setting -> its default in diffusers 0.42.1, which is also the only value that is supported.
+# Settings and the only value that is supported for each, which is the default in diffusers 0.42.1.
 ALWAYS = {"num_train_timesteps": 1000}
 CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
@@ -53,7 +53,7 @@ EULER_READ = {
     "time_shift_type",
 }
 UNIPC_READ = {"prediction_type", "use_flow_sigmas", "flow_shift"}
-# Of the noise schedules of other models, which flows don't use, and of settings that are off above.
+# Settings that flows don't use: for the noise schedules of other models, or for options that are off above.
 UNIPC_UNUSED = {
     "beta_start",
     "beta_end",
@@ -69,15 +69,15 @@ UNIPC_UNUSED = {
     "time_shift_type",
 }
 
-# Of pipelines that put Karras' noise levels in their place.
+# Settings without effect in pipelines that set Karras' noise levels themselves.
 KARRAS_UNUSED = {"use_karras_sigmas", "sigma_min", "sigma_max", "sigma_data", "final_sigmas_type"}
 
 
 def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, karras: bool = False) -> PublishedSchedule:
-    """Read the configuration of a scheduler, as ``scheduler_config.json`` has it. shifted_end, karras: see ``Family``.
+    """Convert a scheduler's configuration, as in ``scheduler_config.json``. shifted_end, karras: see ``Family``.
 
-    Raises ValueError, which names the setting, for one that is not supported. Settings that are unknown are accepted if
-    they are off (false, null, 0 or empty), as newer versions of diffusers write them.
+    Raises ValueError that names the setting if it is not supported. Unknown settings are accepted if they are off
+    (false, null, 0 or empty), because newer versions of diffusers write them.
     """
     name = config.get("_class_name")
     if name not in READERS:
@@ -109,7 +109,7 @@ def _euler(config: Mapping[str, Any]) -> PublishedSchedule:
         return PublishedSchedule(FlowObjective(_shift(config, "shift"), **common), "euler")
     if (law := config.get("time_shift_type", "exponential")) != "exponential":
         raise ValueError(f"time_shift_type {law!r}: not supported; give 'exponential'")
-    # As calculate_shift of the pipelines: mu is linear in the number of tokens, and the shift e^mu.
+    # As in calculate_shift of the pipelines, mu is linear in the number of tokens, and the shift is e^mu.
     least, most = (_number(config, key, mu) for key, mu in (("base_shift", 0.5), ("max_shift", 1.15)))
     for key, mu in (("base_shift", least), ("max_shift", most)):
         if abs(mu) > 10:
@@ -137,7 +137,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], PublishedSchedule]] = {
 
 
 def _check(config: Mapping[str, Any], only: Mapping[str, Any], read: set[str]) -> None:
-    """Raise ValueError for a setting with another value than that in ``only``, and for unknown ones that are on."""
+    """Raise ValueError for a setting that differs from its value in ``only``, and for an unknown setting that is on."""
     for key, value in config.items():
         if key in only:
             if value != only[key] and (value or only[key]):  # null, false and empty all mean off

@@ -1,11 +1,12 @@
 """Counter-based random numbers keyed by the sample, not by the process.
 
 Every number that training or sampling draws for a sample is a pure function of ``(seed, step, index of the sample in
-the global batch, stream)``. So ranks that share a sample agree without communication, ranks that don't never repeat
-each other, a run resumes exactly without stored generator states, and 1, 2 or 8 GPUs draw the same numbers.
+the global batch, stream)``. So ranks that share a sample agree without communication, and ranks with different samples
+draw independent numbers. A run resumes exactly without stored generator states, and 1, 2 or 8 GPUs draw the same
+numbers.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), written in
-torch's int64 arithmetic and, where kernels are available, as one kernel; CPU and GPU give the same bits.
+The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It is written
+in torch's int64 arithmetic and, where kernels are available, as one kernel. CPU and GPU give the same bits.
 """
 
 import math
@@ -24,7 +25,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Stream(IntEnum):
-    """Purposes of random numbers; numbers of different streams are independent."""
+    """Purposes of random numbers. Numbers of different streams are independent."""
 
     TIMESTEP = 0
     NOISE = 1
@@ -44,7 +45,7 @@ class Stream(IntEnum):
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten Philox rounds.
+    """Run ten Philox rounds.
 
     ``counter``: four broadcastable int64 tensors of 32-bit values. ``seed``: the 64-bit key, or an int64 tensor of
     keys, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit values.
@@ -67,7 +68,8 @@ def philox4x32(
 def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
     """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``.
 
-    Seed and step may be (B,) int64 on index's device, one for each sample; the bits are the same as one by one.
+    Seed and step may be (B,) int64 on index's device, with one value per sample. The bits equal those of one call per
+    sample.
     """
     if (
         not isinstance(seed, Tensor)
@@ -104,10 +106,10 @@ def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> 
 
 
 def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers, float32, shape (B, *shape), by Box and Muller.
+    """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform.
 
-    The transform runs in float64. Its last bits differ between processors, but not after rounding to float32, so that
-    the numbers agree everywhere.
+    The transform runs in float64. Its last bits differ between processors, but rounding to float32 removes the
+    difference.
     """
     count = math.prod(shape)
     u = uniform(seed, step, index, stream, (count + count % 2,))
@@ -119,13 +121,13 @@ def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream
 def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Draw the noise that sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
 
-    ``index``: (B,) int64, the numbers of these samples in the whole job. A sample's noise depends only on ``seed`` and
-    its own index, so that a batch can be split in any way. ``seed`` may be (B,) int64, one for each sample.
+    ``index``: (B,) int64, indices of these samples in the whole job. A sample's noise depends only on ``seed`` and its
+    index, so a batch can be split in any way. ``seed`` may be (B,) int64, one value per sample.
     """
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
 def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
-    """Return a ``noise_fn`` with the same properties: a sample's noise in step k depends only on ``seed``, k and its
+    """Return a ``noise_fn`` for samplers: a sample's noise in step k depends only on ``seed``, k and the sample's
     index."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)

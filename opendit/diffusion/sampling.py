@@ -1,4 +1,4 @@
-"""Draw latents from a model and its conditions, with guidance: for training's previews and for sample.py."""
+"""Draw latents from a model and its conditions, with guidance, for training previews and for sample.py."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -31,20 +31,20 @@ def sample_latents(
     forward: Callable[[Tensor, Tensor, "Condition"], Tensor] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
 ) -> Tensor:
-    """Draw latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
+    """Draw fp32 latents: (B, C, h, w), or (B, C, t, h, w) for a clip model.
 
     Args:
         y: the conditions, B rows, on the model's device.
         null: the condition of guidance's unconditional half, one row.
-        index: (B,) int64, numbers of the samples in the whole job. Noise depends only on ``seed`` and this number, so
-            that a sample is the same in any batch and on any number of processes.
-        objective: the one that the model was trained with.
-        steps: of the sampler.
-        sampler: one of the objective's; None for its default.
-        cfg_interval: noise levels between which guidance is applied, in the unit of ``Objective.noise_level``; None:
-            all.
-        size: (h, w) or (t, h, w) of the latents; by default the model's own.
-        forward: called by guidance as ``forward(x, t, y)`` instead of the model: a parallel strategy around it.
+        index: (B,) int64, indices of the samples in the whole job. A sample's noise depends only on ``seed`` and its
+            index. So it is the same in any batch and on any number of processes.
+        objective: the objective that the model was trained with.
+        steps: number of sampling steps.
+        sampler: one of the objective's samplers; None for its default.
+        cfg_interval: range of noise levels in which guidance is applied, in the unit of ``Objective.noise_level``;
+            None: everywhere.
+        size: (h, w) or (t, h, w) of the latents; by default the model's input size.
+        forward: called by guidance as ``forward(x, t, y)`` instead of the model, such as a parallel wrapper of it.
         progress: wraps the iterable of steps, e.g. tqdm.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
@@ -58,8 +58,10 @@ def sample_latents(
 def sample_in_batches(
     model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (index, latents) of up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may be on
-    the CPU and is yielded unchanged."""
+    """Yield (index, latents) for up to ``batch_size`` samples at a time; see :func:`sample_latents`.
+
+    ``index`` may be on the CPU and is yielded unchanged.
+    """
     for first in range(0, len(index), batch_size):
         rows = slice(first, first + batch_size)
         yield index[rows], sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)

@@ -1,4 +1,4 @@
-"""Draw the tokens that routed blocks see (``--route``)."""
+"""Draw the tokens that routed blocks process (``--route``)."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from opendit.diffusion.random import Stream, uniform
 def draw_kept_tokens(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> Tensor | None:
-    """Draw the places of the tokens that a training step's samples keep, (B, route.kept(tokens)) int64, rising.
+    """Draw the tokens that each sample of a training step keeps: indices (B, route.kept(tokens)) int64, ascending.
 
-    Every set of that many of a sample's tokens is equally likely; it depends on (seed, step, index) only.
+    All subsets of this size are equally likely. The draw depends on (seed, step, index) only.
 
     Args:
-        route: None: all tokens are kept, and None is returned.
-        tokens: their number in each sample.
+        route: None keeps all tokens and returns None.
+        tokens: number of tokens per sample.
     """
     if route is None or tokens is None:
         return None

@@ -1,4 +1,4 @@
-"""The path from noise to data that sampling follows, and the meaning of a network's output along it.
+"""The path from noise to data that samplers follow, and the meaning of a network's output along it.
 
 Every objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTrajectory``). Samplers
 (``opendit.diffusion.samplers``) work with any trajectory that defines the method they need: ``denoise`` or ``slope``.
@@ -15,21 +15,21 @@ Model = Callable[[Tensor, Tensor], Tensor]
 
 
 class LinearForm(NamedTuple):
-    """A quantity of the form ``x`` * x + ``output`` * (what the model returns)."""
+    """Weights of a quantity that is ``x`` times the state x plus ``output`` times the model's output."""
 
     x: float
     output: float
 
 
 class Trajectory(ABC):
-    """Points 0 (noise) to ``steps`` (data); step k leads from point k to point k + 1.
+    """A path with points 0 (noise) to ``steps`` (data). Step k leads from point k to point k + 1.
 
     At point k, x is alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x,
     t)`` with x (B, C, ...) and the time in the unit of the objective's network, (B,).
     """
 
-    times: Sequence[float]  # (steps + 1,), or (steps,) if nothing is evaluated at the last point; in its own unit
-    levels: Sequence[float]  # (steps + 1,) sigma / alpha, falling: the unit of guidance intervals
+    times: Sequence[float]  # (steps + 1,), or (steps,) if the last point needs no evaluation; each class has its unit
+    levels: Sequence[float]  # (steps + 1,) sigma / alpha, falling; guidance intervals use this unit
     alphas: Sequence[float]  # (steps + 1,)
 
     @property
@@ -37,13 +37,12 @@ class Trajectory(ABC):
         return len(self.levels) - 1
 
     def start(self, noise: Tensor) -> Tensor:
-        """Return x at point 0 from standard normal ``noise`` (B, C, ...), in noise's shape."""
+        """Return x at point 0, computed from standard normal ``noise`` (B, C, ...), in noise's shape."""
         return noise
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """Return (steps or steps + 1, B): row k is the ``point`` argument of ``denoise`` and ``slope`` for x (B, C,
-        ...) at point k."""
+        """Return (steps or steps + 1, B). Row k is the ``point`` argument of ``denoise`` and ``slope`` at point k."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype.
@@ -53,28 +52,28 @@ class Trajectory(ABC):
         raise NotImplementedError
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """Return dx/dtime of the probability-flow ODE, in the unit of ``times``; otherwise as ``denoise``."""
+        """Return dx/dtime of the probability-flow ODE, in the unit of ``times``. Arguments are those of ``denoise``."""
         raise NotImplementedError
 
     def has_slope(self, k: int) -> bool:
-        """True if ``slope`` is defined at point k."""
+        """Return True if ``slope`` is defined at point k."""
         return True
 
     def input_scale(self, k: int) -> float:
-        """Return the factor by which x is multiplied in the model's input at point k."""
+        """Return the factor that turns x into the model's input at point k."""
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Write ``denoise`` at point k as a weighted sum; None if it is not one."""
+        """Return the weights of x and the model's output in ``denoise`` at point k; None if it is no such sum."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """Write ``slope`` at point k as a weighted sum; None if it is not one."""
+        """Return the weights of x and the model's output in ``slope`` at point k; None if it is no such sum."""
         return None
 
 
 def for_each_sample(values: Sequence[float], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Repeat each value for every sample of x (B, ...): (len(values), B) on x's device, rows contiguous."""
+    """Repeat each value for every sample of x (B, ...). Return (len(values), B) on x's device, with contiguous rows."""
     return torch.tensor(values, dtype=torch.float64).to(x.device, dtype)[:, None].repeat(1, len(x))
 
 
@@ -86,7 +85,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Split a model's output for ``x`` (B, C, ...) into eps and v; v is None without learned variance.
 
-    Raises ValueError if the output's shape is neither x's nor x's with 2C channels.
+    Raises ValueError if the output has neither x's shape nor x's shape with 2C channels.
     """
     channels = x.shape[1]
     if output.shape == x.shape:

@@ -1,8 +1,8 @@
-"""All objectives by name. Training makes one from flags, sampling from what the checkpoint recorded (``to_dict``).
+"""All objectives by name. Training creates one from flags; sampling restores the one that ``to_dict`` recorded.
 
-To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, and a
-``Trajectory``. Then add its row, from which its flags are made, to opendit/config/names.py. Samplers need no change:
-each works with any trajectory that defines the method it needs.
+To add an objective, write ``NAME.py`` here with its formulas, a ``Trajectory``, and a subclass of ``Objective`` that is
+assigned to ``OBJECTIVE``. Then describe it in opendit/config/names.py, from which its flags are generated. Samplers
+need no change: each works with any trajectory that defines the method it needs.
 """
 
 from dataclasses import fields
@@ -28,16 +28,16 @@ OBJECTIVES: dict[str, type[Objective]] = {n: import_module(f"{__name__}.{n}").OB
 
 
 def objective_from_flags(flags: Any) -> Objective:
-    """Return the objective of --objective with the settings of its flags."""
+    """Return the objective that --objective names, with the settings of its flags."""
     settings = DESCRIPTIONS[flags.objective].settings
     values = {name: getattr(flags, setting.flag) for name, setting in settings.items()}
     return objective_from_dict({"name": flags.objective, **values})
 
 
 def objective_from_dict(values: dict[str, Any] | None) -> Objective:
-    """Return the objective that ``to_dict`` wrote; None, for weights without a record, gives the DiT paper's.
+    """Return the objective that ``to_dict`` recorded. For weights without a record (None), return the DiT paper's.
 
-    Raises ValueError for an objective, or a setting of one, that this version does not know.
+    Raises ValueError for an objective or a setting that this version does not know.
     """
     values = dict(values or {"name": DDPMObjective.name})
     name = values.pop("name")

@@ -17,11 +17,11 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
 class Prepared(NamedTuple):
     """A micro-batch prepared for the network.
 
-    It holds only tensors whose first dimension is the sample, so that it can be split into smaller micro-batches, sent
-    to another pipeline stage, and recorded in a CUDA graph.
+    The first dimension of every tensor is the batch. Therefore it can be split into smaller micro-batches, sent to
+    another pipeline stage, and recorded in a CUDA graph.
 
-    x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), the network's time. context: what the loss
-    needs besides, the objective's own NamedTuple of tensors (B, ...).
+    x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), the network's time. context: further inputs
+    of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
     """
 
     x_t: Tensor
@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
         return [self.x_t, self.timestep, *self.context]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Prepared":
-        """Apply ``function`` to every tensor; ``lambda tensor: tensor[rows]`` selects samples."""
+        """Apply ``function`` to every tensor. For example, ``lambda tensor: tensor[rows]`` selects samples."""
         return Prepared(function(self.x_t), function(self.timestep), self.context._make(map(function, self.context)))
 
 
@@ -42,8 +42,8 @@ class Objective(ABC):
     """A training objective: the prediction that a model learns, its loss, and the trajectory that samplers follow.
 
     Attributes:
-        name: equal to its file's.
-        preview_sampler: the sampler for few steps.
+        name: the name of the objective's file.
+        preview_sampler: the sampler for previews, which take few steps.
         learn_sigma: the network also predicts a variance, in C additional channels.
     """
 
@@ -52,66 +52,67 @@ class Objective(ABC):
     learn_sigma: ClassVar[bool]
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
-        """Return the times (B,) of a training step's samples.
+        """Draw the times (B,) of a training step's samples.
 
-        ``index``: (B,) positions in the global batch. tokens: of each sample, for objectives that need them
-        (:meth:`for_tokens`).
+        index: (B,) indices in the global batch. tokens: number of tokens of each sample, for objectives that depend on
+        it (:meth:`for_tokens`).
         """
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
-        """Return the objective for samples of this many tokens: itself, unless the number matters."""
+        """Return the objective for samples of ``tokens`` tokens, which is this one unless the number matters."""
         return self
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:
-        """Return the times (B,) at u (B,) float64 in (0, 1), which is uniform in training: equal intervals of u are
-        equally likely.
+        """Map u (B,), float64 in (0, 1), to times (B,). In training, u is uniform.
 
-        They are monotonic in u, so that neighbours in u have similar noise.
+        The map is monotonic, so neighbouring values of u have similar noise.
         """
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Compute the network's input, and everything ``loss`` will need.
+        """Compute the network's input and all further inputs of ``loss``.
 
-        x0: data (B, C, ...). t: times (B,) of ``times``. noise: standard normal, of x0's shape. Raises ValueError for
-        shapes that don't fit each other.
+        x0: data (B, C, ...). t: times (B,) from ``times``. noise: standard normal, of x0's shape. Raises ValueError if
+        the shapes don't match.
         """
 
-    asks_network: ClassVar[bool] = False  # whether ``complete`` has something to do
+    asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the part of the loss's target that the network itself makes, without gradients.
+        """Return ``prepared`` with the part of the loss's target that is computed by the network, without gradients.
 
         network: see ``opendit.diffusion.objectives.meanflow.Network``."""
         return prepared
 
     @abstractmethod
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,) in float32 at least, from the network's output at ``prepared.x_t`` and
-        ``prepared.timestep``. Raises ValueError for an output of the wrong shape."""
+        """Return the loss of each sample, (B,) in float32 at least.
+
+        output: the network's output at ``prepared.x_t`` and ``prepared.timestep``. Raises ValueError for a wrong shape.
+        """
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
-        """Return the trajectory of sampling in ``steps`` steps. even_in_noise: space its points evenly in log(sigma /
-        alpha), if the objective has a choice."""
+        """Return the trajectory for sampling in ``steps`` steps.
+
+        even_in_noise: space its points evenly in log(sigma / alpha), if the objective supports that.
+        """
 
     def network(self, model: Model) -> Model:
-        """Return ``model(x, t)`` in the form that the trajectory expects."""
+        """Wrap ``model(x, t)`` into the form that the trajectory expects."""
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Write the result of ``network(model)`` at point k of a trajectory as a weighted sum of the model's input and
-        output."""
+        """Return the result of ``network(model)`` at point k as a weighted sum of the model's input and output."""
         return LinearForm(0.0, 1.0)
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
-        """Return sigma, the standard deviation of the noise over the scale of the signal, for the network's time. Both
-        are (B,).
+        """Convert the network's time (B,) to sigma (B,): the noise's standard deviation over the signal's scale.
 
-        Only in this unit is noise comparable across objectives, steps and samplers.
+        Noise is comparable across objectives, steps and samplers only in this unit.
         """
 
     def sample(
@@ -127,7 +128,7 @@ class Objective(ABC):
     ) -> Tensor:
         """Draw samples (B, *shape) of ``model(x, t)``, with all noise keyed by ``seed`` and ``index`` (B,).
 
-        sampler: one of ``samplers``, None for the first. progress: see ``opendit.diffusion.samplers.sample``.
+        sampler: one of ``samplers``; None chooses the first. progress: see ``opendit.diffusion.samplers.sample``.
         """
         name = self.choose(sampler)
         trajectory = self.trajectory(steps, SAMPLERS[name].even_in_noise)
@@ -137,13 +138,14 @@ class Objective(ABC):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Names of the samplers that fit the trajectory, the default one first."""
+        """Names of the samplers that fit the trajectory; the first is the default."""
         default, trajectory = DESCRIPTIONS[self.name].sampler, type(self.for_tokens(1).trajectory(2))
         fitting = [name for name, sampler in SAMPLERS.items() if sampler.fits(trajectory)]
         return tuple(sorted(fitting, key=lambda name: name != default))
 
     def choose(self, sampler: str | None) -> str:
-        """Return the sampler to use. Raises ValueError for one that can't draw from models of this objective."""
+        """Return the sampler to use, by default the first. Raises ValueError for one that doesn't fit this
+        objective."""
         if sampler is not None and sampler not in self.samplers:
             raise ValueError(
                 f"--sampler {sampler}: not for a model of --objective {self.name}; give {' or '.join(self.samplers)}"
@@ -155,17 +157,17 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """Settings that decide what the network's output means. All others only weight and choose samples."""
+        """Settings that define the meaning of the network's output. Other settings only weight or select samples."""
         return {"objective": self.name}
 
 
 def one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError for a value of a flag that is not among the known ones."""
+    """Raise ValueError if a flag's value is not among the known ones."""
     if value not in known:
         raise ValueError(f"{flag} {value}: not known to this version; give one of {', '.join(known)}")
 
 
 def above_0(flag: str, value: float) -> None:
-    """Raise ValueError for a value of a flag that is not a finite number above 0."""
+    """Raise ValueError if a flag's value is not a finite number above 0."""
     if not 0 < value < math.inf:
         raise ValueError(f"{flag} {value}: out of range; give a number above 0")

@@ -5,8 +5,9 @@
     [S] Salimans, Ho, "Progressive Distillation for Fast Sampling of Diffusion Models", 2022
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
-The network predicts the noise eps and, in C more channels, v, which interpolates the log variance of the reverse step
-between its two bounds. It may predict the velocity of [S] instead of eps. The schedule is in opendit/diffusion/ddpm.py.
+The network predicts the noise eps and, in C additional channels, v. v interpolates the log variance of the reverse step
+between its two bounds. Optionally, the network predicts the velocity of [S] instead of eps. The schedule is in
+opendit/diffusion/ddpm.py.
 """
 
 import functools
@@ -31,11 +32,11 @@ PREDICTIONS = ("eps", "v")  # what the network predicts from x_t: the noise, or 
 
 
 class DiffusionLoss(NamedTuple):
-    """One number per sample, each (B,) float32: ``loss = mse + vb``."""
+    """The loss and its terms, one value per sample, each (B,) float32: ``loss = mse + vb``."""
 
     loss: Tensor
     mse: Tensor  # weighted if min_snr is set
-    vb: Tensor  # bits per dimension; zero for a model without learned variance
+    vb: Tensor  # variational bound in bits per dimension; zero for a model without learned variance
 
 
 def training_loss(
@@ -49,20 +50,20 @@ def training_loss(
     prediction: str = "eps",
     min_snr: float | None = None,
 ) -> DiffusionLoss:
-    """Return the loss of each sample, from a model output that was evaluated at ``xt = q_sample(x0, t, noise)``.
+    """Return the loss of each sample for the model's output at ``xt = q_sample(x0, t, noise)``.
 
     Args:
-        model_output: (B, C, ...) eps alone, which gives the simple loss, [H] eq. 14; or (B, 2C, ...) eps and v, which
-            gives the hybrid loss, [N] eq. 16.
+        model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14); or (B, 2C, ...) eps and v, for the hybrid loss
+            ([N] eq. 16).
         prediction: one of PREDICTIONS; with "v" the output is the velocity instead of eps.
-        min_snr: gamma of ``min_snr_weight``, which weights the squared error; the variational bound keeps its weight.
+        min_snr: gamma of ``min_snr_weight``, which weights the squared error but not the variational bound.
 
-    In the hybrid loss the term of the variational bound trains the variance only, because its mean is detached. As in
-    Meta's DiT it is in bits, averaged over dimensions, and has weight 1: the paper's 0.001 times the 1000 terms of the
-    bound, one of which is drawn at random. Computed in float32.
+    In the hybrid loss, the variational bound trains only the variance, because its mean is detached. As in Meta's DiT,
+    the bound is in bits and averaged over dimensions. Its weight is 1: the paper's 0.001 times the 1000 terms of the
+    bound, one of which is drawn at random. The loss is computed in float32.
 
     Raises:
-        ValueError: the shapes don't fit each other, or ``prediction`` is unknown.
+        ValueError: the shapes don't match, or ``prediction`` is unknown.
     """
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
@@ -83,17 +84,21 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32 that turn a squared error into that of x_0 times min(SNR, gamma), [M] sec. 3.4.
+    """Return weights (B,) float32 that turn a squared error into min(SNR, gamma) times that of x_0, [M] sec. 3.4.
 
-    The squared error of eps is SNR times that of x_0, and that of the velocity SNR + 1 times; SNR is alpha^2 / sigma^2.
+    SNR is alpha^2 / sigma^2. The squared error of eps is SNR times that of x_0, and the squared error of the velocity
+    is SNR + 1 times that of x_0.
     """
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
 
 class DDPMContext(NamedTuple):
-    """Inputs of the loss besides the prepared tensors: x_0 and the noise, (B, C, ...), and the timesteps (B,) int64 as
-    indices of the schedule (the network gets those of the unshortened schedule)."""
+    """Inputs of the loss besides the prepared tensors.
+
+    x0 and noise are (B, C, ...). t, (B,) int64, indexes the schedule, whereas the network gets timesteps of the full
+    one.
+    """
 
     x0: Tensor
     t: Tensor
@@ -101,14 +106,15 @@ class DDPMContext(NamedTuple):
 
 
 def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-    """Return x_t = ``q_sample(x0, t, noise)`` (float32 at least), ``model_timesteps(t)``, and what ``training_loss``
-    needs."""
+    """Return x_t = ``q_sample(x0, t, noise)``, float32 at least, ``model_timesteps(t)``, and the inputs of the loss."""
     return Prepared(schedule.q_sample(x0, t, noise), schedule.model_timesteps(t), DDPMContext(x0, t, noise))
 
 
 def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-    """The bound's term at t, [N] eq. 4 to 6, in bits per dimension: (B,). It is KL(q || p), or -log p(x_0 | x_1) at t =
-    0."""
+    """Return the term of the variational bound at t in bits per dimension, (B,), [N] eq. 4 to 6.
+
+    The term is KL(q || p), or -log p(x_0 | x_1) at t = 0.
+    """
     true_mean, true_log_variance = schedule.posterior(x0, xt, t)
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)
@@ -118,21 +124,21 @@ def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: T
 
 
 def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2: Tensor) -> Tensor:
-    """KL(N1 || N2) of each element, in nats."""
+    """Return KL(N1 || N2) of each element, in nats."""
     difference = log_variance2 - log_variance1
     return 0.5 * (-1 + difference + torch.exp(-difference) + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
 
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """-log of the normal's mass on the bin x +- 1/255, the outer bins reaching to infinity ([H] eq. 13), in nats.
+    """Return -log of the normal distribution's mass on the bin x +- 1/255, in nats ([H] eq. 13).
 
-    x in [-1, 1], mean, log_variance and the result have one shape. The bins are those of 8-bit pixels; Meta's DiT uses
-    them for latents, too, and so do we.
+    x lies in [-1, 1]. x, mean, log_variance and the result have the same shape. The outermost bins reach to infinity.
+    The bins are those of 8-bit pixels. Like Meta's DiT, we use them for latents too.
     """
     centered = x - mean
     first, last = x < -0.999, x > 0.999
-    # By symmetry every bin is evaluated left of the mean, where the difference of the two distribution functions does
-    # not cancel: right of it, float32 would lose all mass beyond 5.5 sigma.
+    # Evaluate every bin left of the mean, which symmetry permits. There, the difference of the two CDFs does not
+    # cancel. Right of the mean, float32 would lose all mass beyond 5.5 sigma.
     left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
     inv_std = torch.exp(-0.5 * log_variance)
     below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
@@ -140,10 +146,9 @@ def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
 
 
 def _normal_cdf(z: Tensor) -> Tensor:
-    """Approximate the normal distribution function as guided-diffusion does (error < 2e-4), so that losses compare with
-    Meta's DiT.
+    """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match those of Meta's DiT.
 
-    Its (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail.
+    guided-diffusion's (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail.
     """
     return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
 
@@ -154,7 +159,7 @@ def _mean_per_sample(x: Tensor) -> Tensor:
 
 @functools.cache
 def _shifted(shift: float) -> DDPM:
-    """Return one schedule per shift, so that its tables are copied to each device once."""
+    """Return the schedule of ``shift``, cached so that its tables are copied to each device only once."""
     return DDPM.linear(shift=shift)
 
 
@@ -162,8 +167,8 @@ def _shifted(shift: float) -> DDPM:
 class DDPMObjective(Objective):
     """Noise prediction with learned variance over 1,000 steps, as in the DiT paper.
 
-    prediction: "v" predicts the velocity instead of the noise. min_snr: gamma of the min-SNR weights, None for weights
-    of 1. shift: of the noise at every timestep, in training and sampling.
+    prediction: "v" predicts the velocity instead of the noise. min_snr: gamma of the min-SNR weights; None for weights
+    of 1. shift: factor on the noise level of every timestep, in training and sampling.
     """
 
     name: ClassVar[str] = "ddpm"
@@ -206,7 +211,7 @@ class DDPMObjective(Objective):
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of x and of the model's output in eps: sigma and alpha if the model predicts velocity."""
+        """Return the weights of x and the model's output in eps. If the model predicts velocity: sigma and alpha."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
@@ -217,12 +222,11 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network only sees the timestep
+        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network sees the timestep, not the shift
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Leave out settings at their defaults: checkpoints older than the settings have none, and resume without a
-        remark."""
+        """Omit settings at their defaults, so that the result equals that of checkpoints older than the settings."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

@@ -3,9 +3,9 @@
     [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
 
 x = x_0 + sigma noise, and the denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) ([K] eq. 7 and table 1),
-where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all levels, but timestep embeddings are made
-for spans of 1000 (their fastest sinusoid turns by 1 radian per unit). So the network gets 1000 times that: -1554 to
-1095.
+where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels. Timestep embeddings are
+designed for a span of 1000: their fastest sinusoid turns by 1 radian per unit. Therefore the network gets 1000 c_noise,
+from -1554 to 1095.
 """
 
 import math
@@ -23,41 +23,42 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least
 SETTINGS = DESCRIPTIONS["edm"].settings
 
 NOISE_SCALE = 250.0  # the network's time per unit of ln(sigma)
-SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # of sampling, [K] table 1
+SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # for sampling, [K] table 1
 
 
 def log_normal_sigmas(u: Tensor, mean: float, std: float) -> Tensor:
-    """Training's noise levels from uniform u in (0, 1): ln(sigma) ~ N(mean, std^2), [K] table 1."""
+    """Map uniform u in (0, 1) to noise levels for training: ln(sigma) ~ N(mean, std^2), [K] table 1."""
     return torch.exp(mean + std * torch.special.ndtri(u))
 
 
 def karras_sigmas(steps: int) -> Tensor:
-    """Return a sampler's ``steps`` + 1 noise levels, float64, from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0."""
+    """Return ``steps`` + 1 noise levels for sampling, float64: from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0."""
     ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
     first, last = SIGMA_MAX ** (1 / RHO), SIGMA_MIN ** (1 / RHO)
     return torch.cat(((first + ramp * (last - first)) ** RHO, ramp.new_zeros(1)))
 
 
 def network_times(sigma: Tensor) -> Tensor:
-    """Return the network's time for sigma: 1000 c_noise, of sigma's dtype."""
+    """Return the network's time at noise level sigma, 1000 c_noise, in sigma's dtype."""
     return NOISE_SCALE * sigma.log()
 
 
 def sigmas_of(timestep: Tensor) -> Tensor:
-    """Return the noise levels of ``network_times``."""
+    """Return the noise levels of the network's times ``timestep``; the inverse of ``network_times``."""
     return torch.exp(timestep / NOISE_SCALE)
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """D(x; sigma), [K] eq. 7: (B, C, ...) of x's dtype.
+    """Return the denoised x, D(x; sigma) of [K] eq. 7, (B, C, ...) in x's dtype.
 
     Args:
-        model: F, called with (B, C, ...) of x's dtype and 1000 c_noise (B,); returns (B, C, ...) in any dtype.
+        model: the network F, called with c_in x (B, C, ...) in x's dtype and 1000 c_noise (B,). It returns (B, C, ...)
+            in any dtype.
         x: (B, C, ...), float32 at least.
         sigma: (B,).
 
     Raises:
-        ValueError: the model's output has another shape than x.
+        ValueError: the model's output differs from x in shape.
     """
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
@@ -66,7 +67,7 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
 
 
 class EDMContext(NamedTuple):
-    """Input of the loss besides the prepared tensors: the target of F, (B, C, ...), at least fp32."""
+    """Input of the loss besides the prepared tensors: the target of F, (B, C, ...), float32 at least."""
 
     target: Tensor
 
@@ -83,8 +84,10 @@ def _checked(output: Tensor, x: Tensor) -> Tensor:
 
 
 class EDMTrajectory(Trajectory):
-    """``sigmas``: (n + 1,), falling, see ``karras_sigmas``. The model is F, as in ``denoise``; a ``point`` is sigma for
-    every sample, of x's dtype."""
+    """The trajectory over the noise levels ``sigmas``, (n + 1,), falling; see ``karras_sigmas``.
+
+    The model is F, as in ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype.
+    """
 
     def __init__(self, sigmas: Tensor, sigma_data: float):
         self.sigma_data = sigma_data
@@ -101,7 +104,7 @@ class EDMTrajectory(Trajectory):
         return denoise(model, x, point, self.sigma_data)
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """dx/dsigma = (x - D(x; sigma)) / sigma, [K] eq. 1 and 3 for sigma = t."""
+        """Return dx/dsigma = (x - D(x; sigma)) / sigma, [K] eq. 1 and 3 for sigma = t."""
         return (x - self.denoise(model, x, point)) / _rows(point, x)
 
     def has_slope(self, k: int) -> bool:
@@ -111,7 +114,7 @@ class EDMTrajectory(Trajectory):
         return 1 / math.sqrt(self.levels[k] ** 2 + self.sigma_data**2)
 
     def denoise_weights(self, k: int) -> LinearForm:
-        """c_skip and c_out, [K] table 1."""
+        """Return c_skip and c_out, [K] table 1."""
         scale = self.input_scale(k)
         return LinearForm((self.sigma_data * scale) ** 2, self.levels[k] * self.sigma_data * scale)
 
@@ -122,7 +125,8 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: of ln(sigma) in training. sigma_data: standard deviation of the data."""
+    """EDM. mean, std: parameters of ln(sigma)'s distribution in training. sigma_data: standard deviation of the
+    data."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"
@@ -140,7 +144,7 @@ class EDMObjective(Objective):
         return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target; ``t`` is sigma.
+        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma.
 
         The target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise),
         so that nothing cancels at small sigma.
@@ -154,8 +158,10 @@ class EDMObjective(Objective):
         return Prepared(x, network_times(sigma).float(), EDMContext(target))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged. As lambda = 1 / c_out^2,
-        it is the squared error of F's ``output`` (B, C, ...), [K] eq. 8."""
+        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8.
+
+        It equals lambda(sigma) |D(x; sigma) - x_0|^2 of eq. 2, because lambda = 1 / c_out^2 in table 1.
+        """
         (target,) = prepared.context
         return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 

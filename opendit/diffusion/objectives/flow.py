@@ -7,15 +7,17 @@
     [C] Stoica et al., "Contrastive Flow Matching", 2025
     [J] Li, He, "Back to Basics: Let Denoising Generative Models Denoise" (JiT), 2025
 
-x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the network predicts the velocity dx_t/dt = noise -
-x_0 ([E] eq. 13 and the text below it). The network's time is ``1000 t``, the range that timestep embeddings are made
-for. Its loss weights an error of the predicted x_0 by 1/t^2, where that of eps-prediction weights it by the
-signal-to-noise ratio. So what is decided at high noise (for a clip, what it shows at all, because its frames repeat
-each other) is learned much sooner (docs/log/2026-11-21-moving-digits-objective.md).
+x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predicts the velocity dx_t/dt = noise - x_0
+([E] eq. 13 and the text below it). The network's time is ``1000 t``, the range for which timestep embeddings are
+designed.
 
-With ``prediction`` "x" the network predicts x_0, which lies near a surface of few dimensions where velocities fill all
-of them: a patch of many pixels needs no more channels than its pictures have ([J] sec. 3). Its velocity is (x_t - x_0)
-/ t, and its loss is the velocity's, in which t is at least LEAST_TIME ([J] sec. 4).
+The loss weights an error of the predicted x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise ratio.
+So flow learns much sooner what is decided at high noise. In clips, this is the whole content, because the frames repeat
+each other (docs/log/2026-11-21-moving-digits-objective.md).
+
+With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
+the space. So a patch of many pixels needs no more channels than its pictures have dimensions ([J] sec. 3). The velocity
+is (x_t - x_0) / t. The loss is that of the velocity, with t clamped to at least LEAST_TIME ([J] sec. 4).
 """
 
 import math
@@ -37,18 +39,18 @@ SETTINGS = DESCRIPTIONS["flow"].settings
 
 PREDICTED = SETTINGS["prediction"].bounds["choices"]
 TIME_SCALE = 1000.0  # the network's time at t = 1
-LEAST_TIME = 0.05  # that an error of a predicted x_0 is divided by
-EMPIRICAL_STEPS = 50  # FLUX.2's pipelines' own
-MOST_GROWTH = 50.0  # of ln(shift), far beyond any use
+LEAST_TIME = 0.05  # lower bound of the t by which an error of a predicted x_0 is divided
+EMPIRICAL_STEPS = 50  # default number of steps of FLUX.2's pipelines
+MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``, far beyond practical values
 
 
 def uniform_times(u: Tensor) -> Tensor:
-    """t = u: all times are equally likely."""
+    """Return t = u, so that all times are equally likely."""
     return u
 
 
 def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """[E] eq. 19: logit(t) is normal, so that the middle is more likely than the ends."""
+    """Map uniform u to times with normal logit(t), so that the middle is more likely than the ends ([E] eq. 19)."""
     return torch.sigmoid(mean + std * torch.special.ndtri(u))
 
 
@@ -64,15 +66,15 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """[E] eq. 23, with ``shift`` for sqrt(m / n): move times towards the noise.
+    """Shift times towards the noise, [E] eq. 23, where ``shift`` is sqrt(m / n); 1 changes nothing.
 
-    It keeps the uncertainty about a picture of n pixels the same when m pixels repeat them. 1 changes nothing.
+    The shift keeps the uncertainty about a picture the same when its resolution grows from n to m pixels.
     """
     return shift * t / (1 + (shift - 1) * t)
 
 
 def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
-    """Return the u in [0, 1] at which ``times``, which rises or falls with u, is t, in float64, by halving."""
+    """Invert ``times``, which is monotonic in u: return the u in [0, 1] where it is t, in t's dtype, by bisection."""
     low, high = torch.zeros_like(t), torch.ones_like(t)
     rises = times(torch.full_like(t, 0.75)) > times(torch.full_like(t, 0.25))
     for _ in range(60):
@@ -83,10 +85,10 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 
 def empirical_shift(tokens: int, steps: int) -> float:
-    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``).
+    """Return the shift that FLUX.2's pipelines compute (``compute_empirical_mu``).
 
-    ln(shift) is linear in the number of tokens for 10 steps and for 200, and linear in the steps between; of more than
-    4300 tokens it is that of 200 steps.
+    ln(shift) is linear in the number of tokens at 10 steps and at 200 steps, and linear in the number of steps between.
+    Above 4300 tokens, it is the value at 200 steps for any number of steps.
     """
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
@@ -96,22 +98,25 @@ def empirical_shift(tokens: int, steps: int) -> float:
 
 
 def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """x_t (B, ...) in float32 at least; t: (B,) in [0, 1]."""
+    """Return x_t = (1 - t) x_0 + t noise, (B, ...), in float32 at least; t: (B,) in [0, 1]."""
     x0, noise = at_least_float32(x0), at_least_float32(noise)
     t = t.to(x0.dtype).view(-1, *(1,) * (x0.dim() - 1))
     return (1 - t) * x0 + t * noise
 
 
 class FlowContext(NamedTuple):
-    """Inputs of the loss besides the prepared tensors: what the network should return, (B, C, ...), at least fp32; and
-    the weight of each sample's squared error, (B,)."""
+    """Inputs of the loss besides the prepared tensors.
+
+    target: (B, C, ...), the output that the network should return, float32 at least. weight: (B,), the weight of each
+    sample's squared error.
+    """
 
     target: Tensor
     weight: Tensor
 
 
 class ContrastContext(NamedTuple):
-    """The same, and what the network would return for the velocity of another sample, (B, C, ...)."""
+    """``FlowContext`` with ``other``, (B, C, ...): the target for the velocity of another sample."""
 
     target: Tensor
     weight: Tensor
@@ -119,44 +124,45 @@ class ContrastContext(NamedTuple):
 
 
 def of_neighbours(x: Tensor) -> Tensor:
-    """Return x (B, ...) with the samples of each pair, 0 and 1, 2 and 3, ..., exchanged; an odd one at the end stays.
+    """Swap the samples of each pair (0 and 1, 2 and 3, ...) of x (B, ...); an unpaired last sample stays.
 
-    Micro-batches are even and consecutive, so that any number of ranks pairs the same samples of the global batch.
+    Micro-batches are even and consecutive, so the pairs of the global batch are the same on any number of ranks.
     """
     return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
 
 
 def network_times(t: Tensor) -> Tensor:
-    """Return the network's time for t: float32 in [0, 1000]."""
+    """Return the network's time 1000 t: float32 in [0, 1000]."""
     return (t * TIME_SCALE).to(torch.float32)
 
 
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
-    """Return a sampler's ``steps`` + 1 times, float64, from 1 to 0: evenly spaced, then shifted.
+    """Return ``steps`` + 1 times for sampling, float64, from 1 to 0: evenly spaced, then shifted.
 
-    terminal: the last time above 0, to which the others are stretched, as Qwen-Image and LTX do. One step has no such
-    time. shifted_end: the last time above 0 is 1/1000 shifted twice, and the others are spaced evenly before their
-    shift, as Stable Diffusion 3 does.
+    terminal: stretch the times so that the last one above 0 is ``terminal``, as Qwen-Image and LTX do. A single step
+    has no such time. shifted_end: space the times above 0 evenly from 1 to the shifted 1/1000 before the shift, as
+    Stable Diffusion 3 does.
     """
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
         last = shift / (TIME_SCALE + shift - 1)
         t[:-1] = torch.linspace(1, last, steps, dtype=torch.float64)
     t = shift_times(t, shift)
-    t[0] = 1  # which the shift rounds
+    t[0] = 1  # exact, without the shift's rounding
     if terminal is not None and steps > 1:
         t[:-1] = 1 - (1 - t[:-1]) * ((1 - terminal) / (1 - t[-2]))
     return t
 
 
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the times of diffusers' UniPC for flows, and the network's times at them, (``steps`` + 1,) float64 each.
+    """Return the times of diffusers' UniPC for flows, and the network's times there, each (``steps`` + 1,) float64.
 
-    The times are spaced evenly from 1 to 1/1000, then shifted, and the last one is replaced by 0. The first one is 1e-6
-    before 1, where lambda = ln((1 - t) / t) is finite. They are rounded to float32: 1 - t of the first is 1.3 % more
-    then, which second-order steps see. The network's times are cut to whole numbers, so the first one is 999.
+    Times are spaced evenly from 1 to 1/1000 and shifted, and the last one is replaced by 0. The first is 1 - 1e-6,
+    where lambda = ln((1 - t) / t) is finite. Rounding to float32, as in diffusers, raises 1 - t of the first time by
+    1.3 %, which affects second-order steps. The network's times are truncated to whole numbers, so the first one is
+    999.
     """
-    t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1  # in numpy.linspace's order
+    t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1  # order of numpy.linspace
     t = shift_times(t, shift)
     t[0] = 1 - 1e-6
     t = torch.cat((t, t.new_zeros(1)))
@@ -164,16 +170,16 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def noise_level(t: float) -> float:
-    """Return sigma, noise over signal, of x_t; infinite at 1, where no signal is left."""
+    """Return sigma, the ratio of noise to signal in x_t. It is infinite at t = 1, where no signal is left."""
     return t / (1 - t) if t < 1 else math.inf
 
 
 class FlowTrajectory(Trajectory):
-    """``times``: (n + 1,), falling, see ``sampling_times``; x at time 1 is standard normal noise.
+    """The trajectory of rectified flow over ``times``, (n + 1,), falling; see ``sampling_times``.
 
-    A ``point`` is the network's time 1000 t, (B,) float32; the model returns the velocity dx/dt, (B, C, ...).
-    ``network_times``: (n + 1,), instead of 1000 t. predicts_x: the model returns x_0 instead. noise_scale: what
-    the noise is multiplied by at time 1.
+    x at time 1 is standard normal noise times ``noise_scale``. A ``point`` is the network's time, (B,) float32: 1000 t,
+    or a value of ``network_times`` (n + 1,). The model returns the velocity dx/dt, (B, C, ...), or with ``predicts_x``
+    x_0.
     """
 
     def __init__(
@@ -208,8 +214,11 @@ class FlowTrajectory(Trajectory):
 
 
 class SigmaTrajectory(FlowTrajectory):
-    """The same lines with x = x_0 + sigma noise, which is (1 + sigma) x_t at t = sigma / (1 + sigma), and sigma for the
-    time, [K] eq. 1: a slope is dx / dsigma = noise. ``sigmas``: (n + 1,), falling, all above 0."""
+    """A flow trajectory over x = x_0 + sigma noise, with sigma as the time, [K] eq. 1. The slope is dx / dsigma =
+    noise.
+
+    This x is (1 + sigma) x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above 0.
+    """
 
     def __init__(self, sigmas: Tensor):
         super().__init__(sigmas / (1 + sigmas))
@@ -237,26 +246,26 @@ def _rows(values: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FlowObjective(Objective):
-    """Rectified flow. times_are: uniform, logit_normal or mode. shift: of times in training and sampling.
+    """Rectified flow.
 
-    mean, std: of logit_normal times. prediction: what the network predicts, v or x. noise_scale: x_t is (1 - t) x_0 + t
-    noise_scale noise. min_snr: gamma of [H]'s weights: errors of x_0 count by the signal-to-noise ratio, or by gamma if
-    that is less, and not by 1 / t^2. contrast: weight of [C] eq. 6's term, which drives the velocity away from that of
-    another sample.
+    times_are: distribution of training times: uniform, logit_normal or mode. shift: shift of times in training and
+    sampling. mean, std: parameters of logit_normal times. prediction: the network's output, v or x. noise_scale: s in
+    x_t = (1 - t) x_0 + t s noise. min_snr: gamma of [H]; errors of x_0 are weighted by min(SNR, gamma) instead of 1 /
+    t^2. contrast: weight of the term of [C] eq. 6, which pushes the velocity away from that of another sample.
 
-    shift_tokens: the number of tokens that ``shift`` is for; samples of m tokens get shift * sqrt(m / shift_tokens)
-    ([E] eq. 23), so that a clip gets more noise than a picture in the same pack or of the same model. None: one shift
-    for all.
+    shift_tokens: the number of tokens for which ``shift`` is meant. Samples of m tokens get shift * sqrt(m /
+    shift_tokens) ([E] eq. 23). So a clip gets more noise than a picture in the same pack or model. None: one shift for
+    all.
 
-    The other fields have no flags. They are what public models are sampled with (``published_schedules``).
+    The other fields have no flags. They describe how public models are sampled (``published_schedules``).
 
-    shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as FLUX does.
-    shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
-    shifted_end: likewise. discrete_times: sampling at the times of ``discrete_times``.
-    least, most: the times of training, of a network that is replaced by another at other times.
-    karras: sampling at [K]'s noise levels, from 80 to 0.002, where it ends, see ``SigmaTrajectory``.
-    empirical_tokens: shift is that of ``empirical_shift`` for this number of tokens, 0 until it is known, and for the
-        steps of sampling; in training, for EMPIRICAL_STEPS.
+    shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
+    shift_terminal, shifted_end: arguments of ``sampling_times``.
+    discrete_times: sample at the times of ``discrete_times``.
+    least, most: limits of the training times, for a network that another network replaces outside of them.
+    karras: sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
+    empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until the number is
+        known. The number of steps is that of sampling; in training, EMPIRICAL_STEPS.
     """
 
     name: ClassVar[str] = "flow"
@@ -325,7 +334,7 @@ class FlowObjective(Objective):
     def _shift_of(self, tokens: int) -> float:
         if self.empirical_tokens is not None:
             return empirical_shift(tokens, EMPIRICAL_STEPS)
-        assert self.shift_tokens is not None  # checked by the callers
+        assert self.shift_tokens is not None  # callers check this
         if self.shift_growth is None:
             return self.shift * math.sqrt(tokens / self.shift_tokens)
         exponent = self.shift_growth * (tokens - self.shift_tokens)
@@ -343,7 +352,7 @@ class FlowObjective(Objective):
         return empirical_shift(self.empirical_tokens, steps) if self.empirical_tokens else self.shift
 
     def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
-        """Return the times of u in (0, 1): those that the shares of all times below ``least`` and ``most`` leave."""
+        """Map u in (0, 1) to times. Rescale u first so that all times lie between ``least`` and ``most``."""
         made = TIME_SAMPLING[self.times_are]
         if self.times_are == "logit_normal":
             made = partial(logit_normal_times, mean=self.mean, std=self.std)
@@ -361,7 +370,7 @@ class FlowObjective(Objective):
             raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return x_t, 1000 t in float32, and the velocity or x_0 to predict."""
+        """Return x_t, the network's time 1000 t in float32, and the loss's target (velocity or x_0) and weight."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
         x0, noise = at_least_float32(x0), at_least_float32(noise)
@@ -374,16 +383,18 @@ class FlowObjective(Objective):
         return Prepared(x_t, network_times(t), context)
 
     def _weights(self, t: Tensor) -> Tensor:
-        """Return the weights (B,) of squared errors of what the network predicts."""
+        """Return the weights (B,) of the squared errors of the network's output."""
         if self.min_snr is None:
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        return of_x if self.prediction == "x" else t**2 * of_x  # an error of x_0 is t times the velocity's
+        return of_x if self.prediction == "x" else t**2 * of_x  # x_0's error is t times the velocity's error
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Mean squared error of the velocity that is, or follows from, ``output`` (B, C, ...), less ``contrast`` times
-        that from another sample's velocity."""
+        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample.
+
+        Subtract ``contrast`` times the error against the target for another sample's velocity.
+        """
         target, weight, *others = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
@@ -413,7 +424,7 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Leave out settings that change nothing, as in checkpoints that are older than the settings."""
+        """Omit settings without effect, so that the result equals that of checkpoints older than the settings."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}

@@ -3,16 +3,16 @@
     [M] Geng et al., "Mean Flows for One-step Generative Modeling", arXiv 2505.13447
     [I] Geng et al., "Improved Mean Flows", arXiv 2512.02012
 
-x_t = (1 - t) x_0 + t noise as in ``flow``, with the velocity v = noise - x_0. The network predicts u(x_t, r, t), the
-mean of the velocity on the path through x_t from r to t, so that x_r = x_t - (t - r) u. Its identity ([M] eq. 6)
+x_t = (1 - t) x_0 + t noise as in ``flow``, and the velocity is v = noise - x_0. The network predicts u(x_t, r, t), the
+mean velocity from r to t on the path through x_t, so that x_r = x_t - (t - r) u. It satisfies ([M] eq. 6)
 
-    u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t
+    u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
 
-is the loss: the right side, without a gradient, is what u is compared with. In du/dt v is the network's own u(x_t, t,
-t), not noise - x_0, which varies from sample to sample ([I] sec. 4.1). At r = t the identity is the loss of ``flow``.
+The right side, without a gradient, is the training target of u. The v in du/dt is the network's own u(x_t, t, t),
+because noise - x_0 varies from sample to sample ([I] sec. 4.1). At r = t, the loss is that of ``flow``.
 
-Guidance is inside of the target ([M] eq. 19): there v is w v + (1 - w) u(x_t, t, t) without a condition, so a guided
-sample costs one evaluation a step.
+Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where u has no condition. So a
+guided sample needs one evaluation per step.
 """
 
 import math
@@ -30,30 +30,30 @@ from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32
 
 SETTINGS = DESCRIPTIONS["meanflow"].settings
-SMALLEST = 1e-3  # what is added to the squared error by which a sample's gradient is divided ([M] sec. 4.3)
+SMALLEST = 1e-3  # added to the squared error by which a sample's gradient is divided ([M] sec. 4.3)
 
 
 class Network(Protocol):
-    """The network as the target needs it: without gradients, for some rows of the micro-batch (None: for all)."""
+    """The network as the target calls it, without gradients. ``rows`` indexes the samples of the micro-batch in x."""
 
-    dropped: Tensor  # (B,) bool: the samples whose condition is the null one
+    dropped: Tensor  # (B,) bool: True for samples that have the null condition
 
     def __call__(self, x: Tensor, time: Tensor, rows: Tensor) -> Tensor: ...
 
     def unconditional(self, x: Tensor, time: Tensor) -> Tensor:
-        """Return the output for the null condition."""
+        """Return the output with the null condition for all samples."""
         ...
 
     def derivative(self, x: Tensor, time: Tensor, dx: Tensor, dtime: Tensor, rows: Tensor) -> Tensor:
-        """Return the derivative of the output along (dx, dtime)."""
+        """Return the directional derivative of the output along (dx, dtime)."""
         ...
 
 
 class MeanFlowContext(NamedTuple):
     """Input of the loss besides the prepared tensors.
 
-    target: (B, C, ...), what the output is compared with; noise - x_0 until :meth:`MeanFlowObjective.complete`.
-    interval: (B,), t - r.
+    target: (B, C, ...), the target of the output; it is noise - x_0 until :meth:`MeanFlowObjective.complete`. interval:
+    (B,), t - r.
     """
 
     target: Tensor
@@ -61,17 +61,21 @@ class MeanFlowContext(NamedTuple):
 
 
 def network_times(t: Tensor, interval: Tensor) -> Tensor:
-    """Return what the network is told: (t, -1 - (t - r)), (B, 2) float32.
+    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32.
 
-    A model embeds both by the same embedder and adds them. They never coincide, so it tells one from the other. Times
-    are not scaled to 1000: their sinusoids' derivatives would be.
+    The model embeds both with the same embedder and adds the embeddings. The two never have the same value, so the
+    model can tell them apart. Times are not scaled to 1000, because that would scale the derivatives of their
+    sinusoids.
     """
     return torch.stack((t, -1 - interval), 1).to(torch.float32)
 
 
 class MeanFlowTrajectory(FlowTrajectory):
-    """A ``point`` is t, (B,). The model is told of the whole step from there, (B, 2), and returns its mean velocity, so
-    that Euler's method is exact."""
+    """The trajectory of MeanFlow. A ``point`` is t, (B,).
+
+    The model gets t and the length of the whole step, (B, 2). It returns the step's mean velocity, so Euler's method is
+    exact.
+    """
 
     def __init__(self, times: Tensor):
         super().__init__(times, times)
@@ -83,15 +87,16 @@ class MeanFlowTrajectory(FlowTrajectory):
         return model(x, network_times(point, lengths[step])).to(x.dtype)
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        return None  # kernels of sampling steps have one time a sample
+        return None  # the kernels of sampling steps support one time per sample only
 
 
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
     """Improved MeanFlow.
 
-    mean, std: of logit(t) and logit(r). share: of samples with r < t; the others have r = t. guidance: w above; 1 is
-    none. power: a sample's gradient is divided by its squared error to this power; 0 is the mean squared error.
+    mean, std: parameters of the normal logit(t) and logit(r). share: fraction of samples with r < t; the others have r
+    = t. guidance: w in the module's docstring; 1 means no guidance. power: exponent of the squared error that divides a
+    sample's gradient; 0 gives the mean squared error.
     """
 
     name: ClassVar[str] = "meanflow"
@@ -112,7 +117,7 @@ class MeanFlowObjective(Objective):
             raise ValueError("--meanflow_mean, --meanflow_guidance, --meanflow_power: not finite; give numbers")
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
-        """Return (t, r), (B, 2), r <= t."""
+        """Draw (t, r) of each sample, (B, 2), with r <= t."""
         first, second = (uniform(seed, step, index, stream) for stream in (Stream.TIMESTEP, Stream.INTERVAL))
         one, other = self._time(first), self._time((second / self.share).clamp(max=1 - 1e-7))
         other = torch.where(second < self.share, other, one)
@@ -125,7 +130,7 @@ class MeanFlowObjective(Objective):
         return logit_normal_times(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return x_t, what the network is told, and the velocity. t: (t, r) of each sample, (B, 2)."""
+        """Return x_t, the network's time inputs, and the velocity as target. t: (t, r) of each sample, (B, 2)."""
         if x0.shape != noise.shape or t.shape != (len(x0), 2):
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
         velocity, (now, before) = at_least_float32(noise) - at_least_float32(x0), t.unbind(1)
@@ -149,21 +154,21 @@ class MeanFlowObjective(Objective):
         return prepared._replace(context=MeanFlowContext(target, interval))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Squared error of the mean velocity ``output`` (B, C, ...), whose gradient is divided by its power."""
+        """Return the squared error of ``output`` (B, C, ...). Its gradient is divided by error ** ``power``."""
         target, _ = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        return error.detach() + weighted - weighted.detach()  # the error's value: the weighted one is about 1
+        return error.detach() + weighted - weighted.detach()  # value of error, because weighted is always about 1
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         return MeanFlowTrajectory(sampling_times(steps))
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        return ("euler",)  # others ask for a slope where a step ends, too
+        return ("euler",)  # other samplers also need the slope at the end of a step
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep[:, 0]
@@ -171,7 +176,7 @@ class MeanFlowObjective(Objective):
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
-    """View (B,) as (B, 1, ...), to go with x."""
+    """View (B,) as (B, 1, ..., 1), with the rank of x."""
     return values.view(-1, *(1,) * (x.dim() - 1))
 
 

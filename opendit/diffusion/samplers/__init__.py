@@ -1,8 +1,8 @@
-"""Samplers: from noise to data along an objective's trajectory. One file each, all with one signature.
+"""Samplers: from noise to data along an objective's trajectory. Each has its own file, and all share one signature.
 
-To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``, and add the name to
-``ALL_SAMPLERS`` in opendit/config/names.py. It samples from the models of all objectives whose trajectories define the
-method that it ``needs``.
+To add a sampler, write ``NAME.py`` here with a subclass of ``Sampler`` that is assigned to ``SAMPLER``, and add the
+name to ``ALL_SAMPLERS`` in opendit/config/names.py. It works with all objectives whose trajectories define the method
+that it ``needs``.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,18 +32,18 @@ def sample(
     callback: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Sample data from x with sampler ``name``: its ``init``, then its ``step`` for every step of the trajectory.
+    """Sample data from x with sampler ``name``: call its ``init``, then ``step`` for every step of the trajectory.
 
     Args:
-        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the objective's network time (B,); it returns
-            what the objective trains it to predict, in any dtype.
-        x: (B, C, ...), x at the noisiest point, see ``Trajectory.start``. The result has its shape, in float32 (float64
-            if x is).
-        noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ... (0 is the first step), (B, C, ...).
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns what the
+            objective trains it to predict, in any dtype.
+        x: (B, C, ...), x at the noisiest point, see ``Trajectory.start``. The result has the same shape, in float32, or
+            in float64 if x is float64.
+        noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).
         progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
-        callback: called at each step with a dict: ``step`` k, ``timestep`` (the trajectory's time there), the state
-            ``x`` there, and ``denoised``, the x_0 predicted from it.
-        options: of the sampler, such as DDIM's ``eta``.
+        callback: called in each step with a dict of values at its start: ``step`` k, ``timestep`` (the trajectory's
+            time), the state ``x``, and ``denoised``, the x_0 predicted from x.
+        options: options of the sampler, such as DDIM's ``eta``.
 
     Raises:
         ValueError: the model's output doesn't fit x, or the sampler rejects an option.

@@ -1,5 +1,5 @@
-"""The interface of samplers: pure functions ``init`` and ``step`` of tensors, and tables of what differs between
-steps."""
+"""The interface of samplers: pure functions ``init`` and ``step`` of tensors, and tables of each step's
+coefficients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Observer = Callable[[Tensor, Tensor], None]
 
 
 class State(NamedTuple):
-    """State of most samplers between two steps. Every state is a NamedTuple of tensors, one of them ``x``."""
+    """State of most samplers between two steps. Every state is a NamedTuple of tensors with a field ``x``."""
 
     x: Tensor  # (B, C, ...), float32 or float64
 
@@ -26,9 +26,9 @@ class StepWeights(NamedTuple):
 
     Weights are in this order: the state's fields, the model's outputs in this step's evaluations, noise.
 
-    inputs: for each evaluation, the model's input as a sum of the state's fields and the earlier outputs. after: for
-    each field of the next state, the weights of all terms above. The last weight, of noise, is absent if ``noise`` is
-    False. variance: (p, q) for models that also predict a variance v in additional output channels: exp(p + q v)
+    inputs: the weights of each evaluation's model input, which sums the state's fields and the earlier outputs. after:
+    for each field of the next state, the weights of all terms. If ``noise`` is False, the last weight, of the noise, is
+    omitted. variance: (p, q) for models that also predict a variance v in additional output channels. Then exp(p + q v)
     replaces the weight of the noise in x.
     """
 
@@ -46,21 +46,21 @@ class Sampler(ABC):
             state = sampler.step(state, i)
         return state.x
 
-    ``step`` is ``advance(model, state, inputs)``. Steps differ only in the model that is called (``model_at``, because
-    guidance may be limited to an interval of noise levels) and in the tensors of ``inputs``: rows of tables that are
-    computed once, and noise. ``advance`` reads nothing on the host. Therefore it can be
-    recorded once as a CUDA graph, and replayed for all steps that call the same model and in which the same inputs are
-    None. Before each replay, copy the step's inputs into the recorded tensors. Callers switch off gradients.
+    ``step`` is ``advance(model, state, inputs)``. Steps differ in two things only. ``model_at`` selects the model,
+    because guidance may be limited to an interval of noise levels. ``inputs`` returns tensors: noise and rows of
+    precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. The graph
+    can be replayed for all steps that call the same model and have the same inputs set to None. Before each replay,
+    copy the step's inputs into the recorded tensors. Callers disable gradients.
 
     Args:
         model: ``model(x, t)``, as the trajectory calls it.
-        trajectory: the path to follow, and the meaning of the model's output.
-        like: (B, C, ...), with the batch size, dtype (float32 or float64) and device of the x that ``init`` will get.
-        noise_fn: ``noise_fn(k)`` is the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
+        trajectory: the path to follow; it also defines the meaning of the model's output.
+        like: (B, C, ...), with the batch size, dtype (float32 or float64) and device of the x passed to ``init``.
+        noise_fn: ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
     """
 
-    even_in_noise: ClassVar[bool] = False  # prefer points that are evenly spaced in log(sigma / alpha)
-    needs: ClassVar[str]  # the trajectory's method that it calls: slope, denoise, or one that only some classes define
+    even_in_noise: ClassVar[bool] = False  # True if points should be evenly spaced in log(sigma / alpha)
+    needs: ClassVar[str]  # trajectory method that the sampler calls: slope, denoise, or a method of some classes only
     model: Model
     noise_fn: NoiseFn | None
     trajectory: Trajectory
@@ -69,7 +69,7 @@ class Sampler(ABC):
 
     @classmethod
     def fits(cls, trajectory: type[Trajectory]) -> bool:
-        """Return True if the sampler works with trajectories of this class: they define the method that it needs."""
+        """Return True if trajectories of this class define the method that the sampler needs."""
         defined = getattr(trajectory, cls.needs, None)
         return defined is not None and defined is not getattr(Trajectory, cls.needs, None)
 
@@ -85,41 +85,40 @@ class Sampler(ABC):
         return self.noise_fn(i)
 
     def table(self, values: Sequence[float]) -> Tensor:
-        """Return (len(values),) in x's dtype and on its device; ``table[i]`` is a scalar tensor without a copy."""
+        """Return (len(values),) in x's dtype and on its device. ``table[i]`` is then a scalar tensor without a copy."""
         return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)
 
     def init(self, x: Tensor) -> NamedTuple:
-        """Return the state at the noisiest point, from x (B, C, ...) there."""
+        """Return the state at the noisiest point, where x is (B, C, ...)."""
         return State(x)
 
     def model_at(self, i: int) -> Model:
-        """Return the model that step i calls, in all its evaluations."""
+        """Return the model to call in all evaluations of step i."""
         return for_step(self.model, self.trajectory.levels[i])
 
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
-        """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for those that the step lacks.
+        """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
 
-        In ``advance``, scalars may come as (B, 1, ..., 1), one per sample, because samples of a batch may be at
+        ``advance`` also accepts scalars as (B, 1, ..., 1), one per sample, because samples of a batch may be at
         different steps (opendit.sampling.sampling_engine).
         """
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any, observe: Observer | None = None) -> NamedTuple:
-        """Return the next state.
+        """Return the state after the step.
 
-        ``observe(x, denoised)``, if given, is called with x at the start of the step and the x_0 predicted there.
-        Raises ValueError if the model's output doesn't fit x.
+        If ``observe`` is given, call ``observe(x, denoised)`` with x at the start of the step and the x_0 predicted
+        there. Raise ValueError if the model's output doesn't fit x.
         """
 
     def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
-        """Return step i as weighted sums, in float64; None if it is not of that form, or the trajectory doesn't state
-        it.
+        """Return step i as weighted sums, in float64; None if the step or its trajectory has no such form.
 
-        learned_variance: the model predicts a variance, too.
+        learned_variance: True if the model also predicts a variance.
         """
         return None
 
     def step(self, state: Any, i: int, observe: Observer | None = None) -> NamedTuple:
-        """Return the state after step i from the one before it; see ``advance``."""
+        """Advance ``state`` by step i and return the new state; see ``advance``."""
         return self.advance(self.model_at(i), state, self.inputs(i), observe)

@@ -1,4 +1,4 @@
-"""DDIM: deterministic, or with a share ``eta`` of DDPM's noise.
+"""DDIM: deterministic, or with a fraction ``eta`` of DDPM's noise.
 
 [S] Song, Meng, Ermon, "Denoising Diffusion Implicit Models", 2021
 """
@@ -24,10 +24,10 @@ class DDIMInputs(NamedTuple):
 
 
 class DDIMSampler(Sampler):
-    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A model's learned variance is not used.
+    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A learned variance is ignored.
 
-    ``eta`` = 0 is deterministic and never calls ``noise_fn``; 1 has the variance beta-tilde of DDPM. Raises ValueError
-    for an ``eta`` outside [0, 1], and for one above 0 without ``noise_fn``.
+    ``eta`` = 0 is deterministic and never calls ``noise_fn``. ``eta`` = 1 has the variance beta-tilde of DDPM. Raises
+    ValueError if ``eta`` is outside [0, 1], or above 0 without ``noise_fn``.
     """
 
     needs = "predict"
@@ -52,7 +52,7 @@ class DDIMSampler(Sampler):
         for ac, after in zip(kept[:-1], kept[1:], strict=True):
             sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
             self._keep.append(math.sqrt(after))
-            # max: where alphas_cumprod is close to 0, rounding could make the radicand negative.
+            # Where alphas_cumprod is close to 0, rounding could make the radicand negative.
             self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
             self._sigmas.append(sigma)
         self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]

@@ -17,26 +17,25 @@ class DPMSolverState(NamedTuple):
     """State between steps of DPM-Solver++."""
 
     x: Tensor  # (B, C, ...) divided by alpha: x_0 + sigma noise
-    before: Tensor  # (B, C, ...) the x_0 predicted in the step before; zeros at first
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
 
 
 class DPMSolverInputs(NamedTuple):
     """Inputs of a step of DPM-Solver++ besides its state."""
 
     point: Tensor  # (B,)
-    alpha: Tensor | None  # (); None where all are 1
+    alpha: Tensor | None  # (); None if alpha is 1 at all points
     keep: Tensor  # (): weight of x
     move: Tensor  # (): weight of the extrapolated x_0
-    extrapolate: Tensor  # (): share of the last change of x_0 that is added to it
+    extrapolate: Tensor  # (): weight of the last change of x_0, which is added to x_0
 
 
 class DPMSolver2M(Sampler):
-    """DPM-Solver++(2M), [D] Algorithm 2: second order with one evaluation per step, deterministic, without
-    ``noise_fn``.
+    """DPM-Solver++(2M), [D] Algorithm 2: second order, one evaluation per step, deterministic, without ``noise_fn``.
 
-    Divided by alpha, any x_t = alpha x_0 + sigma noise has the form x_0 + sigma noise; the paper's e^-h is then the
-    ratio of a step's two sigmas. Few steps need a schedule that is even in log(sigma / alpha): along a plain
-    ``respaced`` schedule of 20 steps the result is further off than DDIM's.
+    The state is x divided by alpha, x_0 + level * noise, where level = sigma / alpha. The paper's e^-h is then the
+    ratio of a step's two levels. Few steps need a schedule that is even in log(sigma / alpha): with 20 steps of a plain
+    ``respaced`` schedule, the result is less accurate than DDIM's.
     """
 
     needs = "denoise"
@@ -47,7 +46,7 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # No extrapolation in the first step, which has no predecessor, nor to 0, infinitely far away in log sigma.
+            # Don't extrapolate in the first step, which has no predecessor, or to 0, where log sigma is infinite.
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)

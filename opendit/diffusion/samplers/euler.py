@@ -18,12 +18,13 @@ class EulerInputs(NamedTuple):
 
     point: Tensor  # (B,)
     time: Tensor  # ()
-    length: Tensor  # (): of the step: the time where it ends minus the time where it starts
-    end: Tensor | None = None  # (B,): the point where it ends, if the slope is evaluated there
+    length: Tensor  # (): time at the end of the step minus time at its start
+    end: Tensor | None = None  # (B,): point at the end of the step, if the slope is evaluated there
 
 
 class SlopeSampler(Sampler):
-    """Base of methods that follow one slope, dx/dtime = slope(x, time), over a whole step; subclasses choose it."""
+    """Base of methods that follow one slope, dx/dtime = slope(x, time), over a whole step. Subclasses choose the
+    slope."""
 
     needs = "slope"
 
@@ -44,13 +45,13 @@ class SlopeSampler(Sampler):
 
     @abstractmethod
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
-        """Return the slope to follow over the whole step, given the one where it starts; all are (B, C, ...)."""
+        """Return the slope to follow over the whole step, given the slope at its start; all are (B, C, ...)."""
 
 
 class EulerSampler(SlopeSampler):
     """Euler's method: [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified flow.
 
-    First order, one evaluation per step, deterministic. ``denoised`` is where the slope leads to at time 0.
+    First order, one evaluation per step, deterministic. ``denoised`` is x moved along the slope to time 0.
     """
 
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:

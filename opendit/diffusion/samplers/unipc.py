@@ -13,38 +13,38 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
-# lambda = -ln(level) is -inf where there is no signal, at t = 1 of a flow. diffusers begins 1e-6 before it.
+# lambda = -ln(level) is -inf without signal, at t = 1 of a flow. diffusers starts at t = 1 - 1e-6.
 HIGHEST_LEVEL = 1e6
 
 
 class UniPCState(NamedTuple):
     """State between steps of UniPC."""
 
-    x: Tensor  # (B, C, ...) as predicted, not yet corrected: what the network gets
-    before: Tensor  # (B, C, ...) the x_0 predicted in the step before; zeros at first
-    earlier: Tensor  # (B, C, ...) the one of the step before that; zeros at first
+    x: Tensor  # (B, C, ...) as predicted, not yet corrected: the network's input
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
+    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros at first
 
 
 class UniPCInputs(NamedTuple):
-    """Inputs of a step of UniPC besides its state; the last four are weights in the next x."""
+    """Inputs of a UniPC step besides its state. The last four are weights of terms of the next x."""
 
     point: Tensor  # (B,)
     time: Tensor  # ()
-    keep: Tensor  # (): of x
-    now: Tensor  # (): of the x_0 predicted in this step
-    before: Tensor  # ()
-    earlier: Tensor  # ()
+    keep: Tensor  # (): weight of x
+    now: Tensor  # (): weight of the x_0 predicted in this step
+    before: Tensor  # (): weight of the state's ``before``
+    earlier: Tensor  # (): weight of the state's ``earlier``
 
 
 class UniPCSampler(Sampler):
-    """UniPC of order 2 with B(h) = e^h - 1 on predictions of x_0, for x = x_0 + time * slope; deterministic.
+    """Deterministic UniPC of order 2 with B(h) = e^h - 1 on predictions of x_0, for x = x_0 + time * slope.
 
     Step k evaluates the network once, at the predicted x_k, corrects x_k with the result (UniC-2), and predicts x_k+1
     from the corrected x_k (UniP-2). The first step and the last one are of order 1: the first has no predecessor, and
     the last leads to lambda = inf. This is diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
 
-    With the x_0 predicted in step k written m_k, both are the same integral over the interval from k - 1 to k plus
-    differences of m ([U] Section 3, in its form for predictions of x_0):
+    Let m_k be the x_0 predicted in step k. Both x_k are the integral over the interval from k - 1 to k plus differences
+    of m ([U] Section 3, in its form for predictions of x_0):
 
         predicted_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + 1/2 D_k-2)
         corrected_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + rho_0 D_k-2 + rho_1 (m_k - m_k-1))
@@ -72,7 +72,7 @@ class UniPCSampler(Sampler):
         return keep, now + keep * corrections[0], before + keep * corrections[1], keep * corrections[2]
 
     def _predictor(self, k: int) -> tuple[float, float]:
-        """Return the weights of m_k and m_k-1 in predicted_k+1, beside that of corrected_k."""
+        """Return the weights of m_k and m_k-1 in predicted_k+1; corrected_k is its other term."""
         scale = self._scale(k)
         if self._order(k) == 1:
             return scale, 0.0
@@ -92,7 +92,7 @@ class UniPCSampler(Sampler):
         b = second / growth, 2 * third / growth
         rho_0 = (b[0] - b[1]) / (1 - r)
         rho_1 = b[0] - rho_0
-        change = (rho_0 - 1 / 2) / r  # the predictor has 1/2 for rho_0
+        change = (rho_0 - 1 / 2) / r  # the predictor uses 1/2 as rho_0
         return scale * rho_1, -scale * (rho_1 + change), scale * change
 
     def _order(self, k: int) -> int:
@@ -131,7 +131,7 @@ class UniPCSampler(Sampler):
         if slope is None:
             return None
         keep, now, before, earlier = self._weights[i]
-        of_x, of_output = 1 - time * slope.x, -time * slope.output  # in this step's x_0
+        of_x, of_output = 1 - time * slope.x, -time * slope.output  # weights in this step's x_0
         x = keep + now * of_x, before, earlier, now * of_output
         after = x, (of_x, 0.0, 0.0, of_output), (0.0, 1.0, 0.0, 0.0)
         return StepWeights(((self.trajectory.input_scale(i), 0.0, 0.0),), after)
