@@ -5,7 +5,8 @@ blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidan
 describes the methods and names their papers, [T] and [F]; docs/sampling.md lists their errors.
 
 Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. These
-tensors belong to one batch size. Every evaluation of the network in a step (Heun's method has two) has its own set.
+tensors belong to one batch size. If a step evaluates the network twice (Heun's method), each evaluation has its own
+tensors.
 """
 
 import math
@@ -61,8 +62,8 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
     Args:
         approximations: the approximations to plan for.
-        starts: True for the first step, and for each step that can't reuse earlier results because it calls another
-            model than the step before (for example with guidance instead of without).
+        starts: True for each step that can't reuse earlier results: the first step, and steps that call another model
+            than the step before, such as guided instead of unguided.
         levels: the noise level at which each step begins.
     """
     first = [i for i, start in enumerate(starts) if start]
@@ -71,7 +72,7 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
 
 def _plan_run(approximations: Approximations, run: range, levels: Sequence[float]) -> list[Step]:
-    """Plan consecutive steps that may reuse results of each other."""
+    """Plan consecutive steps, which may reuse each other's results."""
     if isinstance(approximations.cache, TaylorCache):
         return _plan_taylor(approximations.cache, run, [levels[i] for i in run])
     if isinstance(approximations.cache, FirstBlockCache):
@@ -98,10 +99,10 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     """Return the indices of the steps to evaluate: about one in ``every`` steps, always the first and the last.
 
-    The steps in between are spaced about evenly in the mean of two coordinates: the step's index and the logarithm of
-    its noise level. Index alone would leave few evaluations at the end of samplers whose last steps are long (a shifted
-    flow), where the log level changes most. Log level alone would leave few evaluations in the noisy half of all other
-    samplers.
+    Two coordinates measure a step's position: its index, and the logarithm of its noise level. The chosen steps are
+    spaced about evenly in the mean of both. Index alone would leave few evaluations at the end of samplers whose last
+    steps are long (a shifted flow), where the log level changes most. Log level alone would leave few evaluations in
+    the noisy half of all other samplers.
 
     levels: the noise level at which each step begins.
     """
@@ -139,10 +140,10 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 class BlockStack:
-    """Runs all blocks, in place of :func:`opendit.models.blocks.run_blocks`. Base class of stacks that skip blocks.
+    """Run all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
 
-    ``evaluated`` adds up, over all calls, the number of blocks times the number of batch rows. Replaying a CUDA graph
-    does not call the stack and is not counted.
+    ``evaluated`` accumulates, over all calls, the number of blocks times the number of batch rows. Replaying a CUDA
+    graph does not call the stack and is not counted.
     """
 
     def __init__(self):
@@ -155,7 +156,7 @@ class BlockStack:
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Write the inputs of step i that differ between steps of one mode. Call this before the step is run or
+        """Write the inputs of step i that differ between steps of the same mode. Call this before step i is run or
         replayed."""
 
     def clear(self) -> None:
@@ -181,7 +182,7 @@ class BlockStack:
 
 
 class _Blocks:
-    """The blocks of one call of a stack, which runs or skips them in order."""
+    """The blocks of one call of a stack. The stack runs or skips them in order."""
 
     def __init__(
         self,
@@ -215,17 +216,18 @@ class _Blocks:
 
 
 class TaylorStack(BlockStack):
-    """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in the steps that don't evaluate it.
+    """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't evaluate it.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
     derivatives are finite differences. This class uses Newton's series of the same differences, which is exact if F is
-    a polynomial in the step's index of degree ``order`` or less. The series of [T] is exact up to degree 1 only, and
-    was less accurate on the digits from order 2 on.
+    derivatives are finite differences. This class uses Newton's series of the same differences. Newton's series is
+    exact if F is a polynomial of degree ``order`` or less in the step's index. The series of [T] is exact up to degree
+    1 only, and was less accurate on the digits data set from order 2 on.
 
-    Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, and the weights depend on the steps' indices
-    only. Therefore one sum for all L blocks equals, up to rounding, the sum of the blocks' separate extrapolations, and
-    takes 1 / L of the memory. F includes the gates, while [T] applies them after extrapolating. Order 0 reuses the last
-    F.
+    Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, with weights that depend on the steps'
+    indices only. Therefore extrapolating the sum of all L blocks gives the same result, up to rounding, as
+    extrapolating every block, and takes 1 / L of the memory. F includes the gates, while [T] applies them after
+    extrapolating. Order 0 reuses the last F.
 
     The schedule is fixed, so a sample depends on its seed only and not on its batch.
 
@@ -286,8 +288,8 @@ class FirstBlockStack(BlockStack):
 
     and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, including both halves of guidance.
 
-    The host reads one number per step, after the first block. The first evaluation decides for all evaluations of a
-    step. Because the decision is made for a whole batch, a sample depends on the other samples in its batch.
+    The host reads one number per step, after the first block. If a step has several evaluations, the first one decides
+    for all. The decision is made for a whole batch, so a sample depends on the other samples in its batch.
 
     Attributes:
         kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
@@ -372,7 +374,7 @@ class ReusedGuidance:
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
-        self.rows = 0  # number of rows that guidance has asked for, including skipped ones
+        self.rows = 0  # number of rows that guidance has requested, including skipped rows
 
     def begin(self, fresh: bool) -> None:
         """Begin a step. fresh: True if the step evaluates the unconditional half."""

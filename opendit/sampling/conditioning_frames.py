@@ -64,8 +64,8 @@ def encode_frames(
 ) -> Tensor | None:
     """Read and encode conditioning frames from pictures or clips.
 
-    The conditioning frames are the last frames of a clip. Their number is the number that the model was trained on. For
-    a model that was trained on random numbers, it is ``frames``, or by default half of the frames to draw.
+    The last frames of a clip become the conditioning frames. Their number is the one that the model was trained on. If
+    the model was trained on random numbers, ``frames`` sets it; the default is half of the frames to draw.
 
     Args:
         config: the model's configuration.
@@ -132,14 +132,14 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add the tokens of pictures to the conditions y of the samples ``index`` (B,). Samples use the rows in turn."""
+    """Add the tokens of pictures to the conditions y of the samples ``index`` (B,). Sample i uses row i modulo n."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
 
 
 def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the conditioning frames of the samples ``index`` (B,). Samples use the rows of ``frames`` in turn."""
+    """Return the conditioning frames of the samples ``index`` (B,). Sample i uses row i modulo n of ``frames``."""
     return None if frames is None else frames[index.to(frames.device) % len(frames)]
 
 

@@ -30,7 +30,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """The structure of a step, without the numbers that are in tables. All steps of a kind replay one CUDA graph."""
+    """The structure of a step, without the numbers in the tables. All steps of a kind replay one CUDA graph."""
 
     guided: bool
     evaluations: int
@@ -66,7 +66,7 @@ class FusedSteps:
         linear: the weights of every step of the sampler.
         guided: for every step, True if it has guidance.
         state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
-        step: (B,) int64, static: every sample's step, counted from the first step in the tables.
+        step: (B,) int64, static: the step of every sample, counted from the first step in the tables.
         cfg_scale, cfg_channels: scale of guidance, and the number of guided channels.
     """
 

@@ -32,7 +32,7 @@ def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
 
 
 def kept(sampling: SamplingRun) -> int:
-    """Return how many of the first samples are read again at the end: all for an .npz, else those on the sheet."""
+    """Return how many leading samples must stay cached until the end: all for an .npz, otherwise those on the sheet."""
     if sampling.flags.npz:
         return len(sampling.choices)
     return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
@@ -49,7 +49,7 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some count a patch's channels
+        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some VAEs count a patch's channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
     return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)

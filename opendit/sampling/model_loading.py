@@ -116,7 +116,7 @@ class VaeLoader:
         return load(name, channels=channels, device=self.device, **settings)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
-        """Start loading the VAE in a thread, so that the weights are read meanwhile. Importing diffusers takes seconds.
+        """Start loading the VAE in a thread while the caller reads the weights. Importing diffusers takes seconds.
 
         The weights' metadata names the VAE. If the metadata has no name, or anything fails, no thread is started.
 
@@ -136,7 +136,7 @@ class VaeLoader:
 
 @dataclass(frozen=True)
 class VaeLoading:
-    """A VAE that another thread may be loading.
+    """A VAE that may still be loading in another thread.
 
     Attributes:
         loader: loads the VAE if no thread is loading it.

@@ -21,10 +21,10 @@ GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """``model(x, t, rows)`` for the sampling steps of one batch of B samples. A step embeds no times and no captions.
+    """``model(x, t, rows)`` for the sampling steps of one batch of B samples, without embedding times and captions.
 
     The layers that compute the modulations of all blocks and of the final layer hold a third of DiT-XL/2's weights.
-    This class computes the modulations of many steps at once, with one matrix product per block, and writes them into a
+    This class computes the modulations of many steps at once, with one matrix product per block. It writes them into a
     table with one row for each (step, evaluation, condition). A step gathers its samples' rows from the table; samples
     may be at different steps. The conditions are those of the B samples, followed by the null condition of guidance:
     one for the whole batch or one per sample. The captions' keys and values, and the positions, are computed once.
@@ -33,7 +33,7 @@ class PreparedModel:
     other batches and at other steps.
 
     Args:
-        times: (steps, evaluations), the t of every evaluation of the network; (steps, evaluations, K) for K times.
+        times: (steps, evaluations), the times t of all evaluations of the network; (steps, evaluations, K) for K times.
         samples: B.
         guided: True if there is a null condition.
         size: size of the latents, without channels.
@@ -189,7 +189,7 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Row of the table for every sample at step 0, (halves, B) int64; two halves with guidance, else one."""
+        """Table row of every sample at step 0, (halves, B) int64. There are two halves with guidance, otherwise one."""
         return self._static["rows"][0]
 
     @property

@@ -2,7 +2,7 @@
 
 The cache is written in parts. A part is one file with a checksum. It holds a fixed range of sample numbers, which does
 not depend on the number of processes. A part is written atomically, after the single files of its samples. A manifest
-in the same folder holds the settings that determine a sample; a job with other settings does not use the cache.
+in the same folder stores the settings that determine a sample. A job with other settings does not use the cache.
 """
 
 import contextlib
@@ -299,7 +299,7 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class UnfinishedJob:
-    """An earlier job that left its cache in a folder. ``cached`` of its ``count`` samples are in the cache."""
+    """An earlier job that left its cache in a folder, with ``cached`` of its ``count`` samples."""
 
     cached: int
     count: int

@@ -1,8 +1,8 @@
-"""The sampling engine: draws batches of latents with one model, each step replayed as one CUDA graph.
+"""The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
 ``opendit.diffusion.sampling.sample_latents`` is the same algorithm in a few lines; the engine draws the same latents
-faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size, and a loop calls the network
-(:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice a step.
+faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the network
+(:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice per step.
 """
 
 import logging
@@ -41,16 +41,16 @@ from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
 
 TABLE_BYTES = 256 << 20  # DiT-XL/2's modulations for 50 steps of 12 guided samples, or 10 steps of 64
-LOOPS = 4  # batch sizes whose recordings are kept
+LOOPS = 4  # number of batch sizes whose recordings are kept
 
 logger = logging.getLogger(__name__)
 
 
 class SamplingEngine:
-    """Draws latents with one model and one set of settings, as long as the model's weights don't change or move.
+    """Draws latents with one model and one set of settings. The model's weights must not change or move.
 
-    The first batch of a batch size records its steps as CUDA graphs, later batches replay them. The recordings of the
-    most recently used batch sizes are kept. With float8 operations, weights are cast once. If recording is not
+    The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. The recordings
+    of the most recently used batch sizes are kept. With float8 operations, weights are cast once. If recording is not
     possible, the same code runs kernel by kernel. ``note`` names the mode and the reason.
 
     Args:
@@ -62,12 +62,12 @@ class SamplingEngine:
         guidance_every: evaluate guidance's unconditional half every N-th step only.
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
             (``opendit.sampling.approximate_steps``).
-        size: (h, w) or (t, h, w) of the latents; the model's own by default.
-        around: wraps ``model(x, t, y)`` before guidance calls it, to share batches between ranks (``SharedBatch``).
+        size: (h, w) or (t, h, w) of the latents; by default the model's input size.
+        around: wraps ``model(x, t, y)`` before guidance calls it, so that ranks can share batches (``SharedBatch``).
         record: allow recording steps as CUDA graphs.
-        table_bytes: memory for precomputed modulations, and as much again for captions' keys and values.
+        table_bytes: memory for precomputed modulations, and the same amount for captions' keys and values.
         loops: number of batch sizes whose recordings are kept.
-        recorder: records steps; created when needed by default.
+        recorder: records steps; by default created when needed.
 
     Raises:
         ValueError: the sampler belongs to another objective, or the interval or the approximations are invalid or
@@ -124,9 +124,9 @@ class SamplingEngine:
         most = max(map(len, times))
         # Steps with fewer evaluations are padded with the time of their first evaluation. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
-        self.evaluated = 0  # blocks x rows that all batches so far evaluated
-        self._full_work = 0  # the same without approximations
-        self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()  # by batch size, the most recently used last
+        self.evaluated = 0  # blocks x rows that were evaluated in all batches so far
+        self._full_work = 0  # blocks x rows of all batches so far without approximations
+        self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()  # by batch size; the most recently used is last
         self._most_loops, self._recorder = loops, recorder
         self.note = why_not_recorded(model, record, recorder is not None)
         if not self.note and recorder is None:
@@ -154,12 +154,12 @@ class SamplingEngine:
 
         Args:
             y: conditions of the B samples, on the model's device.
-            null: the condition of guidance's other half: one row, or B rows for negative prompts.
-            index: (B,) int64 numbers of the samples; their noise depends on ``seed`` and these numbers only.
-            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames that clips begin with, for a
-                model with conditioning frames. The result holds these frames unchanged.
+            null: the condition of guidance's unconditional half: one row, or B rows for negative prompts.
+            index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
+            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin, for a
+                model with conditioning frames. The returned latents contain these frames unchanged.
             progress: wraps the iterable of steps, such as tqdm.
-            callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), not to be changed.
+            callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), and must not change x.
 
         Returns:
             float32 latents (B, C, h, w), or (B, C, t, h, w) for a clip model.
@@ -191,22 +191,23 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Share of the blocks' work that was evaluated in all batches so far, including both halves of guidance.
+        """Fraction of the blocks' work that was evaluated in all batches so far, including both halves of guidance.
 
-        If ranks share batches, this is this rank's share of their total work."""
+        If ranks share batches, this is the work of this rank divided by the work of all ranks."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
         self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for up to ``batch_size`` samples at a time, as :meth:`sample` draws them. ``index``
-        may be on the CPU and is yielded unchanged."""
+        """Yield (index, latents) for up to ``batch_size`` samples at a time; see :meth:`sample`.
+
+        ``index`` may be on the CPU and is yielded unchanged."""
         for first in range(0, len(index), batch_size):
             rows = slice(first, first + batch_size)
             yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
 
     def loop_of(self, samples: int) -> "SamplingLoop":
-        """Return the loop of a batch size; a new one replaces the least recently used."""
+        """Return the loop of a batch size. A new loop replaces the least recently used one."""
         if samples not in self.loops:
             while len(self.loops) >= self._most_loops:
                 self.loops.popitem(last=False)
@@ -232,7 +233,7 @@ class SamplingEngine:
 
 
 def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
-    """Return why a model's sampling steps can't be recorded, or "". record: recording is allowed."""
+    """Return why a model's sampling steps can't be recorded, or "". record: False if the caller forbids recording."""
     if not record:
         return "recording is off"
     if not has_recorder and model.device.type != "cuda":
@@ -245,11 +246,10 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Return the times t at which sampler ``name`` evaluates the network: (evaluations,) for every step, or
-    (evaluations, K).
+    """Return the times t at which sampler ``name`` evaluates the network in every step.
 
-    The times are found by running the sampler with a network that predicts zeros. channels: numbers of the network's
-    input and output channels.
+    Each step's times are (evaluations,), or (evaluations, K) for K times. They are found by running the sampler with a
+    network that predicts zeros. channels: numbers of the network's input and output channels.
     """
     seen: list[list[Tensor]] = []
 
@@ -273,7 +273,7 @@ def evaluation_times(
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings that all batches of an engine share; the fields are those of :class:`SamplingEngine`."""
+    """Settings that all batches of an engine share. The fields are those of :class:`SamplingEngine`."""
 
     model: DiT
     objective: Objective
@@ -293,13 +293,13 @@ class NotRecordedError(RuntimeError):
 
 
 class SamplingLoop:
-    """Draws batches of ``samples`` samples: ``begin``, then ``advance`` for every step, then ``latents``.
+    """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
-    A step is the network on both halves of guidance, guidance, and the sampler's ``advance``. All its inputs and
-    outputs are in static memory, including the step's number, which the step itself increments. So a recorded step is
-    replayed with one call and without copies. One recording serves all steps that call the same model, have the same
-    inputs and leave out the same parts of the network. The first step of a kind runs kernel by kernel, to compile
-    kernels and initialise libraries. The second one is recorded.
+    A step evaluates the network on both halves of guidance, applies guidance, and calls the sampler's ``advance``. All
+    inputs and outputs of a step are in static memory, including the step's number, which the step itself increments. So
+    a recorded step is replayed with one call and without copies. One recording serves all steps that call the same
+    model, have the same inputs and skip the same parts of the network. The first step of a kind runs kernel by kernel,
+    to compile kernels and initialise libraries. The second one is recorded.
 
     Args:
         times: (steps, evaluations), see :class:`PreparedModel`.
@@ -338,13 +338,13 @@ class SamplingLoop:
             for each in ([model] if second is None else [model, second])
         ]
         self._active = ActiveNetwork(self._networks[0])
-        # Index of each step's network. Of two networks, the first handles times from a threshold on.
+        # Index of each step's network. With two networks, the first one handles times from a threshold on.
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # x replaces the noise here, because the kinds of steps don't depend on noise.
+        # Pass x as the noise, because the kinds of steps don't depend on the noise.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
@@ -360,13 +360,13 @@ class SamplingLoop:
         self.stack = make_stack(settings.approximations, self.plan, device)
         for network in self._networks:
             network.stack = self.stack
-        self.fused = self._fuse()  # kernels for both ends of a step; None where torch runs them
-        self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> replays it
+        self.fused = self._fuse()  # kernels for the start and the end of a step; None if torch operations run them
+        self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> function that replays its graph
         # Blocks x rows of a batch, for each kind that has run once: evaluated in a step, and without approximations.
         self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self.evaluated = self.full_work = 0  # the same, of the batch's steps so far
+        self.evaluated = self.full_work = 0  # sums of these two numbers over the batch's steps so far
         self._addresses: tuple[int, ...] = ()
-        self._end = 0  # of the steps in the tables
+        self._end = 0  # first step that is not in the tables
 
     @property
     def network(self) -> PreparedModel:
@@ -374,8 +374,9 @@ class SamplingLoop:
         return self._active.network
 
     def _guided(self):
-        """Return the model of (x, t) that the sampler calls: guidance around the prepared network. The conditions that
-        guidance passes on are row numbers, by which the network finds what it has prepared."""
+        """Return the model of (x, t) that the sampler calls: guidance around the prepared network.
+
+        The conditions that guidance passes on are row numbers, by which the network finds its precomputed tensors."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -387,7 +388,7 @@ class SamplingLoop:
         return guided_within(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
 
     def _fuse(self) -> FusedSteps | None:
-        """Return the steps as a few kernels, or None if that is not possible."""
+        """Return kernels that run whole steps, or None if the settings don't allow them."""
         settings, levels = self.settings, self._trajectory.levels[: self.settings.steps]
         approximations = settings.approximations
         if settings.around is not None or approximations.guidance_every > 1 or len(self._networks) > 1:
@@ -414,7 +415,7 @@ class SamplingLoop:
 
         Args:
             index: (B,) int64, on the model's device.
-            seed: one for all samples, or (B,) int64 on the model's device.
+            seed: an int for all samples, or (B,) int64 on the model's device.
             conditioning_frames: see :meth:`PreparedModel.set_conditioning_frames`.
         """
         for network in self._networks:
@@ -446,7 +447,7 @@ class SamplingLoop:
             NotRecordedError: the step can't be recorded, and has not been run.
         """
         if self.network is not self._networks[self._which[i]]:
-            self._active.network, self._end = self._networks[self._which[i]], i  # whose tables begin here
+            self._active.network, self._end = self._networks[self._which[i]], i  # its tables begin at step i
         if i == self._end:
             count = self.network.fill(i)
             if self.fused is None:
@@ -465,7 +466,8 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
-        """Run step i, or a part of it, in this mode: kernel by kernel the first time, then recorded and replayed."""
+        """Run step i, or a part of the step, in this mode: kernel by kernel the first time, then recorded and
+        replayed."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -489,7 +491,7 @@ class SamplingLoop:
         self.evaluated, self.full_work = self.evaluated + evaluated, self.full_work + full
 
     def _advance(self, mode: Mode, *kind) -> None:
-        """Compute a step of this kind from and into static memory. A recording holds what this launches."""
+        """Compute a step of this kind. Inputs and outputs are in static memory, so that a recording can be replayed."""
         self.stack.begin(mode.blocks)
         if self.fused is not None:
             self._guidance.rows += self.fused.advance(*kind)
@@ -503,7 +505,8 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except FirstBlockDone:
             return
-        # A part of the old state that the new state keeps would be overwritten before it is read.
+        # Clone parts that the new state takes over from the old one. Otherwise they could be overwritten before they
+        # are read.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -515,7 +518,7 @@ class SamplingLoop:
 
 
 class ActiveNetwork:
-    """Call the network of the current step, which a loop of two networks replaces.
+    """Call the network of the current step. A loop with two networks replaces the network between steps.
 
     Guidance refers to this object and not to the loop. Otherwise the loop would refer to itself, and only the garbage
     collector would free the loop and its recordings.
@@ -531,14 +534,14 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """The ``inputs`` of a sampler's steps as tables, for samples that may be at different steps.
+    """Tables with the ``inputs`` of a sampler's steps, for samples that may be at different steps.
 
-    Numbers (one a step, or one a sample) lie in one table of all steps for each dtype. Inputs of x's shape (noise) are
-    made for as many steps at a time as fit.
+    Numbers (one per step, or one per sample) are in one table per dtype, which holds all steps. Inputs of x's shape
+    (noise) are computed for as many steps at a time as fit.
 
     Args:
-        sampler: of B samples; its ``noise_fn`` may be called for any step.
-        like: a tensor of x's shape (B, C, ...) and dtype.
+        sampler: a sampler for B samples; its ``noise_fn`` may be called for any step.
+        like: a tensor with x's shape (B, C, ...) and dtype.
         capacity: largest number of steps in a table.
     """
 
@@ -549,7 +552,7 @@ class StepInputs:
         # The inputs that each step has. Steps with different inputs are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
         self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)
-        # input's number -> its table, its row in the table, whether it is ()
+        # input's number -> dtype of its table, row in the table, True if the input is a scalar
         self._place: dict[int, tuple[torch.dtype, int, bool]] = {}
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
@@ -584,7 +587,7 @@ class StepInputs:
         Args:
             step: (B,) int64, counted from the first step in the tables.
             rows: (B,) int64, 0 to B - 1.
-            present: which inputs these steps have.
+            present: True for each input that these steps have.
         """
         return self._of(torch.add(rows, step, alpha=self.samples), present)
 

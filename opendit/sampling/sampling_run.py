@@ -79,7 +79,7 @@ WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "r
 
 @dataclass
 class SamplingRun:
-    """A run of sample.py with checked flags. Sample i has the condition ``choices[i]``, a class or a prompt number."""
+    """A run of sample.py with checked flags. ``choices[i]`` is the class or prompt number of sample i."""
 
     flags: "SampleConfig"
     mesh: Mesh
@@ -93,7 +93,7 @@ class SamplingRun:
     conditions: Condition  # conditions of all classes or prompts
     null: Condition  # condition of guidance's unconditional half, one row
     conditioning_frames: Tensor | None  # (n, 1 + C, T, H, W); samples use the n rows in turn
-    pictures: Tensor | None  # tokens of pictures, for models that attend to pictures; samples use the rows in turn
+    pictures: Tensor | None  # (n, tokens, width) for models that attend to pictures; samples use the n rows in turn
     choices: Tensor
     names: list[str]  # names of all classes or prompts
     size: tuple[int, ...]  # size of the latents

@@ -106,7 +106,7 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs in ``outputs`` and the checkpoints in ``extra``. Every call looks them up again.
+    """The runs in ``outputs`` and the checkpoints in ``extra``. Every call lists the files again.
 
     Attributes:
         outputs: the folder of runs; it may not exist yet.
@@ -244,7 +244,7 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # The newest checkpoint is loaded by its run's path, so that loading falls back to an older one if need be.
+        # Load the newest checkpoint by its run's path, so that loading can fall back to an older checkpoint.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)

@@ -6,7 +6,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_SILENT = 128  # maximum number of open connections that wait for a request
-REQUEST_S = 10  # seconds from the opening or the last answer to the end of a request's headers
+REQUEST_S = 10  # seconds to send a request's headers, from the opening of the connection or the last answer
 
 
 class PatientProtocol(H11Protocol):

@@ -79,8 +79,8 @@ class SampleStore:
     def add(self, samples: list[Any], labels: list[str], settings: dict[str, Any]) -> tuple[str, list[StoredSample]]:
         """Write the samples that a ``Pipeline`` has returned. Return a token for the batch, and the stored samples.
 
-        settings: settings to write into every file, together with the sample's "label" and "number". Raises OSError;
-        then none of the samples is kept.
+        settings: settings to write into every file, together with the sample's "label" and "number". Raises OSError,
+        and then keeps none of the samples.
         """
         stored: list[StoredSample] = []
         try:

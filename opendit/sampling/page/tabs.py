@@ -1,5 +1,5 @@
-"""Three tabs of the page in Gradio: Sample, Runs and Compare. Sample and Compare share the fields for choosing
-weights and what to draw."""
+"""Three tabs of the page in Gradio: Sample, Runs and Compare. Sample and Compare share the fields that choose weights
+and what to draw."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ from opendit.sampling.page.forms import (
 )
 from opendit.sampling.pipeline import MOST_STEPS
 
-# Options of all events (they are not part of a public API) and of all HTML (it has no scripts and only our styles).
+# PRIVATE: options of all events, which are not part of a public API. HTML: no scripts, and only our styles.
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 FIRST_CLASSES = 10  # number of classes that are selected when a user chooses a model

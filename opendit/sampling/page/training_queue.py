@@ -46,7 +46,7 @@ ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped":
 
 
 class Job(JsonObject):
-    """A run that a user has requested.
+    """A run that a user has requested on the page.
 
     Attributes:
         title: title for users.

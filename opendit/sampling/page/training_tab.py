@@ -35,13 +35,13 @@ from opendit.sampling.page.training_form import (
 from opendit.sampling.page.training_queue import FOLDER, Busy, TrainingQueue, tail
 
 REFRESH_S = 3
-LOOKED, SHOWN = 200, 24  # number of rows that a look at data opens, and of pictures that it shows
+LOOKED, SHOWN = 200, 24  # number of rows that "Look" opens, and number of pictures that it shows
 LOOK_BYTES = 16 << 20  # maximum size of the contact sheet of a look
 ERRORS = (ValueError, OSError, Busy)
 
 
 def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Train. tab: the tab to fill; refreshing starts when a user first selects it."""
+    """Create the tab Train in ``tab``. Refreshing starts when a user first selects the tab."""
     queue, catalog = page.training, page.catalog
     assert queue is not None, "the page was started without --allow_train"
     root, skipped = queue.root, (FOLDER, catalog.outputs.name)
@@ -189,7 +189,7 @@ def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
 
 
 def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
-    """Run ``train.py --dry_run`` with these flags. Return a line with memory and hours, and a table of the rest."""
+    """Run ``train.py --dry_run`` with these flags. Return a line with memory and hours, and a table of other values."""
     code, text = queue.program(["train", "--config", str(queue.plan_config(flags)), "--dry_run"])
     lines = text.splitlines()
     if code:
