@@ -46,7 +46,7 @@ def describes(config: Mapping[str, Any]) -> bool:
 
 
 class AutoencoderKL(nn.Module):
-    """The autoencoder of a configuration that :func:`describes` accepts, with the default initialisation of ``nn``.
+    """The autoencoder of a configuration that :func:`describes` accepts, with default initialisation.
 
     config: the configuration; DEFAULTS fills in missing keys.
     """
@@ -195,8 +195,8 @@ class SpatialAttention(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halve the sides. The convolution needs odd sides, so a row of zeros is added at the bottom and a column at the
-    right."""
+    """Halve height and width. The convolution needs odd sides, so a row of zeros is added at the bottom and a column at
+    the right."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -184,8 +184,8 @@ def preview_labels(num_classes: int, count: int) -> Tensor:
 def class_number(name: str, names: Sequence[str]) -> int:
     """Return the number of the class with this name. Case is ignored.
 
-    A class name with commas consists of several names; each of them finds the class. Raises ValueError if no class or
-    more than one class has the name; the message begins with the name.
+    A class name with commas is a list of names, and each of them matches. Raises ValueError if no class or more than
+    one class has the name; the message begins with the name.
     """
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]

@@ -130,7 +130,7 @@ def weight_count(folder: Path, stem: str) -> int:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if the model of ``make`` has more weights than the folder.
+    """Raise ValueError if the model that ``make`` builds has more weights than the folder.
 
     The model is built on the meta device. shapes: shapes of the folder's tensors.
     """

@@ -26,13 +26,13 @@ class OneFrame(nn.Module):
 class Packed(nn.Module):
     """Wrapper of FLUX.2's autoencoder that packs 2 x 2 latent values into the channels of one.
 
-    The batch norm of this autoencoder has statistics of the packed latents, by which the latents are normalised.
+    This autoencoder has a batch norm with statistics of the packed latents. The codec normalises latents by them.
     """
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        about = {"_class_name": type(vae).__name__, "patch_size": None}  # patch_size is of pixels, not packed here
+        about = {"_class_name": type(vae).__name__, "patch_size": None}  # patch_size counts pixels, not packed latents
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
 

@@ -1,4 +1,5 @@
-"""Encode pictures to tokens that an image-to-video network attends to, by the last but one layer of CLIP's encoder."""
+"""Encode pictures to tokens that an image-to-video network attends to, by the second to last layer of CLIP's
+encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path

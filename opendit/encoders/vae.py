@@ -232,7 +232,7 @@ class FrozenVAE(Codec):
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """A VAE of pictures, of one of IMAGE_CLASSES. ``chunk`` counts pictures."""
+    """A picture VAE whose class is one of IMAGE_CLASSES. ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
@@ -315,7 +315,7 @@ KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
 
 
 def one_frame_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """Return the same as :func:`picture_geometry` for ``AutoencoderKLWan`` or ``AutoencoderKLQwenImage``."""
+    """Return what :func:`picture_geometry` returns, for ``AutoencoderKLWan`` or ``AutoencoderKLQwenImage``."""
     return config["z_dim"], 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
 
 

@@ -31,9 +31,9 @@ from opendit.encoders.vae import (
     square_tiles,
 )
 
-# A video autoencoder processes frames of more pixels in overlapping tiles with blended seams. The result is close, but
-# not equal, to the result without tiles. In the decoder, tiles have TILE pixels a side; the encoder uses diffusers'
-# tiles.
+# A video autoencoder processes frames with more pixels than TILED_ABOVE in overlapping tiles with blended seams. The
+# result is close, but not equal, to the result without tiles. In the decoder, tiles have TILE pixels a side; the
+# encoder uses diffusers' tiles.
 TILED_ABOVE = 768 * 768
 TILE = 256
 
@@ -116,7 +116,7 @@ def _clips(frames: Tensor, batch: int) -> Tensor:
 class VideoVAECodec(FrozenVAE, VideoCodec):
     """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default.
 
-    Within a clip the autoencoder processes a few frames at a time, and caches the parts of earlier frames that its
+    Within a clip, the autoencoder processes a few frames at a time. It caches the data of earlier frames that its
     causal convolutions need. So its memory does not grow with the clip's length.
     """
 

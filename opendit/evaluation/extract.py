@@ -324,7 +324,7 @@ class Sink:
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # this one loaded the networks
+            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # that stream loads the networks
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
         """Accept uint8 pixels of the samples numbered ``index`` (B,). The caller may reuse the memory afterwards."""
@@ -332,7 +332,7 @@ class Sink:
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # This copy blocks the host, but only until this stream is done, and the stream computes only features.
+            # This copy makes the host wait for this stream, which computes only features.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:

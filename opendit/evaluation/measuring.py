@@ -212,7 +212,7 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
     """Compute the features of real digits.
 
-    The training digits are as many as the samples, but at most REAL. All held-out digits are used.
+    It uses as many training digits as there are samples, but at most REAL, and all held-out digits.
 
     Args:
         reference: True if the held-out digits are also the reference.

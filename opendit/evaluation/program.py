@@ -36,7 +36,7 @@ from opendit.parallel.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 EARLIER_ROWS = 12  # most earlier results that are shown above the new ones
-DRY_RUN_BATCHES = 4  # per process, after an untimed first batch, which compiles and records kernels
+DRY_RUN_BATCHES = 4  # batches per process, after an untimed first batch, which compiles and records kernels
 
 
 def run(flags: EvaluateConfig) -> None:

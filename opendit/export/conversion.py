@@ -172,7 +172,7 @@ def export_diffusers(
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     make_folder(output)
-    # A new folder, because diffusers would follow links in an existing one.
+    # Write to a new folder, because diffusers would follow links in an existing one.
     with tempfile.TemporaryDirectory(prefix=".partial.", dir=output) as made:
         try:
             pipeline.save_pretrained(made, max_shard_size=most_bytes)
