@@ -206,8 +206,7 @@ class DDPM:
         return self.tables(t.device)["sqrt_recip_ac_m1"][t]
 
     def posterior(self, x0: Tensor, xt: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean (x's shape) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6 and
-        7."""
+        """Return mean (x's shape) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6, 7."""
         mean = self._at("mean_x0", t, xt) * x0 + self._at("mean_xt", t, xt) * xt
         return mean, self._at("min_log_var", t, xt)
 

@@ -49,8 +49,7 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Rescale a guided prediction (B, C, ...): give each row or patch the norm that it has in the conditional
-    prediction.
+    """Give each row or patch of a guided prediction (B, C, ...) the norm that it has in the conditional one.
 
     parts: "row" or "patch", see ``Guidance.rescaled``; "" returns ``guided`` unchanged.
     """
@@ -152,8 +151,8 @@ def guided_within(
     """Return a model of (x, t) that applies guidance only in an interval of noise levels, [I].
 
     ``interval`` is (low, high). Where low <= sigma <= high, ``guided`` is called. Elsewhere ``conditional`` is called,
-    which saves the second half of the batch. [I] excludes low itself. Here, a low of 0 includes all levels below high,
-    even the end of the trajectory. A level within 0.3 % of a bound counts as equal to the bound.
+    which saves the unconditional half of the batch. [I] excludes low itself. Here, a low of 0 includes all levels below
+    high, even the end of the trajectory. A level within 0.3 % of a bound counts as equal to the bound.
 
     Samplers decide once per step, by the noise level at its start, as [I]'s code does. So if Heun's first evaluation is
     guided, its second, at the lower level of the step's end, is guided too. A direct call decides by ``noise_level``,

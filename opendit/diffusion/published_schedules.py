@@ -1,8 +1,8 @@
 """Schedules of public models: the objective and sampler that a scheduler's configuration in diffusers describes.
 
 A published folder has the configuration in ``scheduler/scheduler_config.json``. Two schedulers of flow models are
-supported. FlowMatchEulerDiscreteScheduler is read as pipelines call it, with times spaced evenly from 1 to 1 / steps
-(FLUX, Qwen-Image, Z-Image). UniPCMultistepScheduler needs ``use_flow_sigmas`` (Wan). diffusers need not be installed.
+supported. FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) has times spaced evenly from 1 to 1 / steps,
+which pipelines pass to it. UniPCMultistepScheduler (Wan) needs ``use_flow_sigmas``. diffusers need not be installed.
 """
 
 import math

@@ -128,6 +128,5 @@ def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> 
 
 
 def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
-    """Return a ``noise_fn`` for samplers: a sample's noise in step k depends only on ``seed``, k and the sample's
-    index."""
+    """Return a ``noise_fn`` whose noise for a sample in step k depends only on ``seed``, k and the sample's index."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)

@@ -28,7 +28,7 @@ class Trajectory(ABC):
     t)`` with x (B, C, ...) and the time in the unit of the objective's network, (B,).
     """
 
-    times: Sequence[float]  # (steps + 1,), or (steps,) if the last point needs no evaluation; each class has its unit
+    times: Sequence[float]  # (steps + 1,), or (steps,) if the last point is not evaluated; each class has its own unit
     levels: Sequence[float]  # (steps + 1,) sigma / alpha, falling; guidance intervals use this unit
     alphas: Sequence[float]  # (steps + 1,)
 
@@ -64,11 +64,11 @@ class Trajectory(ABC):
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x and the model's output in ``denoise`` at point k; None if it is no such sum."""
+        """Return the weights of x and the model's output in ``denoise`` at point k; None if there are none."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x and the model's output in ``slope`` at point k; None if it is no such sum."""
+        """Return the weights of x and the model's output in ``slope`` at point k; None if there are none."""
         return None
 
 

@@ -195,8 +195,7 @@ class SpatialAttention(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halve height and width. The convolution needs odd sides, so a row of zeros is added at the bottom and a column at
-    the right."""
+    """Halve height and width. The convolution needs odd sides, so pad with zeros at the bottom and at the right."""
 
     def __init__(self, width: int):
         super().__init__()

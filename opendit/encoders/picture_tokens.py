@@ -1,5 +1,4 @@
-"""Encode pictures to tokens that an image-to-video network attends to, by the second to last layer of CLIP's
-encoder."""
+"""Encode pictures with CLIP's second to last layer, to tokens that an image-to-video network attends to."""
 
 from collections.abc import Sequence
 from pathlib import Path

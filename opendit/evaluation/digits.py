@@ -30,7 +30,7 @@ COPY_QUANTILE = 0.01  # a sample is a copy if its distance to the nearest traini
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # number of frames and size in pixels of the demo's clips
 HELD_OUT = 400  # number of clips of the 359 held-out digits
-PLACES, PATH_SCALE = 4, 10.0  # number of path points in the features; factor for positions in widths of the frame
+PLACES, PATH_SCALE = 4, 10.0  # number of path points in the features; factor on their positions in frame widths
 SEEDS = {"train": 1, "test": 2}
 
 

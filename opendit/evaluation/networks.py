@@ -212,7 +212,7 @@ _INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A published file by its usual name. Without a published hash, ``sha256`` is None and any file is accepted."""
+    """A published file with its usual name. ``sha256`` is None if no hash is published; then any file is accepted."""
 
     name: str
     sha256: str | None

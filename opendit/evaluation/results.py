@@ -28,7 +28,7 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-OFTEN_UNKNOWN = ("labels", "rounding")  # compared only if both results have them; samples of other tools do not
+OFTEN_UNKNOWN = ("labels", "rounding")  # compared only if both results have them; samples of other tools lack them
 
 
 @dataclass(frozen=True)

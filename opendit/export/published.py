@@ -132,7 +132,7 @@ def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if ``name`` can only be a folder directly in the pipeline's folder."""
+    """Return True if ``name`` is a plain name, so that it can't lead out of the pipeline's folder."""
     return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
 
 

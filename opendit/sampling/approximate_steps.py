@@ -156,8 +156,7 @@ class BlockStack:
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Write the inputs of step i that differ between steps of the same mode. Call this before step i is run or
-        replayed."""
+        """Write the inputs that differ between steps of one mode. Call this before step i is run or replayed."""
 
     def clear(self) -> None:
         """Drop the tensors kept between steps, because the next batch may have another number of tokens."""
@@ -219,7 +218,6 @@ class TaylorStack(BlockStack):
     """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't evaluate it.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
-    derivatives are finite differences. This class uses Newton's series of the same differences, which is exact if F is
     derivatives are finite differences. This class uses Newton's series of the same differences. Newton's series is
     exact if F is a polynomial of degree ``order`` or less in the step's index. The series of [T] is exact up to degree
     1 only, and was less accurate on the digits data set from order 2 on.

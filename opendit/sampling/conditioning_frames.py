@@ -132,14 +132,14 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add the tokens of pictures to the conditions y of the samples ``index`` (B,). Sample i uses row i modulo n."""
+    """Add picture tokens to the conditions y of the samples ``index`` (B,). Sample i uses row i modulo len(tokens)."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
 
 
 def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the conditioning frames of the samples ``index`` (B,). Sample i uses row i modulo n of ``frames``."""
+    """Return the conditioning frames of the samples ``index`` (B,). Sample i uses row i modulo len(frames)."""
     return None if frames is None else frames[index.to(frames.device) % len(frames)]
 
 

@@ -41,7 +41,7 @@ def kept(sampling: SamplingRun) -> int:
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip.
 
-    A VAE with one channel gives 3 channels here. Other channel counts stay as they are.
+    One channel of the VAE becomes 3. Other numbers of channels do not change.
     """
     codec, (*frames, height, width) = sampling.codec, sampling.size
     inner = codec.codec if isinstance(codec, FrameCodec) else codec

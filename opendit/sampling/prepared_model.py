@@ -1,4 +1,4 @@
-"""A network that computes everything that does not depend on x_t before sampling, and stores it in tables."""
+"""A network that precomputes everything that does not depend on x_t and stores it in tables."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

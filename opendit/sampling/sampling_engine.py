@@ -466,8 +466,7 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
-        """Run step i, or a part of the step, in this mode: kernel by kernel the first time, then recorded and
-        replayed."""
+        """Run step i, or part of it, in this mode: the first time kernel by kernel, later as a recorded CUDA graph."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -505,8 +504,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except FirstBlockDone:
             return
-        # Clone parts that the new state takes over from the old one. Otherwise they could be overwritten before they
-        # are read.
+        # Clone tensors that the new state shares with the old one, because copying could overwrite them too early.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)

@@ -234,7 +234,7 @@ def _load(
     # Kernels for inference read the full weight of a projection, so they can't be used if ranks hold parts of weights.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    strategy: Any = shares  # Any, because it has only those methods of SequenceShards that this model calls
+    strategy: Any = shares  # Any, because it implements only the methods that this model calls
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()

@@ -144,8 +144,7 @@ class Objective(ABC):
         return tuple(sorted(fitting, key=lambda name: name != default))
 
     def choose(self, sampler: str | None) -> str:
-        """Return the sampler to use, by default the first. Raises ValueError for one that doesn't fit this
-        objective."""
+        """Return the sampler to use, by default the first. Raises ValueError if it doesn't fit the objective."""
         if sampler is not None and sampler not in self.samplers:
             raise ValueError(
                 f"--sampler {sampler}: not for a model of --objective {self.name}; give {' or '.join(self.samplers)}"

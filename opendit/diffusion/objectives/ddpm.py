@@ -96,8 +96,7 @@ def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> 
 class DDPMContext(NamedTuple):
     """Inputs of the loss besides the prepared tensors.
 
-    x0 and noise are (B, C, ...). t, (B,) int64, indexes the schedule, whereas the network gets timesteps of the full
-    one.
+    x0 and noise are (B, C, ...). t, (B,) int64, indexes the schedule; the network gets timesteps of the full schedule.
     """
 
     x0: Tensor
@@ -211,7 +210,7 @@ class DDPMObjective(Objective):
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of x and the model's output in eps. If the model predicts velocity: sigma and alpha."""
+        """Return the weights of x and of the model's output in eps: 0 and 1, or with velocity sigma and alpha."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
@@ -226,7 +225,7 @@ class DDPMObjective(Objective):
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Omit settings at their defaults, so that the result equals that of checkpoints older than the settings."""
+        """Return all settings except those at their defaults, which older checkpoints do not contain."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

@@ -125,8 +125,7 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: parameters of ln(sigma)'s distribution in training. sigma_data: standard deviation of the
-    data."""
+    """EDM. mean, std: parameters of ln(sigma) in training. sigma_data: standard deviation of the data."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"

@@ -12,8 +12,8 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predic
 designed.
 
 The loss weights an error of the predicted x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise ratio.
-So flow learns much sooner what is decided at high noise. In clips, this is the whole content, because the frames repeat
-each other (docs/log/2026-11-21-moving-digits-objective.md).
+So flow learns much sooner what is decided at high noise. For clips, this includes what they show at all, because their
+frames repeat each other (docs/log/2026-11-21-moving-digits-objective.md).
 
 With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
 the space. So a patch of many pixels needs no more channels than its pictures have dimensions ([J] sec. 3). The velocity
@@ -74,7 +74,7 @@ def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
 
 
 def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
-    """Invert ``times``, which is monotonic in u: return the u in [0, 1] where it is t, in t's dtype, by bisection."""
+    """Invert the monotonic function ``times`` by bisection: return u in [0, 1] with times(u) = t, in t's dtype."""
     low, high = torch.zeros_like(t), torch.ones_like(t)
     rises = times(torch.full_like(t, 0.75)) > times(torch.full_like(t, 0.25))
     for _ in range(60):
@@ -87,8 +87,8 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 def empirical_shift(tokens: int, steps: int) -> float:
     """Return the shift that FLUX.2's pipelines compute (``compute_empirical_mu``).
 
-    ln(shift) is linear in the number of tokens at 10 steps and at 200 steps, and linear in the number of steps between.
-    Above 4300 tokens, it is the value at 200 steps for any number of steps.
+    ln(shift) is linear in the number of tokens at 10 steps and at 200 steps. For other numbers of steps, it is
+    interpolated linearly. Above 4300 tokens, the value at 200 steps is used for any number of steps.
     """
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
@@ -140,7 +140,7 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
     """Return ``steps`` + 1 times for sampling, float64, from 1 to 0: evenly spaced, then shifted.
 
     terminal: stretch the times so that the last one above 0 is ``terminal``, as Qwen-Image and LTX do. A single step
-    has no such time. shifted_end: space the times above 0 evenly from 1 to the shifted 1/1000 before the shift, as
+    has no such time. shifted_end: before the shift, end the evenly spaced times above 0 at shift_times(1/1000), as
     Stable Diffusion 3 does.
     """
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
@@ -178,8 +178,8 @@ class FlowTrajectory(Trajectory):
     """The trajectory of rectified flow over ``times``, (n + 1,), falling; see ``sampling_times``.
 
     x at time 1 is standard normal noise times ``noise_scale``. A ``point`` is the network's time, (B,) float32: 1000 t,
-    or a value of ``network_times`` (n + 1,). The model returns the velocity dx/dt, (B, C, ...), or with ``predicts_x``
-    x_0.
+    or a value of ``network_times`` (n + 1,). The model returns the velocity dx/dt, (B, C, ...), or x_0 if
+    ``predicts_x`` is True.
     """
 
     def __init__(
@@ -214,8 +214,7 @@ class FlowTrajectory(Trajectory):
 
 
 class SigmaTrajectory(FlowTrajectory):
-    """A flow trajectory over x = x_0 + sigma noise, with sigma as the time, [K] eq. 1. The slope is dx / dsigma =
-    noise.
+    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. The slope is dx / dsigma = noise.
 
     This x is (1 + sigma) x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above 0.
     """
@@ -424,7 +423,7 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Omit settings without effect, so that the result equals that of checkpoints older than the settings."""
+        """Return all settings except those without effect, which older checkpoints do not contain."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}

@@ -87,7 +87,7 @@ class MeanFlowTrajectory(FlowTrajectory):
         return model(x, network_times(point, lengths[step])).to(x.dtype)
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        return None  # the kernels of sampling steps support one time per sample only
+        return None  # the fused sampling kernels support only one time per sample
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        return error.detach() + weighted - weighted.detach()  # value of error, because weighted is always about 1
+        return error.detach() + weighted - weighted.detach()  # its value is error, because weighted is always about 1
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         return MeanFlowTrajectory(sampling_times(steps))

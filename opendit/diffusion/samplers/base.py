@@ -1,5 +1,4 @@
-"""The interface of samplers: pure functions ``init`` and ``step`` of tensors, and tables of each step's
-coefficients."""
+"""The interface of samplers: pure functions ``init`` and ``step``, and tables with each step's coefficients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -25,8 +25,8 @@ class DDPMInputs(NamedTuple):
 class DDPMSampler(Sampler):
     """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7.
 
-    If the model predicts a variance, it is used ([N] eq. 15); otherwise the posterior's, beta-tilde. Raises ValueError
-    without ``noise_fn``.
+    The variance is the model's if the model predicts one ([N] eq. 15), otherwise the posterior's beta-tilde. Raises
+    ValueError without ``noise_fn``.
     """
 
     needs = "predict"

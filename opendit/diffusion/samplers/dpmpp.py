@@ -46,7 +46,7 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # Don't extrapolate in the first step, which has no predecessor, or to 0, where log sigma is infinite.
+            # Don't extrapolate in the first step, which has no predecessor, or in a step to 0, where log sigma is -inf.
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)

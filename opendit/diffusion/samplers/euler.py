@@ -23,8 +23,7 @@ class EulerInputs(NamedTuple):
 
 
 class SlopeSampler(Sampler):
-    """Base of methods that follow one slope, dx/dtime = slope(x, time), over a whole step. Subclasses choose the
-    slope."""
+    """Base of methods that follow one slope, dx/dtime = slope(x, time), over a step. Subclasses choose the slope."""
 
     needs = "slope"
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
-# lambda = -ln(level) is -inf without signal, at t = 1 of a flow. diffusers starts at t = 1 - 1e-6.
+# Upper bound of noise levels. Without signal (t = 1 of a flow), lambda = -ln(level) would be -inf. diffusers starts at
+# t = 1 - 1e-6 instead.
 HIGHEST_LEVEL = 1e6
 
 
@@ -72,7 +73,7 @@ class UniPCSampler(Sampler):
         return keep, now + keep * corrections[0], before + keep * corrections[1], keep * corrections[2]
 
     def _predictor(self, k: int) -> tuple[float, float]:
-        """Return the weights of m_k and m_k-1 in predicted_k+1; corrected_k is its other term."""
+        """Return the weights of m_k and m_k-1 in predicted_k+1. Its remaining term is corrected_k."""
         scale = self._scale(k)
         if self._order(k) == 1:
             return scale, 0.0

@@ -37,7 +37,7 @@ MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further ev
 MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
 BODY_S = 30  # seconds for the body of a request to arrive
 GOODBYE_S = 2  # seconds that running answers get when the page stops
-FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # no font is downloaded
+FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
 # All requests that the page makes. Gradio also answers other requests (uploads, files, a proxy, calls of programs); the
 # guard refuses them.
 GET = re.compile(
