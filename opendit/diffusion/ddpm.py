@@ -120,12 +120,11 @@ class DDPM:
         return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
-        """Return this schedule at ``num_steps`` timesteps, including both ends, as even in log(sigma / alpha) as
-        possible.
+        """Return this schedule at ``num_steps`` timesteps, spaced as evenly as possible in log(sigma / alpha).
 
-        DPM-Solver extrapolates along log(sigma / alpha). No step may be much longer there than the step before, but the
-        last step of ``respaced`` is. The solver's authors use this spacing too (Lu et al. 2022). Raises ValueError
-        unless 1 <= num_steps <= n.
+        Both ends are included. DPM-Solver extrapolates along log(sigma / alpha), so no step may be much longer there
+        than the step before. The last step of ``respaced`` would be. The solver's authors use this spacing too (Lu et
+        al. 2022). Raises ValueError unless 1 <= num_steps <= n.
         """
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
@@ -149,8 +148,7 @@ class DDPM:
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the coefficient tables on ``device``. Each device gets one copy, so no training step waits for a
-        transfer."""
+        """Return the coefficient tables on ``device``. They are copied once, so no training step waits for a copy."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
             tables = {

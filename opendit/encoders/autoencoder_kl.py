@@ -189,8 +189,8 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # The order of the terms is that of diffusers. The sum gets the memory format of its first term, channels last,
-        # and passes it on to the next layers. The memory format affects how convolutions round.
+        # Keep diffusers' order of the terms. The sum gets the memory format of its first term, channels last, and
+        # passes it on to the next layers. The memory format affects how convolutions round.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 

@@ -246,8 +246,8 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     """Return the result of ``fetch(True)``, which uses the local cache only, or else of ``fetch(False)``.
 
-    Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message says ``what`` was requested and
-    what the user ``needs`` instead.
+    Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message begins with ``what`` and ends
+    with ``needs``.
     """
     from huggingface_hub import constants
 

@@ -321,7 +321,7 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples.
 
-    The interval stays within [0, 1]. At shares of 0 and 1 its width is above 0, unlike that of a standard error.
+    The interval stays within [0, 1]. Unlike a standard error, it has a width above 0 at shares of 0 and 1.
     """
     square = NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)

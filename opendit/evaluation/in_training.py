@@ -29,7 +29,7 @@ from opendit.training.specification import RunSpecification, example_captions
 logger = logging.getLogger(__name__)
 
 FOLDER = "evaluation"  # folder in the run's folder, where `opendit evaluate plot RUN` finds the figures
-PROMPTS = 64  # most captions to draw samples for, because their embeddings stay on the device
+PROMPTS = 64  # maximum number of captions, because their embeddings stay on the device
 
 
 class RunEvaluation:

@@ -26,7 +26,7 @@ from opendit.training.fingerprint import code
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-REAL = 1_000  # most training digits whose figures are computed, for comparison with the samples' figures
+REAL = 1_000  # maximum number of training digits that are evaluated for comparison with the samples
 
 
 class Measuring:

@@ -177,8 +177,8 @@ def kernel_distance(
 ) -> tuple[float, float]:
     """Return KID, the unbiased squared maximum mean discrepancy of features (N, D) and (M, D).
 
-    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Unlike the expectation of FID, that of KID does not depend on
-    the number of samples.
+    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Unlike FID's, KID's expectation does not depend on the
+    number of samples.
 
     Returns:
         Mean and standard deviation over random subsets of ``size`` samples of each set. Equal numbers of samples always

@@ -16,10 +16,10 @@ from opendit.evaluation.results import FILE as RESULTS
 from opendit.evaluation.results import Measurement, read_results, why_not_comparable
 
 LOG, FOLDER = "log.jsonl", "evaluation"  # the log of a run, and the subfolder that may hold its figures
-ACROSS = 4  # most panels in a row
+ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
 STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for the lines of one run
-SMOOTH = 50  # most points in the curve of the training loss
+SMOOTH = 50  # maximum number of points in the curve of the training loss
 
 
 @dataclass

@@ -35,7 +35,7 @@ from opendit.parallel.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-EARLIER_ROWS = 12  # most earlier results that are shown above the new ones
+EARLIER_ROWS = 12  # maximum number of earlier results that are shown above the new ones
 DRY_RUN_BATCHES = 4  # batches per process, after an untimed first batch, which compiles and records kernels
 
 

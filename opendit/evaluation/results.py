@@ -107,7 +107,7 @@ class Measurement:
 
 
 def why_not_comparable(one: Measurement, other: Measurement) -> list[str]:
-    """Return the differences that make two figures incomparable, in words; an empty list if they are comparable."""
+    """Return a message for each difference that makes two figures incomparable; an empty list if there is none."""
     if one.metric != other.metric:
         return [f"metric {one.metric} against {other.metric}"]
     differing = []

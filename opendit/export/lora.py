@@ -28,7 +28,7 @@ from opendit.export.published import name_of
 from opendit.models.families.base import Family
 from opendit.models.lora import Lora, check_lora
 
-LARGEST = 50 * 10**9  # most bytes of a file, so large that a LoRA is always one file
+LARGEST = 50 * 10**9  # maximum bytes of a file, so large that a LoRA is always one file
 
 
 def export_lora(
@@ -71,7 +71,7 @@ def export_lora(
 
 
 def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:
-    """Return the tensors of the file, given products by OpenDiT's names."""
+    """Convert products with OpenDiT's names to the tensors of the file."""
     family, shapes = opened.family, dict(opened.files.shapes)
     products = moved(products, opened.pairs, opened.shapes(), shapes)
     if form == "diffusers":

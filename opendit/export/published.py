@@ -26,7 +26,7 @@ from opendit.models.weights import Weights
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # files that are never copied: code, and files that run code on loading
-MOST_FILES = 10_000  # most files of a component
+MOST_FILES = 10_000  # maximum number of files of a component
 
 
 def export_published(

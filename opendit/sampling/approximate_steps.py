@@ -1,4 +1,4 @@
-"""Approximate sampling steps: skip a part of the network's work and reuse the results of earlier steps.
+"""Approximate sampling steps: skip part of the network's work and reuse the results of earlier steps.
 
 :func:`plan_steps` decides beforehand what every step evaluates. A :class:`BlockStack` runs all or some of the network's
 blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance. ``opendit.config.approximations``
@@ -203,7 +203,7 @@ class _Blocks:
         which = self._next(count)
         blocks = self._blocks[which]
         context = None if self._context is None else self._context.of(which)
-        # The modulation of the final layer is gathered together with those of the last blocks, in one kernel.
+        # Gather the modulation of the final layer together with the last blocks' modulations, in one kernel.
         self._modulations.gather(len(blocks) + (self._done == len(self._blocks)))
         self._stack.evaluated += len(blocks) * len(x)
         return run_blocks(blocks, x, self._modulations, context, self._grid)

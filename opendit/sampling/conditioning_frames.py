@@ -64,8 +64,9 @@ def encode_frames(
 ) -> Tensor | None:
     """Read and encode conditioning frames from pictures or clips.
 
-    The last frames of a clip become the conditioning frames. Their number is the one that the model was trained on. If
-    the model was trained on random numbers, ``frames`` sets it; the default is half of the frames to draw.
+    The last frames of a clip become the conditioning frames. The model was trained on a
+    fixed number of them, or on random numbers. In the latter case, ``frames`` sets the number; the default is half of
+    the frames to draw.
 
     Args:
         config: the model's configuration.

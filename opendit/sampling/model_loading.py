@@ -282,7 +282,7 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 def encoder_dtype(precision: str) -> torch.dtype:
     """Return the dtype of the VAE and the text encoder for a model's precision.
 
-    bf16 models use fp16 here, because its results are closer to those of fp32.
+    For bf16 models the encoders use fp16, whose results are closer to fp32 results.
     """
     return torch.float32 if precision == "fp32" else torch.float16
 
@@ -360,7 +360,7 @@ def published_conditioner(
 
 
 def guidance_of(config: DiTConfig, scale: float) -> float:
-    """Convert a guidance scale from the convention of the model's own pipeline to that of the sampling engine."""
+    """Convert a guidance scale from the convention of the model's pipeline to the sampling engine's convention."""
     if not isinstance(config, PublicConfig):
         return scale
     guidance = family_of(config.family).guidance
@@ -372,7 +372,7 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
 def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
     """Raise ValueError if a flag about guidance's second pass is given for a public model that makes no second pass.
 
-    asked: flag name -> a true value if the flag was given.
+    asked: flag name -> value, which is true if the user gave the flag.
     """
     if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
         return
@@ -388,7 +388,7 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default number of steps and guidance scale: those of a public model's family, else the arguments."""
+    """Return the default steps and guidance: the family's for a public model, otherwise ``steps`` and ``scale``."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -454,7 +454,7 @@ def latent_size(
             f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
     grid = config.grid_of((*frames, height, width))  # raises ValueError if the frames are not a multiple of the patch
-    if config.positions == "learned" and grid[0] > config.grid[0]:  # height and width are those of training
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # height and width equal those in training
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
         raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
     return (*frames, height, width)

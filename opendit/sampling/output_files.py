@@ -89,7 +89,7 @@ class OutputFolder:
 
 
 def _unfinished(name: str) -> str | None:
-    """Return the final name of a temporary file; None if ``name`` is not that of a temporary file."""
+    """Return the final name of the temporary file ``name``; None if ``name`` does not name a temporary file."""
     found = re.fullmatch(r"\.(.+)\.\d+(\.\w+)", name) or re.fullmatch(r"(.+\.mp4)()\.\d+\.partial", name)
     return found and found[1] + found[2]
 

@@ -96,8 +96,8 @@ def replica_batches(
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
     """Return the batch size of a job, at most ``most``.
 
-    In a small job the parts are single samples. Its batches are made smaller, so that all replicas draw the same number
-    of batches and finish at about the same time. A large job has many parts of whole batches, so its batch size stays.
+    In a small job, every part is one sample, and the batch size is reduced. So all replicas draw the same number of
+    batches and finish at about the same time. In a large job, parts are multiples of a batch, and the batch size stays.
     """
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))

@@ -223,7 +223,7 @@ class SampleOutput:
         return rows
 
     def _what_is_safe(self, error: OSError) -> str:
-        """Return a text that says which samples are complete on disk after an error, and what to do."""
+        """Return a message that says which samples are complete on disk after an error, and what the user can do."""
         flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
         if flags.save_png:
             complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"

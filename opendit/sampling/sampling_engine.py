@@ -388,7 +388,7 @@ class SamplingLoop:
         return guided_within(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
 
     def _fuse(self) -> FusedSteps | None:
-        """Return kernels that run whole steps, or None if the settings don't allow them."""
+        """Return the fused kernels of the steps, or None if the settings don't allow them."""
         settings, levels = self.settings, self._trajectory.levels[: self.settings.steps]
         approximations = settings.approximations
         if settings.around is not None or approximations.guidance_every > 1 or len(self._networks) > 1:

@@ -81,9 +81,9 @@ class Objective(ABC):
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the part of the loss's target that is computed by the network, without gradients.
+        """Return ``prepared`` with the final target of the loss, if the network itself is needed to compute it.
 
-        network: see ``opendit.diffusion.objectives.meanflow.Network``."""
+        No gradients are computed. network: see ``opendit.diffusion.objectives.meanflow.Network``."""
         return prepared
 
     @abstractmethod

@@ -247,24 +247,26 @@ def _rows(values: Tensor, x: Tensor) -> Tensor:
 class FlowObjective(Objective):
     """Rectified flow.
 
-    times_are: distribution of training times: uniform, logit_normal or mode. shift: shift of times in training and
-    sampling. mean, std: parameters of logit_normal times. prediction: the network's output, v or x. noise_scale: s in
-    x_t = (1 - t) x_0 + t s noise. min_snr: gamma of [H]; errors of x_0 are weighted by min(SNR, gamma) instead of 1 /
-    t^2. contrast: weight of the term of [C] eq. 6, which pushes the velocity away from that of another sample.
-
-    shift_tokens: the number of tokens for which ``shift`` is meant. Samples of m tokens get shift * sqrt(m /
-    shift_tokens) ([E] eq. 23). So a clip gets more noise than a picture in the same pack or model. None: one shift for
-    all.
+    Attributes:
+        shift: see ``shift_times``; used in training and sampling.
+        times_are: distribution of training times: uniform, logit_normal or mode.
+        mean, std: parameters of logit_normal times.
+        prediction: the network's output, v or x.
+        noise_scale: s in x_t = (1 - t) x_0 + t s noise.
+        min_snr: gamma of [H]. Errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
+        contrast: weight of [C] eq. 6's term, which pushes the velocity away from another sample's velocity.
+        shift_tokens: number of tokens for which ``shift`` is meant. Samples of m tokens get shift * sqrt(m /
+            shift_tokens) ([E] eq. 23). So clips get more noise than pictures. None: one shift for all samples.
 
     The other fields have no flags. They describe how public models are sampled (``published_schedules``).
 
-    shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
-    shift_terminal, shifted_end: arguments of ``sampling_times``.
-    discrete_times: sample at the times of ``discrete_times``.
-    least, most: limits of the training times, for a network that another network replaces outside of them.
-    karras: sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
-    empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until the number is
-        known. The number of steps is that of sampling; in training, EMPIRICAL_STEPS.
+        shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
+        shift_terminal, shifted_end: arguments of ``sampling_times``.
+        discrete_times: True to sample at the times of the function ``discrete_times``.
+        least, most: limits of the training times, for one of two networks that share the times.
+        karras: True to sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
+        empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until the number
+            is known. Training uses EMPIRICAL_STEPS as the number of steps.
     """
 
     name: ClassVar[str] = "flow"

@@ -73,8 +73,7 @@ def network_times(t: Tensor, interval: Tensor) -> Tensor:
 class MeanFlowTrajectory(FlowTrajectory):
     """The trajectory of MeanFlow. A ``point`` is t, (B,).
 
-    The model gets t and the length of the whole step, (B, 2). It returns the step's mean velocity, so Euler's method is
-    exact.
+    The model gets t and the step's length, (B, 2), and returns the step's mean velocity. So Euler's method is exact.
     """
 
     def __init__(self, times: Tensor):

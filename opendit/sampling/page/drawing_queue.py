@@ -91,7 +91,7 @@ class PendingDrawing:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """End the request now. A step that is being computed still runs to its end."""
+        """End the request now. A step that has begun is still computed."""
         self.end(error=CancelledError())
 
     def end(self, samples: list[Any] | None = None, error: BaseException | None = None) -> None:

@@ -34,7 +34,7 @@ class StoredSample:
     """A stored sample.
 
     Attributes:
-        token: last part of the sample's address on the page.
+        token: last part of the sample's URL.
         name: file name for downloads.
         label: class or caption.
         settings: the settings that the file contains.

@@ -118,7 +118,7 @@ class TrainingQueue:
     def has_gpu(self) -> bool:
         return None not in self._gpus
 
-    # ------------------------------------------------------------------------------------------ what a user does
+    # ------------------------------------------------------------------------------------------ user actions
 
     def add(self, title: str, config: dict[str, Any]) -> str:
         """Add a run to the queue and return the job's name. Raises Busy if the queue is full, and OSError."""
@@ -133,9 +133,9 @@ class TrainingQueue:
         return name
 
     def stop(self, name: str) -> str:
-        """Stop a run, and return a text that says what was done.
+        """Stop a run, and return a message for the user.
 
-        A running run gets SIGTERM, and then saves and ends. A waiting run is dropped from the queue.
+        A started run gets SIGTERM; it then saves a checkpoint and ends. A waiting run is dropped from the queue.
         """
         with self._lock:
             job = self._job(name)
@@ -203,7 +203,7 @@ class TrainingQueue:
         write_whole(path, _yaml(config), root=self.root)
         return path
 
-    # ------------------------------------------------------------------------------------------ what a user sees
+    # ------------------------------------------------------------------------------------------ status for the user
 
     def names(self) -> list[str]:
         """Return the names of the jobs, newest first."""

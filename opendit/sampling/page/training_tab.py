@@ -185,7 +185,7 @@ def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
     return gr.Dropdown(list(choices), value=choices[0], label=label, interactive=True, min_width=130)
 
 
-# ------------------------------------------------------------------------------------------ what programs say
+# ------------------------------------------------------------------------------------------ programs and their output
 
 
 def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
@@ -230,7 +230,7 @@ def last_line(text: str) -> str:
     return (errors or lines or ["it printed nothing"])[-1]
 
 
-# ------------------------------------------------------------------------------------------ what runs
+# ------------------------------------------------------------------------------------------ started runs
 
 
 def jobs_table(queue: TrainingQueue, catalog: Catalog, names: list[str]) -> str:
