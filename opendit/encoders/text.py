@@ -32,7 +32,7 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
-MOST_BYTES = 512  # maximum default tokens of the bytes encoder; the memory of its attention grows quadratically
+MOST_BYTES = 512  # maximum default length of the bytes encoder; the memory of its attention grows quadratically
 MOST_TEXT_TOKENS = 16_384  # limit of --max_text_tokens
 # Short name -> (repository on the hub, commit, geometry). Flan-T5 is used because its repository has safetensors and a
 # tokenizer that needs no extra package; the original T5 repositories have neither. The main branch of CLIP has pickled
@@ -157,7 +157,7 @@ class TextEncoder:
             captions, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         mask = words.attention_mask.bool()
-        mask[:, 0] = True  # an empty caption of a tokenizer without begin and end tokens has no other token
+        mask[:, 0] = True  # one token for empty captions, if the tokenizer adds no begin and end tokens
         output = self.model(input_ids=words.input_ids, attention_mask=mask.long())
         tokens = output.last_hidden_state
         return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))

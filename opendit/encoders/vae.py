@@ -188,7 +188,7 @@ class FrozenVAE(Codec):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
             # Continue in fp32, because exp() of a logarithm in half precision would cost a digit of the deviation.
             found = self.vae.encode(part)
-            found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # result of diffusers
+            found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # diffusers wraps the tensor
             mean, logvar = found.float().chunk(2, dim=1)
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
         return torch.cat(parts)
@@ -216,7 +216,7 @@ class FrozenVAE(Codec):
     def _decoded(self, latents: Tensor) -> Tensor:
         if self._compiled is None:
             decoded = self.vae.decode(latents)
-            return decoded if isinstance(decoded, Tensor) else decoded.sample  # result of diffusers
+            return decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers wraps the tensor
         count, sides = len(latents), tuple(latents.shape[1:])
         self._rows[sides] = rows = max(count, self._rows.get(sides, 0))
         filled = torch.cat([latents, latents[:1].expand(rows - count, *sides)]) if rows > count else latents

@@ -369,7 +369,7 @@ class FolderNetwork:
 def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwork:
     """Load a folder's model. Features are CLIP's projected embedding, DINOv2's class token, or VideoMAE's mean token.
 
-    Raises ValueError if the folder holds none of these models, or holds a model for the other kind of media.
+    Raises ValueError if the folder holds none of these models, or a picture model for clips, or vice versa.
     """
     config = read_config(folder)
     kind = config.get("model_type")

@@ -18,7 +18,7 @@ from opendit.evaluation.results import Measurement, read_results, why_not_compar
 LOG, FOLDER = "log.jsonl", "evaluation"  # the log of a run, and the subfolder that may hold its figures
 ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # for the lines of one run
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # tell the lines of one run apart
 SMOOTH = 50  # maximum number of points in the curve of the training loss
 
 
@@ -266,7 +266,7 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
 
 
 def _draw(found: Sequence[PlotPanel], output: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, because it keeps every figure and looks for a display
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
 
     names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
     columns = min(ACROSS, len(found))

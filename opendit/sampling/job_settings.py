@@ -18,7 +18,7 @@ from opendit.parallel.tensor import layout_of
 from opendit.sampling.sample_cache import SamplingJob, samples_a_part
 from opendit.sampling.sampling_run import SamplingRun
 
-GRID_PICTURES, SHEET_CLIPS = 100, 16  # maximum on the sheet of samples; the single files and the .npz hold all samples
+GRID_PICTURES, SHEET_CLIPS = 100, 16  # maximum on the sheet; the single files and the .npz hold all samples
 ODD = -7046029254386353131  # odd int64 near 2^64 / golden ratio; its multiples change all bits
 # Number of words to sum at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
 WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}

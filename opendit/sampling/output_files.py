@@ -17,7 +17,7 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_file import write_mp4
 
-INDEX = ".samples.json"  # lists the files that sample.py wrote in a folder, to delete when it draws there again
+INDEX = ".samples.json"  # lists the files that sample.py wrote in a folder, so that the next run there can delete them
 LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
 
 

@@ -186,7 +186,7 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            if run.engine.approximations.note and not run.replica.halves:  # with halves, this rank knows its share only
+            if run.engine.approximations.note and not run.replica.halves:  # halves: other ranks' work is unknown
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
         print_block("\nDone", rows)

@@ -549,8 +549,8 @@ class StepInputs:
         self.type: Any = type(inputs[0])
         # The inputs that each step has. Steps with different inputs are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
-        self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)
-        # input's number -> dtype of its table, row in the table, True if the input is a scalar
+        self._large: dict[int, Tensor] = {}  # input's index -> (capacity * B, C, ...)
+        # input's index -> dtype of its table, row in the table, True if the input is a scalar
         self._place: dict[int, tuple[torch.dtype, int, bool]] = {}
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):

@@ -28,7 +28,7 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least
 SETTINGS = DESCRIPTIONS["ddpm"].settings
 
 
-PREDICTIONS = ("eps", "v")  # what the network predicts from x_t: the noise, or the velocity
+PREDICTIONS = ("eps", "v")  # targets of the network: the noise, or the velocity
 
 
 class DiffusionLoss(NamedTuple):

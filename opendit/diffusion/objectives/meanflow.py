@@ -160,7 +160,7 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        return error.detach() + weighted - weighted.detach()  # its value is error, because weighted is always about 1
+        return error.detach() + weighted - weighted.detach()  # error's value: weighted is always about 1
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         return MeanFlowTrajectory(sampling_times(steps))

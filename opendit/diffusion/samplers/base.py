@@ -84,7 +84,7 @@ class Sampler(ABC):
         return self.noise_fn(i)
 
     def table(self, values: Sequence[float]) -> Tensor:
-        """Return (len(values),) in x's dtype and on its device. ``table[i]`` is then a scalar tensor without a copy."""
+        """Return ``values`` as a tensor in x's dtype and on its device; ``table[i]`` is a scalar without a copy."""
         return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)
 
     def init(self, x: Tensor) -> NamedTuple:

@@ -52,7 +52,7 @@ class DDIMSampler(Sampler):
         for ac, after in zip(kept[:-1], kept[1:], strict=True):
             sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
             self._keep.append(math.sqrt(after))
-            # Where alphas_cumprod is close to 0, rounding could make the radicand negative.
+            # Clamp at 0: where alphas_cumprod is close to 0, rounding could make the radicand negative.
             self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
             self._sigmas.append(sigma)
         self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]

@@ -61,7 +61,7 @@ class DDPMSampler(Sampler):
         if t == 0:
             return StepWeights(((1.0,),), (mean,))
         low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
-        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None  # half the log variance
+        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None  # in half the log variance
         return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
 
 

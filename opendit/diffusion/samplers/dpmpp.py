@@ -16,7 +16,7 @@ from opendit.diffusion.trajectory import Model, Trajectory
 class DPMSolverState(NamedTuple):
     """State between steps of DPM-Solver++."""
 
-    x: Tensor  # (B, C, ...) divided by alpha: x_0 + sigma noise
+    x: Tensor  # (B, C, ...) x divided by alpha: x_0 + level * noise
     before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
 
 

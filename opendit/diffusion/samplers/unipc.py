@@ -132,7 +132,7 @@ class UniPCSampler(Sampler):
         if slope is None:
             return None
         keep, now, before, earlier = self._weights[i]
-        of_x, of_output = 1 - time * slope.x, -time * slope.output  # weights in this step's x_0
+        of_x, of_output = 1 - time * slope.x, -time * slope.output  # weights of x and the output in this step's x_0
         x = keep + now * of_x, before, earlier, now * of_output
         after = x, (of_x, 0.0, 0.0, of_output), (0.0, 1.0, 0.0, 0.0)
         return StepWeights(((self.trajectory.input_scale(i), 0.0, 0.0),), after)

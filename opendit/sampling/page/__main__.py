@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
         listening = listen(options["host"], options["port"])
     except ValueError as error:
         parser.fail(error)
-    from opendit.sampling.page.server import LOCAL, serve  # torch, which wrong flags need not wait for
+    from opendit.sampling.page.server import LOCAL, serve  # imports torch, so not at the top
 
     try:
         serve(options, listening, (*LOCAL, options["host"]) if is_local(options["host"]) else None)

@@ -44,7 +44,7 @@ class PatientProtocol(H11Protocol):
         silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
         if len(silent) > MOST_SILENT:
             longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
-            longest._stop_waiting()  # its loss is reported later; until then it must not be chosen again
+            longest._stop_waiting()  # do not choose this connection again before its loss is reported
             longest.transport.abort()
 
     def _stop_waiting(self) -> None:

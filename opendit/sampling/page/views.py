@@ -11,7 +11,7 @@ from urllib.parse import quote
 from opendit.sampling.page.catalog import ModelCard
 from opendit.sampling.page.sample_store import StoredSample
 
-SHOWN = 132  # pixels; smaller samples are magnified to about this side
+SHOWN = 132  # approximate side in pixels to which smaller samples are magnified
 LONGEST_VALUE = 500
 PAGE_ROWS, MOST_PAGES = 100, 20  # rows on a page of a table, and maximum number of pages
 LOG_LINES = 40
@@ -190,7 +190,7 @@ class Axis:
 
 def _axis(low: float, high: float) -> Axis:
     """Return an axis that contains both numbers."""
-    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # for a single value, put it in the middle
+    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # a single value: put it in the middle
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high / TICKS - low / TICKS) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
@@ -214,7 +214,7 @@ def grid(run: str, name: str | None) -> str:
 
 
 def log(text: str, lines: int = LOG_LINES) -> str:
-    """Render the last lines of a program's output. An overwritten line (by a carriage return) shows its last text."""
+    """Render the end of a program's output. Of each line, keep the text after the last carriage return."""
     shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
     text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
     return f'<div class="log"><pre>{text}</pre></div>' if text else ""
