@@ -150,8 +150,8 @@ def plan(
 ) -> tuple[list[str], list[str]]:
     """Return the metrics to compute, and a message for each metric that is left out although its features exist.
 
-    The result has the requested metrics, or without a request all computable metrics. Raises ValueError, before any
-    sample is drawn, if a requested metric can't be computed; the message names the missing input.
+    If ``asked`` is empty, all metrics that can be computed are returned. Raises ValueError, before any sample is drawn,
+    if a requested metric can't be computed; the message names the missing input.
     """
     found, left_out = [], []
     for name in asked or METRICS:
