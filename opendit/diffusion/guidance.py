@@ -78,7 +78,7 @@ def cfg_model(
 
     Args:
         model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
-            (2B). With ``scale`` 1.0 it gets the conditional batch (B) only, because both results are equal.
+            (2B). With ``scale`` 1.0 there is no guidance, and it gets the conditional batch (B) only.
         y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
         null_y: the unconditional condition, of y's shape or expandable to it.
         scale: a float, or (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always evaluated.

@@ -388,7 +388,7 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default steps and guidance: the family's for a public model, otherwise ``steps`` and ``scale``."""
+    """Return the default steps and guidance: a public model's, 2 and 1.0 for MeanFlow, else ``steps`` and ``scale``."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)

@@ -263,7 +263,7 @@ class FlowObjective(Objective):
         shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
         shift_terminal, shifted_end: arguments of ``sampling_times``.
         discrete_times: True to sample at the times of the function ``discrete_times``.
-        least, most: limits of the training times, for one of two networks that share the times.
+        least, most: limits of the training times, for a network that handles only a part of the times.
         karras: True to sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
         empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until the number
             is known. Training uses EMPIRICAL_STEPS as the number of steps.
