@@ -41,7 +41,7 @@ def byte_tokens(captions: list[str]) -> list[int]:
 
 
 class BytesBlock(nn.Module):
-    """A pre-norm Transformer block whose attention is limited to tokens with a mask of True."""
+    """A pre-norm Transformer block in which tokens attend only to tokens whose mask is True."""
 
     def __init__(self, width: int):
         super().__init__()

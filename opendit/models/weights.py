@@ -21,7 +21,7 @@ class Weights:
     info: dict[str, Any] = field(
         default_factory=dict
     )  # of our files: model, config, class_names, vae, image_size, step
-    num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
+    num_classes: int | None = None  # of Meta's files: from their training arguments if stored, or from the user
 
     @property
     def config(self) -> DiTConfig | None:
