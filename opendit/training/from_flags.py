@@ -166,14 +166,14 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        if other and not family_in(flags.model):  # a public model's folder may lie elsewhere; see _public_model
+        if other and not family_in(flags.model):  # a public model's folder may have moved; see _public_model
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # a recipe's
+        if getattr(flags, name):  # set by a recipe
             notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
             unused[name] = TrainConfig.__dataclass_fields__[name].default
     return replace(flags, **unused), notes
