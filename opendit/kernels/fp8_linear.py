@@ -39,7 +39,8 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return whether blocks can run in float8 on ``device`` with activations of ``dtype``, and the reason."""
+    """Return (True, reason) if blocks can run in float8 on ``device`` with activations of ``dtype``, otherwise (False,
+    reason)."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why
@@ -114,7 +115,7 @@ class Modulated:
 
 
 def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
-    """Return x (B, N, D) in float8: as it is, computed by :class:`Modulated`, or cast from a tensor."""
+    """Return x (B, N, D) in float8: unchanged, computed by :class:`Modulated`, or cast from a tensor."""
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):

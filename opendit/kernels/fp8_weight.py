@@ -82,7 +82,7 @@ def keep_weights(model: nn.Module) -> int:
 def weight_in_float8(weight: Tensor | StoredWeight, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
     """Return weight (out, in) in e4m3: stored or cached float8 values, or a cast scaled by the weight's amax.
 
-    take: function that returns some of a tensor's rows, contiguous. The scale is that of the whole weight.
+    take: function that returns some of a tensor's rows, contiguous. The scale is always computed from the whole weight.
     """
     whole = _there(weight)
     if whole is None:
