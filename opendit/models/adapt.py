@@ -206,7 +206,7 @@ def _resized(
         return _filters(shape, value)
     if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
         channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
-        # one row per position in a patch, ordered by frame first
+        # The head has one row per position in a patch. Rows are ordered by frame first.
         rows = value.view(-1, found.out_channels, *rest)[:, :channels]
         made = torch.zeros(shape, device="cpu").view(-1, config.out_channels, *rest)
         frames = config.patch[0] if config.is_video and not found.is_video else 1

@@ -280,7 +280,7 @@ class PublicDiT(DiT):
         """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are
         attended to, or (B, 0) if all are."""
         spec, embed = self.config.spec, self.text_embedder
-        # True if this pipeline stage has no embedder: only the first stage has it
+        # True if this pipeline stage has no caption embedder. Only the first stage has it.
         elsewhere = not hasattr(embed, "mlp")
         if spec.text.multiple == 1 and not spec.text.masked:
             return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask

@@ -62,7 +62,7 @@ AROUND = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
-# caption layers that the last block has, too; it does not update the caption's tokens
+# The last block does not update the caption's tokens. It has only these of the caption layers.
 READ = ("attn.qkv", "adaLN_modulation.1")
 
 
