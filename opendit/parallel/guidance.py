@@ -47,7 +47,7 @@ def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
         pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
-        # every rank is in one pair
+        # Every rank is in exactly one pair, so new_subgroups_by_enumeration returns this rank's pair.
         halves = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(pairs)[0]))
         group = halves if ranks == 1 else None
         ranks *= 2

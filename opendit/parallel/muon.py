@@ -28,7 +28,7 @@ from opendit.parallel.layout import Layout
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, also those of torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
 AS_ADAMW = 0.2  # root mean square of AdamW's updates; arXiv 2502.16982 scales Muon's updates to it
-# maximum number of matrix elements that are iterated together; bounds the memory of intermediate results
+# Maximum number of matrix elements that are iterated together. It bounds the memory of intermediate results.
 ELEMENTS = 2**27
 
 

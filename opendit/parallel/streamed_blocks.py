@@ -58,7 +58,7 @@ class StreamedBlocks:
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
         self._device, self._deferred, self.copied = device, deferred, 0
-        # spread evenly, so that other blocks compute between two copies
+        # The streamed blocks are spread evenly, so that other blocks compute between two copies.
         numbers = spread_numbers(len(model.blocks), count)
         blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
         self.blocks = len(blocks)

@@ -401,7 +401,7 @@ def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> N
 
 def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
     part = local_tensor(parameter.detach(), rule, group.rank, group.size)
-    # a view would keep the full tensor in memory
+    # A view would keep the full tensor in memory.
     kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()
     return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 

@@ -64,7 +64,7 @@ class DDPEngine(BoosterEngine):
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
-            # creates the scaler's tensors, because this rank has no loss to scale
+            # This creates the scaler's tensors; the rank has no loss to scale.
             self._torch_scaler.scale(gradient.new_zeros(()))
             torch.autograd.backward(loss, gradient)
 
