@@ -318,7 +318,7 @@ class Search:
             if not self.takes(form):
                 continue
             product = form.product
-            # small micro-batches shrink the bubble
+            # In a pipeline, small micro-batches may be best, because they shrink the bubble.
             least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)
             larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))

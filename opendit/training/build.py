@@ -406,7 +406,7 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of saves and other writes that failed, the same on every rank. Collective."""
-        # rank 0's count
+        # Every rank adds rank 0's count of failed writes.
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)
 
 

@@ -240,7 +240,7 @@ class _Step:
             "recomputed": recomputed,
         }
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
-            # every pass reads the stored weights and writes dense weights
+            # Every pass reads the stored weights and writes dense weights.
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
@@ -306,7 +306,7 @@ class _Step:
         yield "gradients", reduced * depth * (1 if setup.keep_gradients else micro_batches)
         if divided:
             same = span(shards.ranks // setup.expert_parallel, setup.expert_parallel, self.node)
-            # experts are gathered and reduced in every pass, not overlapped
+            # Every pass gathers and reduces the experts, without overlap.
             sizes = self.size, BYTES[setup.reduce_dtype]
             stacks = experts / setup.expert_parallel
             own = sum((gather(size * stacks, same, self.hardware)[0] for size in sizes), Traffic())
