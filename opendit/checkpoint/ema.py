@@ -42,7 +42,7 @@ class EMA:
         for shards in self._averages:
             for name, shard in masters.items():
                 shards[name].copy_(shard.detach())
-        # number of updates, including updates before a resume
+        # Number of updates, including those before a resume.
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
         self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)  # decays, or exponents of 1 - 1 / t

@@ -317,7 +317,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # otherwise the model has a fixed shift
+            # A schedule without a dynamic shift sets a fixed shift.
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
