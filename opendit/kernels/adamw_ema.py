@@ -336,7 +336,7 @@ class FusedStep:
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
         self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
-        # 1 for each block whose squares this rank counts, otherwise 0; None: this rank counts all blocks
+        # 1 for each block whose squares this rank counts, otherwise 0. None: this rank counts all blocks.
         self._block_counts = None
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)

@@ -236,7 +236,7 @@ class Rows:
     @property
     def shape_arguments(self) -> tuple[Any, ...]:
         """The values of the kernel arguments from sample_ptr to chunks_per_sample."""
-        # the kernel does not read this pointer in the (B, N, D) form
+        # In the (B, N, D) form, the kernel does not read this pointer.
         pointer = self.sample_of_row if self.packed else self.x
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 

@@ -116,7 +116,7 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
     if isinstance(moment, EightBits):
         moment.encode(values)
     else:
-        # values from a checkpoint of other ranks may be a non-contiguous view
+        # Values from a checkpoint of other ranks may be a non-contiguous view.
         moment.copy_(values.reshape(moment.shape))
 
 

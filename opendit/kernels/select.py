@@ -134,7 +134,7 @@ def _after(norm, modulation):
 def _apex_layer_norm():
     """Return apex's LayerNorm without weights over the last dimension, or None if apex is not installed."""
     try:
-        # apex can only be installed by hand
+        # The type checker does not find apex, which can only be installed by hand.
         from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]
             fused_layer_norm,
         )
