@@ -120,8 +120,8 @@ class SequenceShards(Protocol):
         """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D).
 
         q (B, H, n, d) and k, v (B, kv_heads, n, d) belong to this rank's tokens. ``attend`` normalises and rotates
-        them. If tensor parallelism divides the layer's heads as well, H is the number of this rank's heads, D is their
-        width, and the projections have the tokens of all tensor-parallel ranks as inputs and outputs."""
+        them. If tensor parallelism divides the layer's heads as well, H is the number of this rank's heads, and D is
+        their width. The inputs and outputs of the projections are then the tokens of all tensor-parallel ranks."""
         ...
 
     def project_and_attend(
@@ -445,9 +445,9 @@ def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v over the keys that ``mask`` selects.
 
-    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel,
-    because flash attention does not support masks, and attention in plain operations would keep the N x M scores for
-    the backward pass.
+    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel.
+    Flash attention does not support masks, and attention in plain operations would keep the N x M scores for the
+    backward pass.
 
     Args:
         q: (B, H, N, d).

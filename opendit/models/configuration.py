@@ -53,7 +53,7 @@ class DiTConfig:
     bias: bool = True  # True for biases in the blocks' linear layers
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
-    null_class: bool = True  # True if the label table has a row for guidance's null class, as in models trained here
+    null_class: bool = True  # True if the label table has a row for guidance's null class, as OpenDiT trains it
     given_frames: str | None = None  # first, prefix:K (K latent frames) or random; see opendit.models.given_frames
     norm: str = "layer"  # norm before every branch of a block, layer or rms
     mlp: str = "gelu"  # gelu or swiglu
@@ -84,7 +84,7 @@ class DiTConfig:
 
     @property
     def key_value_width(self) -> int:
-        """The total width of the heads of keys, which is also that of the heads of values."""
+        """The total width of the heads of keys. The heads of values have the same total width."""
         return (self.block.kv_heads or self.num_heads) * self.head_dim
 
     @property

@@ -187,9 +187,9 @@ class DiT(nn.Module):
     ) -> Any:
         """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
 
-        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch,
-        and the prediction is the mean over the repeats, so that it has T = 1 again. The loss thus counts one frame
-        instead of one for each repeat, and the weights of every frame of the patch are trained.
+        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch.
+        The prediction is the mean over the repeats and has T = 1 again. The loss thus counts one frame instead of one
+        for each repeat, and the weights of every frame of the patch are trained.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.

@@ -22,9 +22,9 @@ class Rotary:
             axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
             columns of the media are then counted from the middle.
         first: First coordinate for ``text`` "count".
-        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, the
-            channels of the axes are interleaved over all heads, so that heads have different angles, and a token's
-            position along an axis is coordinate * step / side.
+        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, a token's
+            position along an axis is coordinate * step / side, and the channels of the axes are interleaved over all
+            heads, so that heads have different angles.
         sides: Side of each axis for ``steps``.
     """
 

@@ -223,8 +223,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
     fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
     tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
-    and v. In FP8, inputs of linear layers take half the memory, attention's output is kept in FP8 in addition to the
-    tensors that the attention kernel keeps, and weights are kept in FP8."""
+    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. Attention's output is then
+    kept in FP8 in addition to the tensors that the attention kernel keeps."""
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
