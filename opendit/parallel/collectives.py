@@ -79,8 +79,8 @@ class Exchange:
 
     ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
     Autograd runs nodes in the opposite order of their creation. The backward pass of ``finish`` therefore starts the
-    exchange of the gradient, and the backward pass of ``start`` waits for it, so computation that overlaps in the
-    forward pass also overlaps in the backward pass. Use a new object for each exchange.
+    exchange of the gradient, and the backward pass of ``start`` waits for it. Computation that overlaps in the forward
+    pass also overlaps in the backward pass. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):
@@ -248,7 +248,7 @@ def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
 
 
 def side_by_side(shares: Tensor, dim: int) -> Tensor:
-    """Concatenate the shares (P, ...) of all ranks along dimension ``dim`` of a share."""
+    """Concatenate the slices ``shares`` (P, ...) of all ranks along dimension ``dim`` of a slice."""
     return shares.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -300,13 +300,13 @@ class _JoinResult(torch.autograd.Function):
 
 
 def join(share: Tensor, dim: int, group: Group) -> Tensor:
-    """Gather the shares of all ranks and concatenate them along ``dim``. Ranks may use the result differently: the
-    backward pass sums their gradients."""
+    """Gather the slices ``share`` of all ranks and concatenate them along ``dim``. The backward pass sums the gradients
+    of all ranks, because ranks may use the result differently."""
     return _Join.apply(share, dim, group)
 
 
 def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's share, along ``dim``, of the sum of x over all ranks."""
+    """Return this rank's slice, along ``dim``, of the sum of x over all ranks."""
     return _SumShares.apply(x, dim, group)
 
 

@@ -77,7 +77,7 @@ def dim_cut(group: str, dim: int, size: int, ranks: int) -> Cut:
 
 
 def block_cut(group: str, dim: int, blocks: Sequence[int], ranks: int, unit: int = 1) -> Cut:
-    """Cut a dimension that consists of consecutive blocks. Every rank holds an equal share of each block: for example,
+    """Cut a dimension that consists of consecutive blocks. Every rank holds an equal part of each block: for example,
     the rows of its heads in q, in k and in v.
 
     Args:

@@ -215,9 +215,9 @@ class ShardedOptimizer:
     ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
     buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). A kernel on a side stream updates the
-    averages in place during the next forward and backward passes, and the next step waits for that kernel before it
-    changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting
-    such state on the host.
+    averages in place during the next forward and backward passes. The next step waits for that kernel before it changes
+    the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting such state
+    on the host.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.

@@ -163,9 +163,9 @@ class Links:
     """Channels between this rank and its neighbours in a pipeline. Collective over all ranks.
 
     Every kind of message (activations, gradients) has its own process group between each two neighbours. A group is
-    used in one direction only and in the order of the schedule, so the messages of a group arrive in order and never
-    wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a send
-    and a receive in the same group could deadlock.
+    used in one direction only and in the order of the schedule. The messages of a group therefore arrive in order and
+    never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a
+    send and a receive in the same group could deadlock.
 
     The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have the
     shape and dtype of their activations. All messages of one chunk with the same ``key`` have the same shape.

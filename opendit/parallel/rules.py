@@ -13,7 +13,7 @@ from opendit.models.parameter_names import fits, value_of
 from opendit.models.plan import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import model_shapes
 
-Slices = tuple[slice, ...]  # one for each dimension
+Slices = tuple[slice, ...]  # one slice for each dimension
 FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}
 
 # ------------------------------------------------------------------------------------------------- rules of parameters
@@ -56,7 +56,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """Return a rank's ranges of a dimension of length ``side``: an equal share of every section. Sections of heads are
+    """Return a rank's ranges of a dimension of length ``side``: an equal part of every section. Sections of heads are
     divided into whole heads."""
     if isinstance(rule, Vocabulary):  # the first ranks have one row more if the rows do not divide evenly
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]

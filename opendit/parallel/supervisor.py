@@ -102,7 +102,7 @@ class RankWatch:
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._peers: dict[int, _Peer] = {}  # by rank
+        self._peers: dict[int, _Peer] = {}  # connections to other ranks, by rank
         self._suspect: tuple[Ending, float] | None = None
         self._all_here, self._listener = threading.Event(), None
         self._leaving: float | None = None  # time until which this rank waits for answers to its farewell

@@ -6,8 +6,9 @@ width. Tokens are gathered before a column-parallel layer; the results of a row-
 
 All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its slice of a
 divided parameter. For a replicated parameter a rank computes only one term of the gradient, which is a sum over the
-group: the term of the rank's tokens if the parameter acts on the residual stream, or the term of its heads, features or
-experts if the parameter acts on a tensor that all ranks have. :class:`ReplicatedGradients` sums these terms.
+group. If the parameter acts on the residual stream, this is the term of the rank's tokens. If the parameter acts on a
+tensor that all ranks have, it is the term of the rank's heads, features or experts. :class:`ReplicatedGradients` sums
+these terms.
 
 Parameters keep their names. :attr:`Part.divided` describes which slices of the canonical tensors they are.
 """

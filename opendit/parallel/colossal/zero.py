@@ -21,9 +21,9 @@ GATHER_BYTES = 128 << 20  # minimum number of bytes of working weights that are 
 class ZeroOptimizer(LowLevelZeroOptimizer):
     """ZeRO-2 optimizer with few passes over memory. The host never waits for the device, except once per step in fp16.
 
-    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, waits for the device after every
-    backward pass, copies gradients and weights into buckets and back, and keeps full gradients instead of this rank's
-    shard. It does so even on a single rank. This class differs as follows:
+    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, and waits for the device after
+    every backward pass. It copies gradients and weights into buckets and back, and keeps full gradients instead of this
+    rank's shard. It does all of this even on a single rank. This class differs as follows:
 
     - On one rank nothing is reduced, and the step reads ``p.grad``.
     - On several ranks, buckets of gradients are reduce-scattered during the backward pass, and a rank keeps only its

@@ -139,8 +139,8 @@ class GridExchange(Protocol):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchange with collectives, in ``parts`` parts. While q, k, v and the attention of one part are computed (or
-    their gradients), the inputs of the next part and the outputs of the previous part are in transit."""
+    """Exchange with collectives, in ``parts`` parts. While a rank computes q, k, v and attention of one part, or their
+    gradients, two other parts are in transit: the inputs of the next part and the outputs of the previous part."""
 
     parts: int = PARTS
 

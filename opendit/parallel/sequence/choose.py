@@ -1,8 +1,8 @@
 """Choose the strategy of a sequence group: the fastest according to a cost model.
 
-For one layer and one micro-batch, forward and backward, the cost model adds the time that a rank waits for
-communication and the time of work that a single rank would not do. A rank receives these volumes in the forward pass,
-in units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
+The cost model covers one layer and one micro-batch, forward and backward. It adds the time that a rank waits for
+communication to the time of work that a single rank would not do. A rank receives these volumes in the forward pass, in
+units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
 (P-1)/P^2 for the output; ring attention 2 (P-1)/P.
 """
 

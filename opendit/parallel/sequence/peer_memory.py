@@ -2,10 +2,10 @@
 
 Every rank has four buffers. Each use of a buffer, or each part that arrives in it, has one barrier:
 
-    output all ranks write to a rank's buffer, barrier, the owner reads it input like output; or a rank fills its own
-    buffer, barrier, all ranks read what they need from it everyone like output, but without a barrier: written after
-    the barrier of input, read after the barrier of gradient gradient a rank fills its own buffer, barrier, all ranks
-    read what they need from it
+    output    all ranks write to a rank's buffer, barrier, the owner reads it
+    input     like output; or a rank fills its own buffer, barrier, all ranks read what they need from it
+    everyone  like output without a barrier: written after the barrier of input, read after the barrier of gradient
+    gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
 No buffer is used twice in a row, so that one barrier and one set of buffers suffice. A buffer is reused only after the
 barrier of another buffer, and a rank reaches that barrier only after it has finished with the first buffer. A layer's
@@ -157,8 +157,8 @@ class PeerMemory:
         Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory until then.
 
         A copy within one card would occupy its multiprocessors, so kernels move the heads that stay on this rank. These
-        kernels run before any copy, because a kernel that waits for a copy would delay the caller's kernels by the time
-        of the copy (seen in two traces of CUDA graphs).
+        kernels run before any copy. A kernel that waits for a copy would delay the caller's kernels by the time of the
+        copy (seen in two traces of CUDA graphs).
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -144,7 +144,7 @@ class _Pending:
 # ------------------------------------------------------------------------------------------------------ rows by expert
 
 
-@functools.lru_cache(maxsize=32)  # with whole samples the arguments are always the same
+@functools.lru_cache(maxsize=32)  # if ranks have whole samples, the arguments are always the same
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
     by expert for each rank. Return these indices and the number of rows of the stack, which is the largest number of

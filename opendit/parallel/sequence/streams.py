@@ -1,8 +1,8 @@
 """Sequence parallelism for sequences of two streams, caption tokens and media tokens.
 
-Each stream is divided evenly among the ranks, so every rank has as many tokens of a stream as the others, and the
-layers of a stream get tokens of that stream only. For attention the tokens of all ranks are put into the order of the
-sequence, which drops padding.
+Each stream is divided evenly among the ranks, so every rank has the same number of tokens of a stream. The layers of a
+stream get tokens of that stream only. For attention the tokens of all ranks are put into the order of the sequence,
+which drops padding.
 """
 
 from collections.abc import Callable, Sequence
