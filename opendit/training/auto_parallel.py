@@ -181,7 +181,7 @@ class Search:
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # may span machines
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # these may span machines
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):

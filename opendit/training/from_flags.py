@@ -535,7 +535,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
 def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
     """Return the bytes that a public model's text encoders (bf16) and VAE (fp32) take on every GPU.
 
-    Encoders that stay on the GPU only are counted. A dry run may name a folder that does not exist; it counts as 0.
+    Only encoders that stay on the GPU are counted. A dry run may name a folder that does not exist, which counts as 0.
     """
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
         return 0

@@ -87,7 +87,7 @@ PROJECT = "opendit"
 class RunLogger(ABC):
     """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the library."""
 
-    where: str  # how to view the log, in one line
+    where: str  # one line that tells the user how to view the log
 
     @abstractmethod
     def __init__(self, folder: Path, config: dict[str, Any]):

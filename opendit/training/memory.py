@@ -352,9 +352,9 @@ GATHERED = 3
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
-    A rank holds fp32 shards of weights, gradients, moments and averages, the whole weights of gathered units, the whole
-    gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that is
-    gathered in float8 takes one byte in the gathered unit and one more byte in its shard.
+    A rank holds fp32 shards of weights, gradients, moments and averages. It also holds the whole weights of gathered
+    units, the whole gradients of the current block, and the buffer that reduces the previous block's gradients. A
+    weight that is gathered in float8 takes one byte in the gathered unit and one more byte in its shard.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)

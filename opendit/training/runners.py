@@ -158,7 +158,7 @@ class CUDAGraphRunner(EagerRunner):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
         self._in_graph = False  # True if a recording holds the step's gradients
-        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # by `first`
+        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # keyed by `first`
         self._recordings: dict[bool, Recording] = {}
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:

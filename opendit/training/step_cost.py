@@ -168,7 +168,7 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
 
 
 class _FewerTokens:
-    """View of a configuration with another number of tokens, for the terms of a plan."""
+    """Wrapper of a configuration that reports another number of tokens to the terms of a plan."""
 
     def __init__(self, config: DiTConfig, tokens: int):
         self._config, self.tokens = config, tokens
@@ -283,7 +283,7 @@ class _Step:
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
             yield "gradients", reduced * micro_batches
             weights = gather(self.size * trained, alike, self.hardware)[0]
-            if setup.plugin == "gemini":  # in both passes, not overlapped
+            if setup.plugin == "gemini":  # gathers all weights in both passes, without overlap
                 weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
@@ -385,7 +385,7 @@ def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
     if plan.kind == AXIAL:
         return 0
     if plan.kind == "fastseq":
-        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice and their gradients; heads to and from
+        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice, their gradients once; heads in both passes
     if plan.kind == "ring":
         here, ring = 1, ranks
     elif plan.kind == "usp":

@@ -21,7 +21,7 @@ SLOW = 1.5  # a rank is slow if its own work takes more than this multiple of th
 LOSS = 0.1  # a slow rank costs at least this fraction of a step
 LEAST_S = 1.0  # a slow rank costs at least this number of seconds between two lines of the log
 REPEAT = 20  # number of lines of the log after which the warning is repeated
-TIMED = 32  # number of micro-batches before each line whose forward passes are timed
+TIMED = 32  # number of micro-batches, the last before each line, whose forward passes are timed
 
 
 class Pace:

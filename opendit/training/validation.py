@@ -35,7 +35,7 @@ from opendit.training.specification import RunSpecification
 
 logger = logging.getLogger(__name__)
 
-LEVELS = 10  # number of noise levels; each covers an equal share of the times drawn in training
+LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
 MOST_SAMPLES = 1000
 RISING = 3  # number of consecutive rises of the held-out loss after which a run warns once
 SHARE_OF_SAMPLES = 0.015  # held-out losses per training sample; their forward passes are 0.5 % of the run's work
@@ -141,9 +141,9 @@ class LossHistory:
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     """Write a PNG with three plots over the steps of training. Raises OSError.
 
-    The plots show the mean loss, the loss at each noise level, and a heat map of how far the loss at each level lies
-    above the lowest loss at this level. The heat map shows where the model still learns and where it begins to memorise
-    its training samples.
+    The plots show the mean loss, the loss at each noise level, and a heat map. For each level, the heat map shows how
+    far the loss lies above the lowest loss at this level. It reveals where the model still learns and where it begins
+    to memorise its training samples.
     """
     import numpy as np
     from matplotlib.figure import Figure  # pyplot would keep figures and look for a screen
