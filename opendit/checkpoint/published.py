@@ -40,7 +40,7 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import Shapes, model_shapes
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
-EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # in pipelines with two networks
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # names of the two networks of some pipelines
 SCHEDULER = "scheduler_config.json"
 MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
