@@ -3,9 +3,9 @@
 torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
 fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with
 the first. This module times all proposals for a shape once, on random numbers. It keeps the fastest proposal whose
-results equal torch's bit for bit, so the choice changes no number. torch's call is used without cuBLASLt, for dtypes
-other than bf16 and fp16, for operands that are not aligned, under torch.compile, with gradients enabled, and for new
-shapes within a CUDA graph capture.
+results equal torch's bit for bit, so the choice changes no number. torch's call is used if cuBLASLt is missing,
+gradients are enabled, or torch.compile is active. It is also used for dtypes other than bf16 and fp16, for operands
+that are not aligned, and for new shapes within a CUDA graph capture.
 
 cuBLASLt, as loaded by torch, is called through ctypes. The entry points and constants below belong to its public C
 interface and are the same in CUDA 12 and 13.

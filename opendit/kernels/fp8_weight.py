@@ -22,7 +22,7 @@ class Float8Weight(Tensor):
     """
 
     float8: Float8
-    # Disabled, because torch functions must not treat this class as a tensor that intercepts their calls (as Gemini's).
+    # Disabled, so that torch functions do not treat this class like Gemini's tensors, which intercept calls.
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod

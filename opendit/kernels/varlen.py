@@ -104,7 +104,7 @@ def resolve_varlen(
     wrong = []
     for package in PACKAGES:
         if package == CUTE and torch.are_deterministic_algorithms_enabled():
-            continue  # its determinism with unequal lengths is unknown
+            continue  # the package may be nondeterministic with unequal lengths
         size = right_size(package, device.type, dtype, head_dim)
         if size is None:
             wrong.append(package)
