@@ -145,8 +145,8 @@ class Inputs:
     def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
         """Condition an image-to-video model on the first frames of the clips.
 
-        Return the conditions, with image tokens of the first frames if the model attends to such tokens, and the mask
-        and latents of the clips with all frames after the first one made grey.
+        Return the conditions, and the mask and latents of the clips with all frames after the first one made grey. The
+        conditions include image tokens of the first frames if the model attends to such tokens.
         """
         return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
