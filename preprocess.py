@@ -6,7 +6,7 @@
     python preprocess.py folder CLIPS --output clips.csv            # from clip.txt, clip.json or folder names
     python preprocess.py check clips.csv --output checked.csv --num_frames 16 --frame_interval 3 --image_size 256
 
-    python preprocess.py shards --data_path FOLDER --output SHARDS  # tars of 1 GB each; index SHARDS: of those you have
+    python preprocess.py shards --data_path FOLDER --output SHARDS  # tars of 1 GB each; index SHARDS: index your tars
 
     python preprocess.py look DATA                                  # a contact sheet and histograms, in look/
 
@@ -14,8 +14,8 @@
     torchrun --nproc_per_node 8 preprocess.py latents ...           # one process a GPU
 
 Then train with ``--data_path checked.csv``, ``SHARDS`` or ``LATENTS``; with latents no picture is decoded and no VAE
-runs during training. What ``demo``, ``shards``, ``index`` or ``latents`` were stopped in goes on when the same command
-is run again.
+runs during training. If ``demo``, ``shards``, ``index`` or ``latents`` is interrupted, run the same command again to
+continue.
 """
 
 import sys

@@ -6,7 +6,8 @@
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --num_samples 50000 --npz fid.npz
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --sequence_parallel_size 4 --cfg_parallel
 
-Several processes split the samples, or share each of them. The noise of a sample depends on --seed and its number only.
+Several processes divide the samples, or draw each sample together. A sample's noise depends only on --seed and its
+number.
 """
 
 import sys
@@ -45,12 +46,13 @@ def main(argv: list[str]) -> None:
                 group_of_one=False,
             )
             if flags.profile and mesh.device.type == "cuda":
-                stages.wait = torch.cuda.synchronize  # so that stages don't overlap on the device
+                stages.wait = torch.cuda.synchronize  # prevents stages from overlapping on the device
         with stages("flags and files: checked"):
-            run = load_run(flags, mesh, stages)  # the checkpoint, its VAE and text encoder, all samples' conditions
+            # This reads the checkpoint, its VAE and text encoder, and all samples' conditions.
+            run = load_run(flags, mesh, stages)
         with run.lock:
             output = open_output(run)
-            supervisor.started(())  # later errors are not caused by the flags
+            supervisor.started(())  # errors from here on are not caused by the flags
             draw(run, output)
 
 

@@ -40,10 +40,10 @@ def train(run: Run) -> None:
             # The runner launches the passes of EagerPasses (below) kernel by kernel, or replays them from CUDA graphs,
             # or runs the stages of a pipeline by a schedule. build() has chosen the runner.
             loss = run.runner.passes(micro_batches(run))
-            run.interrupt.ask()  # collective, before any weight changes: did a rank get a signal or lose its data?
+            run.interrupt.ask()  # collective, before any weight changes: did a rank get a signal or run out of data?
         run.result = result = run.engine.step()
         run.ema.update(result.finite)
-        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # 0 except on a pipeline's last stage
+        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # the loss is 0 except on a pipeline's last stage
         run.profiler.step()
 
         run.done = step + 1
@@ -76,12 +76,12 @@ class Inputs:
     or a resumed run, draws the same values.
 
     Args:
-        label_drop: share of the conditions that become the null condition, for classifier-free guidance.
+        label_drop: fraction of the conditions that become the null condition, for classifier-free guidance.
         packing: settings of packs of samples of different sizes (``--pack_tokens``); None without packs.
         tokens_of: function that maps a latent size to the number of tokens, for objectives whose times depend on it.
-        given_frames: which frames of a clip are conditioning frames (``--given_frames``).
+        given_frames: selects the conditioning frames of a clip (``--given_frames``).
         in_place: True if the conditioning frames replace frames of x_t, without noise.
-        beside: True for image-to-video models, which always take the first frame as conditioning.
+        beside: True for an image-to-video model, which always takes the first frame as conditioning.
         route: settings of blocks that see only some of the tokens (``--route``).
         teacher: encoder whose features tokens are aligned with (``--repa``).
     """
@@ -136,7 +136,7 @@ class Inputs:
         return normal(self.seed, step, index, Stream.NOISE, tuple(x0.shape[1:]))
 
     def condition(self, batch: Batch, index: Tensor) -> Condition:
-        """Return the classes or captions of the samples, with a random share replaced by the null condition."""
+        """Return the classes or captions of the samples, with a random fraction replaced by the null condition."""
         from opendit.diffusion.random import Stream, uniform
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
@@ -145,8 +145,8 @@ class Inputs:
     def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
         """Condition an image-to-video model on the first frames of the clips.
 
-        Return the conditions, with image tokens of the first frames if the model attends to such tokens, and the mask
-        and latents of the clips with all frames after the first one made grey.
+        Return the conditions, and the mask and latents of the clips with all frames after the first one made grey. The
+        conditions include image tokens of the first frames if the model attends to such tokens.
         """
         return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
@@ -186,7 +186,8 @@ class EagerPasses:
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
         """Add the gradients of a micro-batch to the engine's gradients.
 
-        Return the micro-batch's share of the step's loss, 0-dim, detached. last: True if the optimizer's step follows.
+        Return the micro-batch's contribution to the step's loss, 0-dim, detached. last: True if the optimizer's step
+        follows.
         """
         with self.engine.micro_batch(last=last):
             loss = batch.mean(self.losses(batch)) / self.micro_batches
@@ -201,7 +202,7 @@ def start(flags: TrainConfig) -> Path | None:
     Raises:
         SystemExit: code 1 if a checkpoint or another file could not be written; other codes come from ``Supervisor``.
     """
-    # imported here, so that a wrong flag is reported without waiting for torch
+    # Imported here, so that a wrong flag is reported without waiting for torch.
     from opendit.parallel.mesh import init_mesh
     from opendit.parallel.supervisor import Supervisor
     from opendit.training.auto_parallel import choose_on_ranks

@@ -26,7 +26,7 @@ class EMA:
         decays: for each average, the weight of the old average in an update. The first average is the one to sample
             from.
         warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
-        power: ``decays`` are the widths of power averages instead (opendit/checkpoint/power_averages.py).
+        power: True if ``decays`` are the widths of power averages instead (opendit/checkpoint/power_averages.py).
 
     Attributes:
         snapshots: with power averages, the steps of the checkpoints that this run has saved.
@@ -42,7 +42,8 @@ class EMA:
         for shards in self._averages:
             for name, shard in masters.items():
                 shards[name].copy_(shard.detach())
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # counts from the start of a resumed run
+        # Number of updates, including those before a resume.
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
         self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)  # decays, or exponents of 1 - 1 / t
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
@@ -94,7 +95,8 @@ class EMA:
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) for every parameter of one average. Collective; equal on every rank."""
+        """Yield (name, full fp32 tensor) for every parameter of one average. Collective; every rank gets equal
+        tensors."""
         for name, shard in self.averages[which].items():
             yield name, self.engine.layout.gather(name, shard)
 
@@ -129,7 +131,7 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
-        """Give ``model`` one average's weights, in its own dtype, inside the context.
+        """Replace the weights of ``model`` by one average's weights, in the model's dtype, inside the context.
 
         Afterwards the model has its own weights again, bit for bit. Collective: call this on every rank, with None on
         ranks that only help to gather. With tensor parallelism, ``model`` is this rank's part of the model. The

@@ -49,7 +49,7 @@ VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> ending of a set's f
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
-    """Return the name of each average's set of tensors. The first average is the one to sample from."""
+    """Return the name of each average's set of tensors. Sampling uses the first average."""
     return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
 
 
@@ -176,8 +176,8 @@ def verified_files(
     """Compare a checkpoint's files with its manifest, and return their identities by name.
 
     Args:
-        part, parts: compute the checksums only of share ``part`` of ``parts`` of the files, so that ranks can divide
-            the reading. The sizes of all files are compared.
+        part, parts: divide the files into ``parts`` parts and compute only the checksums of part ``part``, so that
+            ranks can divide the reading. The sizes of all files are compared.
         only: the names of the files to verify; all by default.
 
     Raises:

@@ -12,11 +12,11 @@ BUFFER_BYTES, BUFFERS = 32 << 20, 4  # size and number of the page-locked buffer
 
 
 class DeviceReader:
-    """Reader of shards into a device's memory in their stored dtype, so that the device can do a cast.
+    """Reader that copies shards to a device's memory in their stored dtype, so that the device can cast them.
 
     Shards are read in pieces. All threads of torch copy a piece from the mapped file into a page-locked buffer. The
-    buffer is then copied to the device while the next piece is read. So a rank needs only BUFFERS * BUFFER_BYTES of
-    host memory.
+    buffer is then copied to the device while the next piece is read. A rank therefore needs only BUFFERS * BUFFER_BYTES
+    of host memory.
 
     A reader is a ``Values`` callable, from which an engine can set its masters.
 

@@ -97,7 +97,8 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Explain an error. Torch's message is not shown, because it tells the user how to load the unsafe file anyway."""
+    """Explain an error. Torch's message is not shown, because it tells the user how to load the unsafe file
+    regardless."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if call := found[1] if found else _first_call(path):
         return (
@@ -108,7 +109,7 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _first_call(path: Path) -> str | None:
-    """Return the first global that a pickle names and weights do not need, without loading the pickle."""
+    """Find the first global that a pickle names but weights do not need, without loading the pickle."""
     strings: list[str] = []
     try:
         for code, value, _ in pickletools.genops(_pickle_in(path)):

@@ -41,7 +41,7 @@ from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import ControlGroup, Mesh
 
 OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
-Places = dict[str, tuple[TensorSet, str]]  # key -> the set that holds the tensor, and the tensor's name in the set
+Places = dict[str, tuple[TensorSet, str]]  # key -> (set that holds the tensor, name of the tensor in the set)
 
 
 class Unloadable(DataError, ValueError):
@@ -166,7 +166,7 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
 
 
 def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, Any], str | None, bool]:
-    """Verify this rank's share of a checkpoint.
+    """Verify this rank's part of a checkpoint.
 
     Returns:
         The identities of the files, the state, an error message or None, and True if the error also rules out earlier
@@ -285,7 +285,7 @@ def _load(
 
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
-    """Return prefix + name -> (file, name in the file) for every tensor in ``files``, a list of (prefix, file).
+    """Map prefix + name to (file, name in the file) for every tensor in ``files``, a list of (prefix, file).
 
     Raises Unloadable unless each tensor of ``shapes`` is found exactly once and has the right shape.
     """

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-HEARTBEAT_S = 10.0  # interval at which an owner touches its lock, as a sign of life for other machines
-PATIENCE_S = 45.0  # a lock of another machine that is not touched for this time is taken over
-EMPTY_S = 2.0  # longest wait for an owner to write its name into a new lock
+HEARTBEAT_S = 10.0  # seconds between two touches of a lock by its owner, a sign of life for other machines
+PATIENCE_S = 45.0  # seconds after which an untouched lock of another machine is taken over
+EMPTY_S = 2.0  # maximum wait in seconds for an owner to write its name into a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
@@ -125,7 +125,7 @@ class FolderLock:
         busy = self.path.with_name(f"{LOCK}.removal")
         try:
             os.close(open_to_write(busy, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        except FileExistsError:  # another process is here too, or was killed here
+        except FileExistsError:  # another process is also removing the lock, or was killed while removing it
             time.sleep(0.05)
             with contextlib.suppress(FileNotFoundError):
                 if abs(time.time() - busy.lstat().st_mtime) > PATIENCE_S:

@@ -1,7 +1,7 @@
 """Read LoRA products B A from OpenDiT runs and from other programs' files, rename them, and add them to weights.
 
 Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT, three layers in diffusers
-and one layer in the names of the model's authors. So a product records the rows and columns of the weight that it
+and one layer in the names of the model's authors. A product therefore records which rows and columns of the weight it
 changes, and renaming moves these rows and columns to another weight.
 """
 
@@ -84,7 +84,7 @@ class PlacedLowRank:
         return replace(self, a=a, column=first - start)
 
 
-Products = dict[str, list[PlacedLowRank]]  # name of the weight -> products
+Products = dict[str, list[PlacedLowRank]]  # name of the weight -> products that are added to it
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
@@ -114,14 +114,14 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Return A (rank, columns) and B (rows, rank) whose product is the sum of all B A.
+    """Join products: return A (rank, columns) and B (rows, rank) whose product B A is the sum of the given products.
 
     Products with the same A share the rows of the resulting A.
 
     Args:
         products: products for one weight.
         shape: shape of the weight.
-        scaled: multiply B by the scales. Otherwise the scales are ignored.
+        scaled: True to multiply B by the scales; False to ignore the scales.
     """
     starts: dict[tuple[int, int], int] = {}
     rank = 0
@@ -222,7 +222,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
-    """Return layer in the authors' names -> the published layers whose rows the layer concatenates.
+    """Map each layer in the authors' names to the published layers whose rows it concatenates.
 
     Args:
         shapes: shapes of the published weights.

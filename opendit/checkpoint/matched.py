@@ -2,8 +2,8 @@
 
 One class serves both directions, because a match has no direction: reading a public model's weights by OpenDiT's names,
 and writing OpenDiT's weights by the published names. A shard of a tensor is read without the rest of the tensor, by its
-runs of consecutive elements in the stored tensors (opendit/parallel/layout.py). So a rank reads only its own rows, or
-parts of rows, from mapped files.
+runs of consecutive elements in the stored tensors (opendit/parallel/layout.py). A rank therefore reads only its own
+rows, or parts of rows, from mapped files.
 """
 
 import math
@@ -100,7 +100,8 @@ class Reading:
 
 
 class MatchedTensors(TensorSet):
-    """A set of tensors with the elements of another set. Each element has exactly one position in either set.
+    """A set of tensors that holds the elements of another set in another arrangement. Each element has exactly one
+    position in either set.
 
     Args:
         source: the other set, mapped or in memory.
@@ -171,14 +172,15 @@ class MatchedTensors(TensorSet):
         return self._source.file_of(name) if isinstance(self._source, TensorSet) else self.path
 
     def reading(self, name: str, shard: Shard | None = None) -> Reading:
-        """Return the :class:`Reading` of a tensor or of a shard. Reads no data of a mapped file."""
+        """Return the :class:`Reading` of a tensor or of a shard. No data of a mapped file is read."""
         place = self._places[name]
         stored = [(self._stored(s.name), place.runs(s.start, s.stop)) for s in place.sources]
         shape = self.shapes[name] if shard is None else shard.shape
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened tensor of the source, and cache it, because several tensors of this set often share it."""
+        """Return a flattened tensor of the source. The last one is cached, because several tensors of this set often
+        share it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]

@@ -2,7 +2,8 @@
 
 Reference: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
 2312.02696, sec. 3 and appendix C. In the average after t updates, the weights of update i <= t have a factor that is
-proportional to i^exponent. The standard deviation of this profile is a constant share of t, the ``width`` (sigma_rel).
+proportional to i^exponent. The standard deviation of this profile is a constant fraction of t, the ``width``
+(sigma_rel).
 """
 
 import json
@@ -22,7 +23,7 @@ from opendit.checkpoint.tensor_set import kinds_of, write_weights
 from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 
-MOST_BYTES = 50 * 10**9  # most bytes of one weights file
+MOST_BYTES = 50 * 10**9  # maximum size of one weights file in bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return factors of stored averages whose weighted sum approximates the wanted average.
+    """Compute factors of stored averages whose weighted sum approximates the wanted average.
 
     The factors are the least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to the sum 1.
 
@@ -131,7 +132,7 @@ def reconstruct(path: Path, width: float) -> Path:
     factors = coefficients([profile for profile, _ in found], Profile(state["updates"], width))
     read = [read_weights(file) for _, file in found]
     make_folder(run / AVERAGES, root=run)
-    # The last snapshot is the checkpoint's own, with its configuration.
+    # The last snapshot is that of the checkpoint itself and has its configuration.
     total = _Sum([weights.state for weights in read], factors.tolist())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
     return write_weights(output, total, metadata, MOST_BYTES)[0]

@@ -49,8 +49,8 @@ ROUNDING = 1e-6  # fp32 tolerance, because other libraries computed the tables i
 def find_weights(path: str | Path, which: str = "ema") -> Path:
     """Find the weights at a path.
 
-    The path is a file, a folder with weights, a checkpoint's folder, a run's folder (which stands for the run's newest
-    checkpoint), or a folder of diffusers' DiTPipeline. The result is a .safetensors or .pt file, the index of several
+    The path is a file, a folder with weights, a checkpoint's folder, a run's folder (from which the newest checkpoint
+    is used), or a folder of diffusers' DiTPipeline. The result is a .safetensors or .pt file, the index of several
     files, or the pipeline's model_index.json. If a checkpoint has lost its weights file, the missing file's path is
     returned, and :func:`read_weights` reports the loss.
 
@@ -130,7 +130,7 @@ def use_newest(
     """Return ``use(weights)`` for the weights that :func:`read_newest` finds.
 
     ``use`` runs while a thread verifies the weights. If a checkpoint is damaged, the result or error of ``use`` is
-    dropped, and ``use`` is called for the next older checkpoint.
+    discarded, and ``use`` is called for the next older checkpoint.
     """
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
@@ -210,7 +210,7 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
-    """Return (None, ``use(weights)``), or (how the weights differ from their manifest, None).
+    """Return (None, ``use(weights)``), or (description of how the weights differ from their manifest, None).
 
     A thread computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to
     a GPU.
@@ -257,7 +257,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """Read weights, and check share ``part`` of ``parts`` of their tensors."""
+    """Read weights, and check part ``part`` of ``parts`` of their tensors."""
     if published := folder_of(path):
         return read_published(published)
     if path.name == PIPELINE_INDEX:
@@ -275,7 +275,7 @@ def _read_part(path: Path, part: int, parts: int) -> Weights:
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
-    """Return ``weights``. Raises ValueError if a tensor in share ``part`` of ``parts`` holds a NaN or an infinity."""
+    """Return ``weights``. Raises ValueError if a tensor in part ``part`` of ``parts`` holds a NaN or an infinity."""
     state = weights.state
     tensors = state.as_stored(part, parts) if isinstance(state, TensorSet) else list(state.items())[part::parts]
     if name := next((name for name, tensor in tensors if not_finite({name: tensor})), None):
@@ -286,7 +286,8 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return name -> largest absolute difference for the position tables in ``state`` that differ from computed ones.
+    """Compare the position tables in ``state`` with computed ones. Return name -> largest absolute difference for
+    tables that differ.
 
     Tables that are missing or have another size are not compared.
     """

@@ -5,9 +5,9 @@
     transformer/diffusion_pytorch_model.safetensors, or several files and their .index.json
     vae/, text_encoder/, tokenizer/, scheduler/
 
-The folder of the transformer alone is accepted as well. The model's family (opendit/models/families) defines how the
-configuration and the weights' names are translated. Opening a folder reads and compares only the headers of the weight
-files. A weight is read on access.
+The folder of the transformer is also accepted without the other folders. The model's family (opendit/models/families)
+defines how the configuration and the weights' names are translated. Opening a folder reads and compares only the
+headers of the weight files. A weight is read on access.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import Shapes, model_shapes
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
-EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # in pipelines with two networks
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # names of the two networks of some pipelines
 SCHEDULER = "scheduler_config.json"
 MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
@@ -122,7 +122,7 @@ class PublishedFolder:
         """Return the weights by OpenDiT's names.
 
         Args:
-            shapes: shapes of all parameters of the network; by default those of :meth:`shapes`.
+            shapes: shapes of all parameters of the network; by default the result of :meth:`shapes`.
             weights: weights by their published names, to use instead of the weights in the files.
 
         Raises:
@@ -317,7 +317,8 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            if family.shift == "empirical" and objective.shift_tokens is not None:  # else its shift is fixed
+            # A schedule without a dynamic shift sets a fixed shift.
+            if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
     expert = expert_of(opened.transformer) if opened.alone else None

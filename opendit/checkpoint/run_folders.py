@@ -20,7 +20,7 @@ from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
 AVERAGES = "averages"  # keeps the averages of deleted checkpoints of a run with --average power:...
-ENDED = "ended.json"  # how the run ended; see opendit/training/run_end.py
+ENDED = "ended.json"  # describes how the run ended; see opendit/training/run_end.py
 _MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
 # Names that a run and its loggers write in the run's folder, in addition to the lock.
 WRITTEN = (
@@ -58,14 +58,14 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 def new_run_folder(outputs: str | Path, model: str) -> Path:
     """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number.
 
-    Runs that start at the same moment get different numbers, also if their models differ. Call on one rank. Raises
+    Runs that start at the same moment get different numbers, even if their models differ. Call on one rank. Raises
     OSError.
     """
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
     while True:
-        # Only one process can create this folder, so no other run gets the number, even one of another model.
+        # Only one process can create this folder, so no other run gets the number, even if it trains another model.
         claim = outputs / f".{number:03d}"
         try:
             claim.mkdir()
@@ -128,7 +128,7 @@ def checkpoints_in(run: Path) -> list[Path]:
     steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
     latest = folder / LATEST
     if latest.is_dir() and not latest.is_symlink():
-        return [latest, *steps]  # a copy of the run without links
+        return [latest, *steps]  # ``latest`` is a folder in a copy of the run without links
     if not os.path.lexists(latest):
         return steps
     try:
@@ -136,7 +136,7 @@ def checkpoints_in(run: Path) -> list[Path]:
     except ValueError:
         return [latest, *steps]  # the attempt to load it reports the damage
     if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # names a missing folder; the attempt to load it reports this
+        steps.insert(0, latest)  # ``latest`` names a missing folder; the attempt to load it reports this
     return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
 
 
@@ -187,8 +187,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 def point_to(latest: Path, final: Path) -> None:
     """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name where links are impossible.
 
-    A folder called ``latest`` is renamed; a copy of a run without links has such a folder. Raises OSError if neither a
-    link nor a file can be created. In this case ``latest`` is removed, so that an outdated one is never used.
+    If ``latest`` is a folder, as in a copy of a run without links, that folder is renamed. Raises OSError if neither a
+    link nor a file can be created. In this case ``latest`` is removed, so that an outdated link is never used.
     """
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:

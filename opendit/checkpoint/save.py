@@ -68,7 +68,7 @@ from opendit.parallel.supervisor import CLOSING
 
 logger = logging.getLogger(__name__)
 
-Files = dict[str, dict[str, Tensor]]  # one rank's output: file -> name of the tensor -> tensor in host memory
+Files = dict[str, dict[str, Tensor]]  # files that one rank writes: file -> name of the tensor -> tensor in host memory
 THREADS = 4  # threads for host-to-host copies, because one thread does not use the full memory bandwidth
 OPTIMIZER = "optimizer"
 
@@ -141,7 +141,7 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """Return the rank that writes each (set, parameter), so that all ranks write about the same amount.
+    """Map each (set, parameter) to the rank that writes it, so that all ranks write about the same amount.
 
     One rank writes a whole set of weights, because the set is one file. The moments (set ``OPTIMIZER``) are assigned
     parameter by parameter, the largest first, to the rank with the least to write.
@@ -164,7 +164,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the bytes of all save buffers on one host, for the host whose ranks need the most.
+    """Return the bytes of all save buffers on the host whose ranks need the most.
 
     Args:
         sizes: number of elements of each parameter.
@@ -391,7 +391,7 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete the checkpoints up to ``newest``, except for the ``keep`` newest and those in ``kept``.
+    """Delete the checkpoints up to ``newest``, except for the ``keep`` newest and the checkpoints in ``kept``.
 
     Checkpoints of later steps exist if the run was resumed from before them. They stay until the run saves these steps
     again.
@@ -453,7 +453,7 @@ class BestCheckpoint:
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
         """Compare the checkpoint just saved, whose state is ``state``. Raises OSError if the link can't be moved."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        if self.folder is not None:  # even if unchanged: before a resume the link may have named another folder
+        if self.folder is not None:  # even if unchanged, because before a resume the link may have named another folder
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def take(self, folder: Path, state: dict[str, Any]) -> None:

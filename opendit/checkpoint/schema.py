@@ -75,7 +75,7 @@ BY_TYPE: dict[type[Any], Any] = {
     str: Annotated[str, MaxLen(256)],
 }
 MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8  # limits for a shard in an index
-TOKENS = 1 << 22  # most tokens of a sample: four times the longest published training sample
+TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest published training sample
 
 # ------------------------------------------------------------------------------------------ from dataclasses
 

@@ -15,7 +15,7 @@ Files are memory-mapped, so only requested tensors are read.
 An index of shards holds the canonical shape and the dtype of each tensor, and the cuts of each of its shards by file. A
 cut is a list [dim, start, stop, start, stop, ...], which selects these ranges along dim. The dim null means the
 flattened tensor. Cuts are listed from outer to inner, and each cut applies to the result of the previous one
-(opendit/parallel/layout.py). In its file, a shard has the name of its tensor.
+(opendit/parallel/layout.py). In a file, a shard has the name of its tensor.
 """
 
 import contextlib
@@ -209,12 +209,12 @@ class TensorSet(Mapping[str, Tensor]):
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield share ``part`` of ``parts`` of the stored tensors: each shard separately, without a copy."""
+        """Yield part ``part`` of ``parts`` of the stored tensors: each shard separately, without a copy."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the headers of share ``part`` of ``parts`` of the files with the index. Raises ValueError."""
+        """Compare the headers of part ``part`` of ``parts`` of the files with the index. Raises ValueError."""
 
     def close(self) -> None:
         self._files.clear()
@@ -252,7 +252,7 @@ class TensorSet(Mapping[str, Tensor]):
 
 
 class WholeTensors(TensorSet):
-    """Whole tensors, in one file or distributed over several."""
+    """Whole tensors, in one file or distributed over several files."""
 
     def __init__(self, path: Path, open_file: Opener, place: dict[str, str]):
         super().__init__(path, open_file)
@@ -487,7 +487,8 @@ def parts_of(output: Path) -> list[Path]:
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor forms its own group.
+    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor forms a group by
+    itself.
 
     huggingface_hub groups tensors in the same way, but needs all tensors in memory.
     """

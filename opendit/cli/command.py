@@ -1,5 +1,5 @@
 # pyright: standard
-"""The console command ``opendit``: all programs under one name, with their own flags and code.
+"""The console command ``opendit``: runs one of the programs, each with its own flags.
 
 opendit train --model DiT-S/2 --data_path FOLDER
 opendit sample --ckpt outputs/000-DiT-S-2 --class_labels 0 1

@@ -1,4 +1,4 @@
-"""Prints the script with which a shell completes the command ``opendit``: commands, flags, words of a flag, files.
+"""Prints a shell's completion script for ``opendit``: commands, flags, values of flags, and files.
 
 opendit completion bash > ~/.local/share/bash-completion/completions/opendit
 opendit completion zsh > ~/.zfunc/_opendit
@@ -68,7 +68,7 @@ def script(shell: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print the script."""
+    """Print the completion script of the shell that the command line names."""
     prepare_console()
     parser = build_parser()
     options, _ = parser.read(argv)

@@ -1,6 +1,7 @@
-"""Measures products, attention and copies of this card, and what ranks receive from each other on a machine and across
-machines. ``--parallel auto`` and ``--dry_run`` then count with these figures: a run on the same cards by itself,
-``--hardware FILE`` anywhere. Once is enough; start it by torchrun, as a run.
+"""Measures the speed of matrix products, attention and copies on this card, and of communication between ranks on one
+machine and across machines. ``--parallel auto`` and ``--dry_run`` then use these figures: automatically on the same
+cards, and with ``--hardware FILE`` on any machine. Measure once, and start the program with torchrun, like a training
+run.
 
 torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
 """
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
     options, _ = parser.read(argv)
     path = Path(options["out"]) if options["out"] else default_path()
     from opendit.parallel.hardware_measurement import (
-        measure_hardware,  # imports torch, so that wrong flags are reported without it
+        measure_hardware,  # imported here, so that wrong flags are reported before torch is imported
     )
     from opendit.parallel.mesh import close_mesh, init_mesh
 

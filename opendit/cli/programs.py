@@ -73,7 +73,7 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of a command line that has exactly the flags that differ from their defaults.
+    """Return ``config`` as a command line would give it that has exactly the flags that differ from their defaults.
 
     With a recipe, all other flags get the recipe's values.
     """

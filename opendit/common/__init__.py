@@ -1,1 +1,4 @@
-"""Helpers for all other packages, of which it imports none: atomic file writes, strict JSON, and lazy imports."""
+"""Helpers for all other packages: atomic file writes, strict JSON, and lazy imports.
+
+This package imports none of the others.
+"""

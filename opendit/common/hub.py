@@ -60,7 +60,7 @@ def cached(repository: str, commit: str) -> str | None:
     try:
         options: dict[str, Any] = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True)
         return str(snapshot_download(repository, revision=commit, **options))
-    except Exception:  # something is missing here, and the hub has it
+    except Exception:  # files are missing from the cache; the hub may have them
         return None
 
 

@@ -17,9 +17,10 @@ from typing import Any
 from opendit.common.utils import shown
 
 MIB = 1 << 20
-CONTAINERS = 1_000_000  # most lists and objects in a file; an empty one takes few bytes there, up to 200 in memory
-DEPTH = 64  # most levels of nested lists and objects
-DIGITS = 400  # most characters of a number; a double needs 17 digits, and has at most 309 before its point
+# Maximum number of lists and objects in a file. An empty list takes few bytes in the file, but up to 200 in memory.
+CONTAINERS = 1_000_000
+DEPTH = 64  # maximum depth of nested lists and objects
+DIGITS = 400  # maximum number of characters of a number; a double needs 17 digits, and has at most 309 before its point
 LARGEST = 2**53  # not every program that reads JSON represents larger integers exactly
 
 
@@ -52,7 +53,7 @@ def open_regular(path: str | Path) -> int:
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
+        if error.errno == errno.ENXIO:  # the path is a socket
             raise ValueError(f"{path} is no regular file") from error
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -64,7 +65,7 @@ def open_regular(path: str | Path) -> int:
 def parse_json(content: bytes | str, source: str) -> Any:
     """Return the value of a JSON text, which must be UTF-8 without duplicate keys, NaN or Infinity.
 
-    source: the file's name. Raises ValueError with one line that names it.
+    source: the file's name. Raises ValueError with one line that names the file.
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content

@@ -57,7 +57,7 @@ class OpenJsonObject(JsonObject):
 
 
 class FileKind:
-    """A kind of JSON file: the type of its content, and the most bytes that such a file may have."""
+    """A kind of JSON file: the type of its content, and its maximum size in bytes."""
 
     def __init__(self, content: Any, most_bytes: int):
         self._content, self.most_bytes = content, most_bytes
@@ -105,7 +105,7 @@ def _first_problem(error: ValidationError, value: Any) -> str:
         name = found["ctx"]["name"]
         return f"{place}.{name} is not known to this version of OpenDiT".lstrip(".")
     message = found["msg"].replace("Input should", "it should")[:300]
-    if found["type"] == "value_error":  # raised by a validator of ours
+    if found["type"] == "value_error":  # raised by one of OpenDiT's validators
         return f"{place}: {message.removeprefix('Value error, ')}".removeprefix(": ")
     if found["type"] == "model_type":
         message = "it should be an object"

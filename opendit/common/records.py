@@ -11,7 +11,7 @@ from opendit.common.safe_files import LinkRefused, open_to_append
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64 << 20  # bytes of records kept while the disk is full: a week of log lines
+MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while the disk is full: a week of log lines
 
 
 class RecordFile:

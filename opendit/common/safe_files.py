@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 from opendit.common.utils import printable
 
 _FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to list the folder
-_MOST_SHOWN = 200  # most characters of a link's target in a message
+_MOST_SHOWN = 200  # maximum number of characters of a link's target in a message
 
 
 class LinkRefused(OSError):
@@ -76,7 +76,7 @@ def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: b
 
 def path_of(file: BinaryIO) -> str:
     """Return a path with which a library can open a file from :func:`replacing` a second time."""
-    number = f"/proc/self/fd/{file.fileno()}"  # this exact file, even if its name belongs to another file now
+    number = f"/proc/self/fd/{file.fileno()}"  # names this exact file, even if another file has its path by now
     return number if os.path.exists(number) else str(file.name)
 
 
@@ -190,7 +190,7 @@ def remove_tree(path: Path, *, root: Path | None = None) -> None:
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
         if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
             return os.unlink(path.name, dir_fd=here)
-        # (shutil.rmtree takes a dir_fd from Python 3.11 on.)
+        # shutil.rmtree takes a dir_fd only from Python 3.11 on.
         for _, folders, files, at in os.fwalk(path.name, topdown=False, follow_symlinks=False, dir_fd=here):
             for name in (*files, *folders):
                 _delete(name, at)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HASH_BLOCK = 4 << 20  # bytes per read
+HASH_BLOCK = 4 << 20  # bytes that are read at a time
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def printable(text: str | Path) -> str:
 
 
 def _escape(c: str) -> str:
-    if "\udc80" <= c <= "\udcff":  # how Python represents a byte that is not UTF-8
+    if "\udc80" <= c <= "\udcff":  # Python represents a byte that is not UTF-8 in this way
         return f"\\x{ord(c) - 0xDC00:02x}"
     return c.encode("unicode_escape").decode()
 

@@ -24,10 +24,10 @@ from opendit.common.utils import printable, shown
 
 MOST_BYTES = 1 << 20
 TIME_LIMIT = 30.0  # seconds
-MOST_VALUES = 2_000_000  # keys included; the values that an alias repeats count again
+MOST_VALUES = 2_000_000  # maximum number of values, keys included; values that an alias repeats count again
 MOST_DEPTH = 64
 MOST_ALIASES = 10_000
-MOST_DIRECTIVES = 16  # lines that begin with %, for which libyaml takes quadratic time
+MOST_DIRECTIVES = 16  # maximum number of lines that begin with %; libyaml takes quadratic time for them
 
 _TRUE, _FALSE = ("yes", "true", "on"), ("no", "false", "off")  # also Yes and YES
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]*[01][01_]*|0x[0-9a-fA-F_]*[0-9a-fA-F][0-9a-fA-F_]*)")
@@ -276,7 +276,7 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
 
 
 def require(true: object, where: str, message: str) -> None:
-    """Raise ValueError with a message that begins with ``where`` unless ``true`` holds."""
+    """Raise ValueError unless ``true`` holds. The message begins with ``where``."""
     if not true:
         raise ValueError(f"{where}: {message}")
 

@@ -8,7 +8,7 @@
 import re
 from dataclasses import dataclass
 
-MOST_ORDER = 4  # largest order of extrapolation; each order needs one more copy of the blocks' output in memory
+MOST_ORDER = 4  # highest order of extrapolation; each order needs one more copy of the blocks' output in memory
 THRESHOLD = 0.1  # default of the first-block cache
 FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 
@@ -93,10 +93,10 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Approximations:
-    """All approximations of a sampling run. By default there are none.
+    """All approximations of a sampling run; none by default.
 
-    guidance_every: evaluate the unconditional half of guidance only in every N-th step. The other steps reuse the last
-    difference between the two halves.
+    guidance_every: N, to evaluate the unconditional half of guidance only in every N-th step. The other steps reuse the
+    last difference between the two halves.
     """
 
     guidance_every: int = 1

@@ -17,7 +17,7 @@ from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
 
-MOST_NAMES = 10_000  # most entries of a folder that are compared with a mistyped name
+MOST_NAMES = 10_000  # maximum number of a folder's entries that are compared with a mistyped name
 VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders
 
 
@@ -186,7 +186,7 @@ def check_lora_weight(path: object, weight: float) -> None:
 
 
 def _may_hold_weights(path: Path) -> bool:
-    """Return False for a file that is no file of weights by its name or its first bytes."""
+    """Return False for a file if neither its name nor its first bytes suggest that it holds weights."""
     if not path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".json"):
         return True
     with open(path, "rb") as file:
@@ -218,7 +218,10 @@ def check_file(path: str, flag_name: str, what: str) -> None:
 
 
 def _suggestion(path: str, known: Collection[str]) -> str:
-    """Return "did you mean NAME? Or " for the known name or entry of the path's folder most like it; "" if none is."""
+    """Return "did you mean NAME? Or " with the most similar name, or "" if no name is similar.
+
+    The names compared are ``known`` and the entries of the path's folder.
+    """
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:

@@ -64,7 +64,7 @@ class CommandLine(argparse.ArgumentParser):
     # ------------------------------------------------------------------------------------------------- declaring
 
     def heading(self, heading: str) -> None:
-        """Begin a heading of --help for the flags that are added next. heading: ``"Title: what it is about"``."""
+        """Start a heading of --help for the flags that are added next. heading: ``"Title: what it is about"``."""
         if not self.sections or self.sections[-1].title != Section.headed(heading).title:
             self.sections.append(Section.headed(heading))
 
@@ -249,7 +249,7 @@ def underscored(word: str) -> str:
 
 
 class _Help(argparse.Action):
-    """Print --help, --help all or --help TOPIC."""
+    """Argparse action that prints the help for --help, --help all or --help TOPIC, and ends the program."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         assert isinstance(parser, CommandLine) and (values is None or isinstance(values, str))
@@ -261,7 +261,7 @@ class _Help(argparse.Action):
 
 
 class _OneOrMore(argparse.Action):
-    """Store several values as a list, and a single value as it is."""
+    """Argparse action that stores several values as a list, and a single value as it is."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         assert values  # nargs is +
@@ -394,7 +394,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
 
 
 def to_yaml(config: Any) -> str:
-    """Return the text of a YAML file for --config that repeats a run: its recipe and the flags that were given."""
+    """Return the text of a YAML file for --config that repeats a run: its recipe and the flags that the user gave."""
     import yaml
 
     named = {"recipe": config.recipe} if config.recipe else {}

@@ -137,7 +137,7 @@ class CaptionFlags(Flags):
 
 @dataclass(frozen=True)
 class StartFlags(Flags):
-    """The weights that a run starts from, and LoRA."""
+    """Flags of the weights that a run starts from, and of LoRA."""
 
     group: ClassVar[str] = "Start from weights: of another run, and LoRA"
 
@@ -180,7 +180,7 @@ class StartFlags(Flags):
 
 @dataclass(frozen=True)
 class DataFlags(Flags):
-    """The samples, and what they are turned into."""
+    """Flags that choose the samples and how they are prepared for training."""
 
     group: ClassVar[str] = "Data: the samples, and what they are turned into"
 
@@ -267,12 +267,12 @@ class ObjectiveFlags(_with_flags("Objective", _settings_of(*(name for name in DE
 
 @dataclass(frozen=True)
 class FlowFlags(_with_flags("Flow: settings of flow and meanflow", _settings_of(*FLOWS))):
-    """Settings of the objectives with straight paths."""
+    """Flags of the objectives flow and meanflow."""
 
 
 @dataclass(frozen=True)
 class RoutingFlags(Flags):
-    """Token routing."""
+    """Flags of token routing."""
 
     group: ClassVar[str] = "Token routing: blocks that see a part of the tokens in training"
 
@@ -283,7 +283,7 @@ class RoutingFlags(Flags):
 
 @dataclass(frozen=True)
 class AlignmentFlags(Flags):
-    """Representation alignment."""
+    """Flags of representation alignment (REPA)."""
 
     group: ClassVar[str] = "Alignment: a block's tokens with a vision encoder's features (REPA)"
 
@@ -365,7 +365,7 @@ def power_widths(text: str) -> list[float]:
 
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
-    """AdamW or Muon, its learning rate, and the average of the weights."""
+    """Flags of the optimizer (AdamW or Muon), its learning rate, and the average of the weights."""
 
     group: ClassVar[str] = "Optimizer: AdamW or Muon, its learning rate, and the average of the weights"
 
@@ -413,7 +413,7 @@ class OptimizerFlags(Flags):
 
 @dataclass(frozen=True)
 class TrainSpeedFlags(Flags):
-    """Precision, recording and compilation."""
+    """Flags of precision, CUDA graphs and compilation."""
 
     group: ClassVar[str] = "Speed: precision, kernels and compilation"
 
@@ -452,7 +452,7 @@ class MemoryFlags(Flags):
 
 @dataclass(frozen=True)
 class PluginFlags(Flags):
-    """The engine that shards the state."""
+    """Flags that choose the engine and how it shards the state."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
@@ -526,7 +526,7 @@ class PluginFlags(Flags):
 
 @dataclass(frozen=True)
 class SpeedFlags(Flags):
-    """The speed-ups that training and sampling share."""
+    """Flags of the speed-ups that training and sampling have in common."""
 
     group: ClassVar[str] = "Speed: precision, kernels and compilation"
 
@@ -605,7 +605,7 @@ class GridFlags(Flags):
 
 @dataclass(frozen=True)
 class SaveFlags(Flags):
-    """Flags of what a run saves and resumes from."""
+    """Flags that choose what a run saves and what it resumes from."""
 
     group: ClassVar[str] = "Checkpoints: what a run saves and resumes from"
 
@@ -675,7 +675,7 @@ class RunFlags(Flags):
 
 @dataclass(frozen=True)
 class ValidationFlags(Flags):
-    """The loss on samples that are not trained on."""
+    """Flags of the loss on samples that are not trained on."""
 
     group: ClassVar[str] = "Validation: the loss on samples that are not trained on"
 

@@ -1,7 +1,7 @@
 """Standard output and standard error.
 
-A program goes on if an encoding lacks a character, a disk is full or a pipe is closed. A mistake is printed by one
-process as one line: ``error: --flag value: what is wrong; what to do``.
+A program continues if the encoding of a stream lacks a character, a disk is full or a pipe is closed. A mistake is
+printed by one process as one line: ``error: --flag value: what is wrong; what to do``.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-PATIENCE_S = 10.0  # seconds to wait if a stream accepts no output (a non-blocking pipe)
-LONGEST = 400  # characters shown of a message; limited, because a value may be the contents of a file
+PATIENCE_S = 10.0  # seconds to wait for a stream that accepts no output, such as a full non-blocking pipe
+LONGEST = 400  # maximum number of characters shown of a message; a value in the message may be the contents of a file
 
 
 class OnThisMachine(ValueError):
@@ -49,7 +49,7 @@ def prepare_console() -> None:
 
     - a character that the encoding of a stream lacks is written as an escape;
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
-    - a stream that was closed at the start is the null device, so that no file of the program gets its number;
+    - a stream that is closed at the start is replaced by the null device, so that no other file gets its number;
     - every complete line is written at once, to files too;
     - Ctrl-C that no other code handles, for example during imports, ends the program by SIGINT, with one line;
     - log records of the package from level INFO on appear on standard output, above a progress bar if there is one.
@@ -85,7 +85,7 @@ class _AboveProgressBar(logging.Handler):
     """Prints the message of every record with tqdm, which keeps a progress bar below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # imported here, so that messages about mistakes need not wait for it
+        from tqdm import tqdm  # imported here, so that an error about a flag does not wait for this import
 
         tqdm.write(self.format(record))
 

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from opendit.common.utils import printable
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # forms of latents in tars that other programs have written
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of latents in tars written by other programs
 MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set that is passed to opendit.train
 ADDRESSES = "shards.source"  # the source that reads addresses
 ENERGON, BLENDS = "energon.source", "blend"
-TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises: it is asked last
+TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises; it is tried last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
 
@@ -32,7 +32,7 @@ class SourceDescription:
     takes: str
 
 
-# Keys are modules of opendit.data. The sources are asked in this order whether they read a path.
+# Keys are modules of opendit.data. Sources other than TABLES are tried in this order.
 SOURCES = {
     "captioned": SourceDescription(
         None, "a CSV, .jsonl or .parquet of captioned media, a folder of pictures or of such media"

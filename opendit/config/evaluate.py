@@ -63,7 +63,7 @@ class WhatFlags(Flags):
 
 @dataclass(frozen=True)
 class FeatureFlags(Flags):
-    """The networks of features."""
+    """Flags that choose the networks that compute features."""
 
     group: ClassVar[str] = "Features: the networks that metrics need"
 
@@ -111,7 +111,7 @@ class EvaluatedDrawFlags(DrawFlags):
 
 @dataclass(frozen=True)
 class ResultFlags(Flags):
-    """Flags of where results go."""
+    """Flags that choose where results go."""
 
     group: ClassVar[str] = "Output: where results go"
 

@@ -45,10 +45,10 @@ class Value:
     Attributes:
         kind: int, float or str.
         at_least, above, at_most, below: bounds of a number.
-        infinite: allow inf.
+        infinite: True to allow inf.
         choices: allowed words.
         counted: one of the choices, which may be followed by :N, a number from 1 to 99,999.
-        free: allow any text. Otherwise text must be a valid name, such as a file's.
+        free: True to allow any text. Otherwise text must be a valid name, such as a file's.
         unit: unit of a number ("steps", "seconds") or kind of text ("folder"), for --help.
     """
 
@@ -166,7 +166,8 @@ def _number(kind: type[Any], text: str) -> int | float | None:
     if kind is int:
         return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
     try:
-        return float(text) + 0.0 if text.isascii() and not re.search(r"[_\s]", text) else None  # -0.0 is 0.0
+        # Adding 0.0 turns -0.0 into 0.0.
+        return float(text) + 0.0 if text.isascii() and not re.search(r"[_\s]", text) else None
     except ValueError:
         return None
 
@@ -223,7 +224,7 @@ def flag(
     """Declare a field of a component.
 
     Args:
-        several: allow a list of values.
+        several: True to allow a list of values.
         alone: value of the flag if no value follows it on the command line.
         alias: second name of the flag.
         common: show the flag in the short --help, with this text, or with the first clause of ``help`` if True.

@@ -14,7 +14,7 @@ from typing import Any
 from opendit.config.flags import Value, nearest
 
 LEFT = 30  # columns to the left of a flag's description
-WIDTHS = (80, 120)  # bounds of the line length, which is otherwise the terminal's
+WIDTHS = (80, 120)  # minimum and maximum line length; between them, the terminal's width is used
 STARTS = ("python ", "opendit ", "torchrun ")  # beginnings of examples
 COMMAND = re.compile(rf"\s*({'|'.join(STARTS)})")
 REQUIRED = "(required)"

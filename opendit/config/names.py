@@ -176,7 +176,7 @@ BLOCKS = "blocks"  # value of --offload with --lora: frozen blocks in host memor
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types with their own attention kernel, which sees a part of the keys at a time
+OWN_ATTENTION = ("ring", "usp")  # types with their own attention kernel, which reads only a part of the keys at a time
 AXIAL = "axial"  # type for models without attention to all tokens (opendit/parallel/sequence/axial.py)
 
 
@@ -204,7 +204,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        # Gemini's chunks exclude frozen weights. With LoRA every GPU would hold all of them, as with zero2.
+        # Gemini does not shard frozen weights. With LoRA every GPU would therefore hold all of them, as with zero2.
         rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
@@ -287,7 +287,7 @@ METRICS = {
     "copies": Needs("nearest", None, "share of copies of training digits (--features digits)"),
     "clip_score": Needs("caption", None, "how well samples fit their captions"),
 }
-DIGITS = "digits"  # the built-in digits as a reference, and as a network of features
+DIGITS = "digits"  # name of the built-in digits, both as a reference and as a network of features
 RESIZES = ("tf", "torch", "clean")
 FEATURE_PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")

@@ -84,7 +84,7 @@ def _number(name: str, low: int, high: int | None, where: str = "", default: int
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # axes of the mesh, outer to inner
 VIEWS = {  # name of a group -> axes that it spans
     "dp": ("dp_replicate", "dp_shard"),  # ranks that see different samples
-    "fsdp": ("dp_shard", "sp"),  # ranks among which a shard strategy divides the state
+    "fsdp": ("dp_shard", "sp"),  # ranks among which sharded state is divided
     "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks whose losses and gradients are averaged
     "world": AXES,
 }
@@ -164,8 +164,8 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of a grid of all ranks, outer to inner, and the grid's axes along which the ranks of a group
-        differ."""
+        """Return the sizes of a grid of all ranks, outer to inner, and the axes along which a group of this name
+        extends."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)

@@ -10,7 +10,7 @@ from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
-CLIP_FRAMES = 17  # default: nearest to the other models' 16 that is 4 k + 1 and 8 k + 1, as the VAEs require
+CLIP_FRAMES = 17  # default frames of a clip: the number nearest to 16 that suits all VAEs (4 k + 1 and 8 k + 1)
 
 
 class Public(NamedTuple):

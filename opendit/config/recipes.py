@@ -52,7 +52,8 @@ LARGE = (
 )
 EDM = "--objective edm --edm_sigma_data 1"  # Stable Diffusion's scaled latents have a deviation of about 1
 FLOW = "--objective flow --flow_times logit_normal"
-# Settings on which papers on faster training agree (docs/better_training.md). Learning rates are those without Muon.
+# Settings on which papers on faster training agree (docs/better_training.md). The learning rates are the same as
+# without Muon.
 SPEEDRUN = (
     f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --flow_contrast 0.05 --optimizer muon --random_flip "
     f"--label_drop 0.1 --enable_cuda_graph {FAST}"

@@ -120,7 +120,7 @@ class DrawFlags(Flags):
 
 @dataclass(frozen=True)
 class GivenFrameFlags(Flags):
-    """Flags that choose the first frames of clips, for a model with given frames."""
+    """Flags that choose the first frames of clips, for a model with conditioning frames (--given_frames)."""
 
     group: ClassVar[str] = "Given frames: what clips begin with, of models of --given_frames"
 
@@ -143,7 +143,7 @@ class ApproximationFlags(Flags):
 
 @dataclass(frozen=True)
 class SampleSpeedFlags(Flags):
-    """The precision."""
+    """Flags that set the precision."""
 
     group: ClassVar[str] = "Speed: precision, kernels and compilation"
 
@@ -164,7 +164,7 @@ class GuidanceFlags(Flags):
 
 @dataclass(frozen=True)
 class OutputFlags(Flags):
-    """Flags of where runs are found and where pictures go."""
+    """Flags that choose where runs are looked for and where results go."""
 
     group: ClassVar[str] = "Output: where results go"
 

@@ -15,7 +15,7 @@ class TokenRoute:
     share: float
 
     def kept(self, tokens: int) -> int:
-        """Return how many of a sample's ``tokens`` the blocks of the route see; at least one."""
+        """Return the number of a sample's ``tokens`` that the blocks of the route see; at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 

@@ -165,7 +165,7 @@ class TrainConfig(
         flags._check_packs()
         flags._check_route()
         flags._check_alignment()
-        if flags.parallel != "auto":  # auto chooses the batch itself
+        if flags.parallel != "auto":  # --parallel auto chooses the batch size itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
         flags._check_contrast()
@@ -228,7 +228,7 @@ class TrainConfig(
         return replace(self, **settings, given=self.given | named)
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
-        """Set --num_frames, unless it is given, to a number that a public model's VAE supports.
+        """Set --num_frames, unless the user gives it, to a number that a public model's VAE supports.
 
         Returns flags and notes.
         """
@@ -352,7 +352,7 @@ class TrainConfig(
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
         """Check flags that can't be combined with --objective meanflow.
 
-        Its samples are drawn in two steps, without guidance, unless flags are given.
+        Unless the user gives the flags of sampling, set them to two steps without guidance.
         """
         if self.objective != "meanflow":
             return self, []
@@ -516,7 +516,8 @@ class TrainConfig(
         """
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
-        if self.global_batch_size is None or "grad_accumulation" in self.given:  # overrides a recipe's batch size
+        # --grad_accumulation overrides a recipe's --global_batch_size.
+        if self.global_batch_size is None or "grad_accumulation" in self.given:
             return self, []
         asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
         if fits != asked and "global_batch_size" in self.given:
@@ -530,9 +531,9 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """Set --batch_size to 1, unless it is given, with --bucket_tokens or --pack_tokens.
+        """With --bucket_tokens or --pack_tokens, set --batch_size to 1, unless the user gives it.
 
-        --batch_size then counts lots of one shape, or packs. Returns flags and notes.
+        With these flags, --batch_size counts groups of samples of one shape, or packs. Returns flags and notes.
         """
         if self.tokens is None:
             return self, []

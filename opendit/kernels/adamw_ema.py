@@ -104,13 +104,14 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp values beyond fp16's range, which occur if the momentum of earlier gradients is large."""
+    """Clamp values to fp16's range, which they exceed if the momentum of earlier gradients is large."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Row numbers of the address table. The averages have rows AVERAGE, AVERAGE + 1, ... Address 0: no such tensor.
+# Row numbers of the address table. The averages have rows AVERAGE, AVERAGE + 1, ... Address 0 means that there is no
+# tensor.
 _constant = tl.constexpr if TRITON else int
 SIZE, GRADIENT, WORKING_COPY, MASTER, EXP_AVG, EXP_AVG_SQ, AVERAGE = map(_constant, range(7))
 
@@ -284,9 +285,9 @@ class FusedStep:
             If the masters are on a GPU, moments and averages may lie in pinned host memory. A tensor that Muon updates
             has None in exp_avg_sqs. Moments may be kept in 8 bits, but not together with Muon or with host memory.
         working: copies of the masters in the precision of the forward pass, which every step rewrites; or None.
-        count: 0-dim fp32 tensor on the masters' device: number of steps, skipped steps excluded; changed in place.
-        counted: for each gradient, True if :meth:`square_sum` on this rank includes the gradient's squares; False if
-            another rank includes them. None: this rank includes all.
+        count: 0-dim fp32 tensor on the masters' device: number of steps without skipped steps; changed in place.
+        counted: for each gradient, True if :meth:`square_sum` on this rank includes the gradient's squares, False if
+            another rank includes them. None: this rank includes all gradients.
 
     Attributes:
         scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1, or 0 to skip the step; the factor
@@ -335,7 +336,8 @@ class FusedStep:
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
         self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
-        self._block_counts = None  # 1 for each block whose squares this rank counts, else 0; None: all blocks
+        # 1 for each block whose squares this rank counts, otherwise 0. None: this rank counts all blocks.
+        self._block_counts = None
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)
             self._block_counts = of_tensors[self._blocks.blocks[:, 0].long()]
@@ -392,7 +394,7 @@ class FusedStep:
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Compute on the device whether the step is taken and with which factors, and count the step if it is taken.
+        """Decide on the device if the step is taken, compute its factors, and count the step if it is taken.
 
         Args:
             square_sum: sum of the squared gradients of all ranks.
@@ -400,8 +402,8 @@ class FusedStep:
             clip: bound of the norm of the unscaled gradients; 0 means none.
 
         Returns:
-            The norm of the unscaled gradients before clipping (0-dim float64; infinity also for NaN), and True if the
-            norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
+            The norm of the unscaled gradients before clipping (0-dim float64, with infinity instead of NaN), and True
+            if the norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
         """
         scale = scale.double().view(()) if isinstance(scale, Tensor) else scale
         norm = square_sum.sqrt() / scale

@@ -1,4 +1,4 @@
-"""Choose the attention kernel: the requested one, or the fastest for the dtype, head size and GPU. Give the reason.
+"""Choose the attention kernel, with a reason: the requested kernel, or the fastest for the dtype, head size and GPU.
 
 Every kernel except ``math`` works in tiles and never builds the N x N matrix of scores in memory.
 """
@@ -29,7 +29,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-# Head size -> (fewest tokens with which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
+# Head size -> (minimum number of tokens for which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
 FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
@@ -150,10 +150,10 @@ def resolve_attention(
     Args:
         requested: auto, or one of the kernels (``--attention``).
         device, dtype, head_dim, length: properties of q, k and v (B, H, length, head_dim).
-        tiled: exclude math, which builds the N x N matrix (``--enable_flashattn``).
+        tiled: True to exclude math, which builds the N x N matrix (``--enable_flashattn``).
 
     Raises:
-        ValueError: the requested backend can't run; or ``tiled`` excludes every backend that can.
+        ValueError: the requested backend can't run; or ``tiled`` excludes every backend that can run.
     """
     device = torch.device(device)
     shape = f"{str(dtype).removeprefix('torch.')}, head size {head_dim}, {length} tokens"

@@ -1,9 +1,9 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-The step does not need the averages. So averages in host memory are updated later, during the next forward and backward
-passes. A few programs of this kernel saturate the slow link to the host, and leave most of the GPU's multiprocessors
-free. The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`, which updates averages on
-the device together with the step.
+The step does not need the averages. Averages in host memory are therefore updated later, during the next forward and
+backward passes. A few programs of this kernel saturate the slow link to the host, and leave most of the GPU's
+multiprocessors free. The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`, which
+updates averages on the device together with the step.
 """
 
 from collections.abc import Sequence

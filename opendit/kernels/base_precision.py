@@ -6,9 +6,9 @@
            app. E)
 
 A row of a weight (out, in) is stored as a row of bytes: its codes, then its scales in fp32, each padded to a multiple
-of ROW bytes. So code that shards a weight by rows, as FSDP2 does, also shards the stored bytes correctly. To the rest
-of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision. Casts to this precision change
-nothing, and copies and gathers move the bits unchanged.
+of ROW bytes. Code that shards a weight by rows, as FSDP2 does, therefore also shards the stored bytes correctly. To the
+rest of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision. Casts to this precision
+change nothing, and copies and gathers move the bits unchanged.
 
 The quantised values don't depend on how ranks shard a weight. Only fp8's scale spans several rows, and for this scale
 the ranks take the maximum over all ranks.

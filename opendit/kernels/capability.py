@@ -28,7 +28,7 @@ class Feature:
 FEATURES = {
     "kernels": Feature("kernels need", (8, 0)),
     "float8": Feature("FP8 needs", (9, 0)),
-    # torch runs cuDNN's attention from Ampere on, but it was measured only on Hopper, and is used from Hopper on.
+    # torch runs cuDNN's attention from Ampere on. It was measured only on Hopper, so it is used from Hopper on.
     "cudnn": Feature("cuDNN's attention is taken with", (9, 0)),
     # The tiles need 128 KiB of shared memory; Ada has 99. The kernel was measured on Hopper only.
     "short_attention": Feature("attention to few and short samples is taken with", (9, 0), (9, 0)),

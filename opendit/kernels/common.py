@@ -1,15 +1,15 @@
 """Code that the fused operations share: availability, launch shapes, row chunks, per-sample sums.
 
-How the kernels divide their work. A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In
-the (B, N, D) form, all rows of a chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and
-``sample_of_row`` (rows,), non-decreasing, holds the sample of each row. Program p processes rows
-[p * chunk, (p + 1) * chunk), one sample after the other.
+Division of the work: a program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In the (B, N,
+D) form, all rows of a chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and
+``sample_of_row`` (rows,), non-decreasing, holds the sample of each row. Program p processes rows [p * chunk, (p + 1) *
+chunk), one sample after the other.
 
-How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in row
+Sums for the gradients of shift, scale and gate: each (program, sample) pair adds up its rows in registers, in row
 order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
 gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
 bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample)
-pair to the next, p or sample grows. So no two pairs share a slot, and rows / chunk + B slots are enough.
+pair to the next, p or sample grows. No two pairs therefore share a slot, and rows / chunk + B slots are enough.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ def interpreting() -> bool:
 
 
 def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return whether this package's Triton kernels run on ``device`` with activations of ``dtype``, and the reason."""
+    """Return (True, reason) if this package's Triton kernels run on ``device`` with activations of ``dtype``, otherwise
+    (False, reason)."""
     device = torch.device(device)
     if not TRITON:
         return False, "triton is not installed"
@@ -52,7 +53,7 @@ def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[b
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least ``n`` and at least 1."""
+    """Return the smallest power of two that is at least ``n`` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -235,7 +236,8 @@ class Rows:
     @property
     def shape_arguments(self) -> tuple[Any, ...]:
         """The values of the kernel arguments from sample_ptr to chunks_per_sample."""
-        pointer = self.sample_of_row if self.packed else self.x  # never read when not packed
+        # In the (B, N, D) form, the kernel does not read this pointer.
+        pointer = self.sample_of_row if self.packed else self.x
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
@@ -297,7 +299,8 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Allocate the gradient of ``bias``; of size 0 without a bias, because an operator must return a tensor."""
+    """Allocate the gradient of ``bias``. Without a bias, return a tensor of size 0, because an operator must return a
+    tensor."""
     return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 

@@ -3,9 +3,9 @@
 torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
 fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with
 the first. This module times all proposals for a shape once, on random numbers. It keeps the fastest proposal whose
-results equal torch's bit for bit, so the choice changes no number. torch's call is used without cuBLASLt, for dtypes
-other than bf16 and fp16, for operands that are not aligned, under torch.compile, with gradients enabled, and for new
-shapes within a CUDA graph capture.
+results equal torch's bit for bit, so the choice changes no number. torch's call is used if cuBLASLt is missing,
+gradients are enabled, or torch.compile is active. It is also used for dtypes other than bf16 and fp16, for operands
+that are not aligned, and for new shapes within a CUDA graph capture.
 
 cuBLASLt, as loaded by torch, is called through ctypes. The entry points and constants below belong to its public C
 interface and are the same in CUDA 12 and 13.
@@ -28,7 +28,7 @@ FP32, COMPUTE_32F = 0, 68  # cudaDataType_t, cublasComputeType_t
 TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8  # cublasLtMatmulDescAttributes_t
 EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias, GELU): default, BIAS, GELU_BIAS
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it
+ALIGNMENT = 256  # bytes; the alignment that cuBLASLt's proposals assume
 PROPOSALS = 16
 # Timing cycles through copies of the weight, so that no copy is in the cache, as in a model. Bytes of all copies, and
 # maximum number of copies.
@@ -101,7 +101,7 @@ class ProductShape:
 class Product:
     """A product of one shape, which any of cuBLASLt's proposals can compute.
 
-    Only proposals without a workspace are asked for, because calls on several streams would have to share a workspace.
+    Only proposals without a workspace are requested, because calls on several streams would have to share a workspace.
     Row-major y = x W^T is cuBLASLt's column-major y^T = W x^T.
     """
 
@@ -218,7 +218,7 @@ class FastestProducts:
         self.failed = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
-        """Return the bits of ``torchs(x, weight, bias)`` (..., out), without gradients.
+        """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
         ``torchs`` is torch's call, with GELU if ``gelu`` is true.
         """
@@ -269,10 +269,12 @@ _products = FastestProducts()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``F.linear``'s result (..., out) for x (..., in), weight (out, in), bias (out,); without gradients."""
+    """Return a tensor equal to ``F.linear(x, weight, bias)`` (..., out), for x (..., in), weight (out, in), bias
+    (out,); without gradients."""
     return _products(x, weight, bias, F.linear)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """Return the bits of ``torchs(x, weight, bias)``, GELU(x W^T + bias) in tanh form by cuBLAS's epilogue."""
+    """Return a tensor equal to ``torchs(x, weight, bias)`` bit for bit: GELU(x W^T + bias) in tanh form, by cuBLAS's
+    epilogue."""
     return _products(x, weight, bias, torchs, gelu=True)

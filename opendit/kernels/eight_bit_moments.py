@@ -1,6 +1,6 @@
 """AdamW's moments in 8 bits: a code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
 
-The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A code stands for
+The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A code represents
 one of 256 levels of magnitude at most 1. The levels cover seven decades, and half of them lie in the highest decade. A
 step computes in fp32: a group of tensors at a time is decoded into fp32 memory, updated, and encoded. Between steps, a
 moment takes 1 + 4 / 256 bytes per number.
@@ -25,14 +25,14 @@ from opendit.kernels.tensor_table import AddressTable, BlockTable
 UNIT = 256  # numbers that share a scale
 LEAST = 4096  # smaller tensors keep their moments in fp32, as in torchao
 LEAST_SCALE = 1e-12
-ELEMENTS = 2**24  # least number of elements in a group of tensors that is decoded together
+ELEMENTS = 2**24  # minimum number of elements in a group of tensors that is decoded together
 
 
 @functools.cache
 def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """Return the levels that codes stand for, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
+    """Return the levels that codes represent, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
 
-    The levels cover seven decades. Each decade is divided into equal intervals, whose middles are the levels, and has
+    The levels cover seven decades. Each decade is divided into equal intervals, whose midpoints are the levels, and has
     twice as many levels as the decade below.
     """
     found = [0.0, 1.0]
@@ -116,7 +116,8 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
     if isinstance(moment, EightBits):
         moment.encode(values)
     else:
-        moment.copy_(values.reshape(moment.shape))  # a checkpoint read for other ranks may be no dense tensor
+        # Values from a checkpoint of other ranks may be a non-contiguous view.
+        moment.copy_(values.reshape(moment.shape))
 
 
 def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
@@ -192,7 +193,7 @@ class DecodedMoments:
         kernels: True to use kernels; None: use them where they are available.
 
     Attributes:
-        views: both moments of each tensor in fp32. All groups share the memory, so that only the group decoded last is
+        views: both moments of each tensor in fp32. All groups share the memory, so only the last decoded group is
             valid.
     """
 

@@ -108,8 +108,8 @@ def exchange_heads(
         shape: shape (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
         rank: this rank; the kernel visits the other ranks in order from the next one.
         first: index of the first of ``heads`` among all H heads.
-        push: write the rows instead of reading them.
-        own: exchange only between this rank's own rows and heads.
+        push: True to write the rows instead of reading them.
+        own: True to exchange only between this rank's rows and heads.
         offset: bytes from the addresses to the rows; a multiple of 16 if d is a multiple of 16 bytes.
 
     Raises:
@@ -154,7 +154,7 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Send this rank's tokens to all ranks, to each rank the heads that it holds, with one Triton kernel.
+    """Send this rank's tokens to all ranks with one Triton kernel. Each rank gets the heads that it holds.
 
     Args:
         rows: (B, n, H, d), contiguous, H divisible by the number of ranks.

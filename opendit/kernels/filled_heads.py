@@ -27,7 +27,7 @@ def _resize_heads_kernel(
     x_ptr, out_ptr, heads, total, token_stride,
     HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy ``total`` rows of D values, ``heads`` of them per token, to rows of SIZE values."""
+    """Copy ``total`` rows of D values to rows of SIZE values. A token has ``heads`` rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     live = (row < total)[:, None]

@@ -32,10 +32,10 @@ from opendit.kernels.transpose import tiles_of, transpose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-# Scaling brings the largest known absolute value to [2^t, 2^(t + 1)). These are t for an exact amax (or a bound), and
-# for the amax of a sample of an e4m3 or e5m2 tensor, which leaves a margin below LIMIT.
+# Scaling brings the largest known absolute value to [2^t, 2^(t + 1)). The constants are t for an exact amax (or a
+# bound), and for the amax of a sample of an e4m3 or e5m2 tensor, which leaves a margin below LIMIT.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
-SAMPLE = 1 << 22  # least number of sampled values
+SAMPLE = 1 << 22  # minimum number of sampled values
 PARTIALS = 256  # programs of the amax kernel; each writes one number, and every program of a cast reads them all
 LINES = 16  # runs of values per tile of the amax kernel
 

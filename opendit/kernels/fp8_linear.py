@@ -39,7 +39,8 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return whether blocks can run in float8 on ``device`` with activations of ``dtype``, and the reason."""
+    """Return (True, reason) if blocks can run in float8 on ``device`` with activations of ``dtype``, otherwise (False,
+    reason)."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why
@@ -56,8 +57,8 @@ def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, st
 class Quantized:
     """A float8 activation (B, N, D), the input of a linear layer.
 
-    stand_in: the tensor that autograd sees; its elements must not be read, because they may have no memory of their
-    own. data: the values.
+    stand_in: the tensor that autograd sees; its elements must not be read, because they may not be in memory.
+    data: the values.
     """
 
     stand_in: Tensor
@@ -114,7 +115,7 @@ class Modulated:
 
 
 def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
-    """Return x (B, N, D) in float8: as it is, computed by :class:`Modulated`, or cast from a tensor."""
+    """Return x (B, N, D) in float8: unchanged, computed by :class:`Modulated`, or cast from a tensor."""
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):
@@ -170,7 +171,7 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
 
 
 def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx in x's shape, and dW (out, in); None if not needed.
+    """Return dx in x's shape, and dW (out, in); each is None if not needed.
 
     dW sums over all tokens, many more values than the other products sum. Its partial sums are therefore accumulated in
     fp32.

@@ -54,7 +54,8 @@ def _rounded(address, offsets, mask, ROUNDED: tl.constexpr, ALIGNED: tl.constexp
 @triton.jit
 def _amax_block(address, offsets, mask, largest, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr):
     value = tl.max(tl.abs(_rounded(address, offsets, mask, ROUNDED, ALIGNED)), axis=0)
-    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))  # non-negative floats have the order of their bits
+    # The bits of non-negative floats, read as integers, have the same order as the floats.
+    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=("tensors",))

@@ -22,7 +22,7 @@ class Float8Weight(Tensor):
     """
 
     float8: Float8
-    # Disabled, because torch functions must not treat this class as a tensor that intercepts their calls (as Gemini's).
+    # Disabled, so that torch functions do not treat this class like Gemini's tensors, which intercept calls.
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
@@ -82,7 +82,7 @@ def keep_weights(model: nn.Module) -> int:
 def weight_in_float8(weight: Tensor | StoredWeight, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
     """Return weight (out, in) in e4m3: stored or cached float8 values, or a cast scaled by the weight's amax.
 
-    take: function that returns some of a tensor's rows, contiguous. The scale is that of the whole weight.
+    take: function that returns some of a tensor's rows, contiguous. The scale is always computed from the whole weight.
     """
     whole = _there(weight)
     if whole is None:

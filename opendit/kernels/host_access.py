@@ -16,7 +16,7 @@ Launch = Callable[[int, int, int, int], None]  # (first block, end of blocks, sh
 
 
 class InPlace:
-    """Direct access: the kernel's loads and stores go over the link to the host. Also for state on the device."""
+    """Direct access: the kernel's loads and stores go over the link to the host. Also used for state on the device."""
 
     def run(self, launch: Launch, first: int, last: int) -> None:
         """Launch a kernel for blocks ``first`` .. ``last`` - 1 on the current stream."""
@@ -99,7 +99,7 @@ class Staged:
     def _copy(self, stream: torch.cuda.Stream | None, after: "torch.Event | None", source: Tensor, target: Tensor):
         """Copy row by row on ``stream`` after the event ``after``, and return an event that marks the end.
 
-        Only contiguous copies are asynchronous, hence the copies by row.
+        Rows are copied one by one, because only contiguous copies are asynchronous.
         """
         if stream is None:
             target.copy_(source)

@@ -22,7 +22,7 @@ def operator(
 
     To torch.compile, the operator is opaque, and ``fake`` gives the shapes of its outputs. The operator is registered
     as ``torch.ops.opendit.NAME``. Compilers, dispatch modes, and tensors that intercept torch's calls (Gemini's) use
-    the registered operator. Plain calls go directly to the implementation, because the dispatcher's way through Python
+    the registered operator. Plain calls go directly to the implementation, because the dispatcher's path through Python
     costs more host time than a kernel takes for a small batch. The implementation is registered for every device,
     because Triton's interpreter works on CPU tensors.
     """

@@ -23,10 +23,10 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """Records work on its own side stream, with one memory pool for all of its recordings.
+    """Recorder of work on a separate side stream, with one memory pool for all of its recordings.
 
-    Work between recordings must run on the side stream, too, because autograd runs on the stream where a weight was
-    first used, and a recording must not use the default stream.
+    Work between recordings must run on the side stream, too. Autograd runs on the stream where a weight was first used,
+    and a recording must not use the default stream.
     """
 
     def __init__(self):

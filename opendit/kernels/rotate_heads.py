@@ -56,7 +56,7 @@ def rotate_heads_reference(
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 VALUES = 2048  # values in a tile of several tokens
-LARGEST = 8192  # most values in a tile across heads
+LARGEST = 8192  # maximum number of values in a tile across heads
 
 
 def forward_launch(size: int, across: bool) -> Launch:
@@ -158,7 +158,7 @@ def forward_rows(
 ):  # fmt: skip
     """Write y of rows first .. stop (if ACROSS, of tokens first .. stop).
 
-    A sample has ``length`` tokens in x and ``out_length`` in y; x's are the first of them.
+    A sample has ``length`` tokens in x and ``out_length`` tokens in y. The tokens of x become the first tokens of y.
     """
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
@@ -334,7 +334,7 @@ def _rotate_heads_backward_kernel(
 
 
 def fits_across(num_heads: int, head_dim: int) -> bool:
-    """Return True if a tile can hold all heads of a token, for a norm across them."""
+    """Return True if a tile can hold all heads of a token, for a norm across heads."""
     return next_power_of_2(num_heads) * next_power_of_2(head_dim) <= LARGEST
 
 

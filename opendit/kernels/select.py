@@ -134,7 +134,8 @@ def _after(norm, modulation):
 def _apex_layer_norm():
     """Return apex's LayerNorm without weights over the last dimension, or None if apex is not installed."""
     try:
-        from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]  # by hand alone
+        # The type checker does not find apex, which can only be installed by hand.
+        from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]
             fused_layer_norm,
         )
     except ImportError:

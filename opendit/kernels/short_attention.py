@@ -67,7 +67,7 @@ def takes(q: Tensor, k: Tensor) -> bool:
 
 
 def short_is_faster(device: torch.device) -> bool:
-    """Return True for GPUs on which this kernel was measured to be faster: Hopper."""
+    """Return True for GPUs on which this kernel was measured to be faster (Hopper)."""
     return device.type == "cuda" and missing("short_attention", device) is None
 
 
@@ -138,7 +138,8 @@ def _short_attention_kernel(
 
 
 class ShortAttention:
-    """Attention without gradients: :func:`short_attention` if it :func:`takes` q and k, else ``otherwise``.
+    """Attention without gradients: :func:`short_attention` if :func:`takes` returns True for q and k, else
+    ``otherwise``.
 
     Cross-attention to a caption uses ``otherwise``, because the numbers of keys and queries differ.
     """

@@ -228,7 +228,8 @@ def normalize_backward(
     dy, dyt, xhat, xhat_t, gain, gain_t, rstd,
     D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gain, per row; without CENTER, no mean(g)."""
+    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) per row, where g = dy * gain. Without CENTER, omit
+    mean(g)."""
     g = dy * gain
     gt = g
     if TAIL > 0:

@@ -6,7 +6,8 @@ run (neighbouring samples of equal length) is one dense call.
 FlashAttention 4 is as fast on unequal lengths as on equal ones, and processes complete packs (figures:
 docs/kernels.md). torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length measured on an H200, 256
 to 32,768. But cuDNN needs 50 ms to plan for each new number of samples or length, and calls for many short runs cost
-the host more time than the GPU. So with ``varlen_attn``, only runs of few tokens use it; longer runs are dense calls.
+the host more time than the GPU. With ``varlen_attn``, therefore, only runs of few tokens use it; longer runs are dense
+calls.
 """
 
 import functools
@@ -103,7 +104,7 @@ def resolve_varlen(
     wrong = []
     for package in PACKAGES:
         if package == CUTE and torch.are_deterministic_algorithms_enabled():
-            continue  # its determinism with unequal lengths is unknown
+            continue  # the package may be nondeterministic with unequal lengths
         size = right_size(package, device.type, dtype, head_dim)
         if size is None:
             wrong.append(package)

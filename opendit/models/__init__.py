@@ -1,5 +1,5 @@
 """The networks, their configurations and the zoo of named models. A name's module is imported when the name is first
-used, so that names without need for torch do not import it."""
+used, so importing this package does not import torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""Lists the models: parameters, work of a training sample (forward and backward), and training memory of one GPU under
-each plugin, with fused kernels and one EMA, by formula (opendit/training/memory.py).
+"""List the models with their parameters, FLOPs per training sample (forward and backward), and training memory on one
+GPU for each plugin. Memory is estimated (opendit/training/memory.py) for fused kernels and one EMA.
 
 opendit models --image_size 512 --batch_size 8 --world 8
 """
@@ -14,9 +14,10 @@ from opendit.config.names import PLUGINS, PRECISIONS
 
 
 def table(names: list[str], image_size: int, frames: int, batch: int, world: int, precision: str) -> list[list[str]]:
-    """A row of texts for each model, the titles first. Latents are 4 channels of an eighth of ``image_size``."""
+    """Return the rows of the table as text, with the header first. Latents have 4 channels and 1/8 of
+    ``image_size``."""
     from opendit.models import model_config
-    from opendit.training.memory import GIB, Setup, estimate  # torch, which wrong flags need not wait for
+    from opendit.training.memory import GIB, Setup, estimate  # imports torch; flags are checked first
 
     rows = [["model", "parameters", "tokens", "GFLOP a sample", *(f"{plugin} GiB" for plugin in PLUGINS)]]
     for name in names:

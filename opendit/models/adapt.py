@@ -37,10 +37,10 @@ class Adaptation:
         resized: Name -> number of elements of parameters that come partly from the file.
         new: Name -> number of elements of parameters with initial values.
         recomputed: Name -> number of elements of fixed tables.
-        left_out: Name -> number of elements of the file's tensors that are not used.
+        left_out: Name -> number of elements of tensors in the file that are not used.
         why: Name -> explanation, for ``resized``.
         stored: Name -> name in the file, for ``reused``.
-        made: Name -> value in host memory, for ``resized``.
+        made: Name -> resized value in host memory, for ``resized``.
     """
 
     reused: dict[str, int] = field(default_factory=dict)
@@ -154,8 +154,8 @@ def adapt(
 
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
-    """Return the name that the parameter ``name`` has in weights of ``found``. Learned positions number the axes from
-    the first one, which is time in clips, but rows in pictures."""
+    """Return the name that the parameter ``name`` has in weights of ``found``. The axes of learned positions are
+    numbered from the first axis, which is time for clips and rows for pictures."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name
@@ -206,7 +206,8 @@ def _resized(
         return _filters(shape, value)
     if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
         channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
-        rows = value.view(-1, found.out_channels, *rest)[:, :channels]  # one row per place in a patch, frames first
+        # The head has one row per position in a patch. Rows are ordered by frame first.
+        rows = value.view(-1, found.out_channels, *rest)[:, :channels]
         made = torch.zeros(shape, device="cpu").view(-1, config.out_channels, *rest)
         frames = config.patch[0] if config.is_video and not found.is_video else 1
         if frames * len(rows) == len(made):
@@ -245,5 +246,5 @@ def _groups(names) -> list[str]:
     """Return the names of the parameters' modules, without repetition. Modules of all blocks count as one, such as
     blocks.*.attn."""
     groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
-    apart = ("blocks", "learned_positions")  # modules whose parts are listed separately
+    apart = ("blocks", "learned_positions")  # modules whose children are listed separately
     return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

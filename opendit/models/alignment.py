@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PROJECTED = 2048  # hidden width of [R]'s projector
-# Share of the mean over places that [I] subtracts from the encoder's features. The paper's appendix has 0.6 to 0.8.
+# Fraction of the mean over tokens that [I] subtracts from the encoder's features. The paper's appendix uses 0.6 to 0.8.
 CENTRED = 0.7
 
 
@@ -76,8 +76,8 @@ class Alignment(NamedTuple):
 
 
 def without_mean(features: Tensor) -> Tensor:
-    """Subtract a share of the mean over places from features (B, N, width), and divide by the standard deviation over
-    places ([I] sec. 4)."""
+    """Subtract the fraction ``CENTRED`` of the mean over tokens from features (B, N, width), and divide by the standard
+    deviation over tokens ([I] sec. 4)."""
     centred = features - CENTRED * features.mean(dim=1, keepdim=True)
     return centred / (centred.std(dim=1, keepdim=True) + 1e-6)
 

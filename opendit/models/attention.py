@@ -46,11 +46,11 @@ class TokenGrid:
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
-        rotary: Rotations (N, d / 2, 2) fp32 of rotary positions, which all heads share. Or rotations (N, D / 2, 2) of
-            all channels, restricted to the tokens and heads that this rank projects.
+        rotary: Rotations of rotary positions, fp32: (N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2) for
+            all channels. With several ranks, the latter has only the tokens and heads that this rank projects.
         learned: Positions (1, n, D) of this rank's tokens, if every block adds positions.
         shards: Division of the sequence over ranks.
-        packed: This rank's part of a pack's segments.
+        packed: The segments of a pack, or this rank's part of them.
         streams: Number of tokens of each stream. The streams follow each other in the sequence.
         keys: Mask (B, N) bool, True for tokens that are attended to; None if all are.
         interleaved: Order of the streams' tokens in a pack, where the streams do not follow each other.
@@ -82,8 +82,8 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the last arguments of operations with a shift, a scale or a gate: (sample_of_row,) for packs and for
-    samples with several modulation vectors, otherwise ()."""
+    """Return the extra last arguments of operations with a shift, a scale or a gate: (sample_of_row,) for packs, the
+    vector indices (B, n) for samples with several modulation vectors, otherwise ()."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
@@ -107,9 +107,8 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return the part (n, F / P) of a table (N, F) that belongs to this rank's queries. Rows of the table are
-        tokens, and its columns are divided between heads; the result has the tokens and heads that this rank
-        projects."""
+        """Return this rank's slice (n, F / P) of a table (N, F) for its queries. The rows of the table are tokens, and
+        its columns are divided between heads. The slice has the tokens and heads that this rank projects."""
         ...
 
     @property
@@ -121,8 +120,8 @@ class SequenceShards(Protocol):
         """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D).
 
         q (B, H, n, d) and k, v (B, kv_heads, n, d) belong to this rank's tokens. ``attend`` normalises and rotates
-        them. If tensor parallelism divides the layer's heads as well, H is the number of this rank's heads, D is their
-        width, and the projections have the tokens of all tensor-parallel ranks as inputs and outputs."""
+        them. If tensor parallelism divides the layer's heads as well, H is the number of this rank's heads, and D is
+        their width. The inputs and outputs of the projections are then the tokens of all tensor-parallel ranks."""
         ...
 
     def project_and_attend(
@@ -237,8 +236,8 @@ class Attention(nn.Module):
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
     def project(self, x: Tensor, ops: BlockOps, qkv: "AnyProjection | None" = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, H, N, d) and k, v (B, kv_heads, N, d) for tokens x. qkv: projection to use instead of the
-        layer's own; None for the layer's own."""
+        """Return q (B, H, N, d) and k, v (B, kv_heads, N, d) for tokens x. qkv: projection to use; None for the layer's
+        own."""
         qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
             return ops.linear_heads(x, qkv, self.num_heads)
@@ -446,9 +445,9 @@ def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v over the keys that ``mask`` selects.
 
-    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel,
-    because flash attention does not support masks, and attention in plain operations would keep the N x M scores for
-    the backward pass.
+    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel.
+    Flash attention does not support masks, and attention in plain operations would keep the N x M scores for the
+    backward pass.
 
     Args:
         q: (B, H, N, d).
@@ -535,7 +534,7 @@ class CrossAttention(nn.Module):
         return output.transpose(1, 2).flatten(2)
 
     def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attend to all keys. This has the arguments of :func:`masked_attention` and ignores the mask."""
+        """Attend to all keys. The signature is that of :func:`masked_attention`, but the mask is ignored."""
         return self.attend(q, k, v)
 
     def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:

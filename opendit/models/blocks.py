@@ -67,7 +67,7 @@ Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # A block's shifts, scales and gates, concatenated to (B, chunks * D); or the inputs from which the block computes them:
 # the condition c (B, D) and the modulation that all blocks share (None if they share none).
 Modulation = Tensor | tuple[Tensor, Tensor | None]
-Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last), which stands for x + gate * last(z)
+Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last), which represents x + gate * last(z)
 
 # ------------------------------------------------------------------------------------------------------ specification
 
@@ -192,7 +192,7 @@ class BlockSpec:
             return CrossAttention(self.width, self.heads, self.options, self.context)
         if branch.sees is not None:
             attention = ATTENTIONS[branch.sees](self.width, self.heads, self.options, self.kv_heads)
-            if self.parallel:  # The two branches are summed, so the bias of the MLP's last layer is enough.
+            if self.parallel:  # The two branches are summed, so the bias of the MLP's last layer suffices.
                 attention.proj = Projection(self.width, self.width, bias=False)
             return attention
         if self.experts is not None:
@@ -218,7 +218,7 @@ class ResidualStream:
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
-        self._parts: tuple[Any, ...] = (x,)  # (x,), or (x, gate, z, last), which stands for x + gate * last(z)
+        self._parts: tuple[Any, ...] = (x,)  # (x,), or (x, gate, z, last), which represents x + gate * last(z)
         self._routing: tuple[Tensor, Routing] | None = None
         self._rows, self._stack, self._outside = rows, stack, True
         self._streams: list[ResidualStream] | None = None
@@ -675,8 +675,8 @@ class FinalLayer(nn.Module):
         values: Names of the modulation's vectors, in their order. Without "shift" the shift is 0.
         table: True if the modulation is c plus a learned table, False if a linear layer computes the modulation.
         condition: Width of c; None for D.
-        rank: Rank of the modulation's linear layer, which is then added to the modulation shared with the blocks; None
-            for full rank and no shared modulation.
+        rank: Rank of the modulation's low-rank linear layer, whose output is added to the modulation shared with the
+            blocks; None for a full-rank layer without shared modulation.
     """
 
     def __init__(

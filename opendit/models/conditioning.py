@@ -19,7 +19,7 @@ from opendit.models.layers import layer_norm
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The part of a model's configuration that concerns captions."""
+    """The caption settings of a model's configuration."""
 
     name: str  # "bytes" for the encoder inside the model; otherwise a frozen encoder outside of the model (clip, t5)
     width: int  # width of the encoder's tokens and of its pooled vector
@@ -117,7 +117,7 @@ def of_same_pictures(null: Condition, y: Condition) -> Condition:
     """Return the null condition of guidance with the picture tokens of ``y``. Without picture tokens, return ``null``
     unchanged.
 
-    null: one row, or B rows. Picture tokens are in the field ``pooled``, (B, tokens, width)."""
+    null: condition with batch size 1 or B. Picture tokens are in the field ``pooled``, (B, tokens, width)."""
     if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
         return null
     return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)
@@ -132,9 +132,9 @@ def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]
 
 
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
-    """Return ``y`` with the rows for which ``dropped`` (B,) bool is True replaced by ``null``.
+    """Return ``y`` with the samples for which ``dropped`` (B,) bool is True replaced by ``null``.
 
-    Conditions are labels (B,), ids (B, L) or TextConditions. ``null`` has the type of y, with one row or B rows.
+    Conditions are labels (B,), ids (B, L) or TextConditions. ``null`` has the type of y and a batch size of 1 or B.
     """
     if isinstance(y, TextCondition):
         assert isinstance(null, TextCondition), "null is of y's kind"

@@ -15,12 +15,12 @@ from opendit.models.given_frames import given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
-# The newest revision of models. The same fields of a configuration describe different models in different revisions:
+# The newest revision of models. The same configuration describes different models in different revisions:
 #   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
 #      before the first block. Files without a revision have this one.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
-# New runs use the newest revision. A checkpoint keeps its revision, also when it is converted or resumed.
+# New runs use the newest revision. A checkpoint keeps its revision, even when it is converted or resumed.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck")  # fields that are stored only if they are set
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # fields that can replace a kind's default norm or MLP -> their values
@@ -53,7 +53,7 @@ class DiTConfig:
     bias: bool = True  # True for biases in the blocks' linear layers
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
-    null_class: bool = True  # True if the label table has a row for guidance's null class, as in models trained here
+    null_class: bool = True  # True if the label table has a row for guidance's null class, as OpenDiT trains it
     given_frames: str | None = None  # first, prefix:K (K latent frames) or random; see opendit.models.given_frames
     norm: str = "layer"  # norm before every branch of a block, layer or rms
     mlp: str = "gelu"  # gelu or swiglu
@@ -84,19 +84,19 @@ class DiTConfig:
 
     @property
     def key_value_width(self) -> int:
-        """The total width of the heads of keys, which is also that of the heads of values."""
+        """The total width of the heads of keys. The heads of values have the same total width."""
         return (self.block.kv_heads or self.num_heads) * self.head_dim
 
     @property
     def in_operations(self) -> bool:
         """True if FP8 and --recompute support every norm, projection and MLP of a block: LayerNorm, GELU, and one head
-        of keys and values for each query head. Cross-attention does not count, because both leave it to torch."""
+        of keys and values for each query head. Cross-attention does not count, because torch always computes it."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
     @property
     def float8(self) -> bool:
-        """True if FP8 supports the branches of a block. FP8 needs biases in addition."""
+        """True if FP8 supports the branches of a block. FP8 also needs biases, which are checked separately."""
         return self.in_operations and self.block.experts is None
 
     @property
@@ -111,8 +111,8 @@ class DiTConfig:
 
     @property
     def rescaled_guidance(self) -> str:
-        """Parts of a guided prediction that are rescaled to their norm in the conditional prediction; see
-        ``Guidance.rescaled``."""
+        """The unit, "row" or "patch", in which a guided prediction is rescaled to the norm of the conditional
+        prediction; "" for no rescaling. See ``Guidance.rescaled``."""
         return ""
 
     @property
@@ -214,7 +214,8 @@ class DiTConfig:
 
     @property
     def boundary(self) -> float | None:
-        """Time in [0, 1] from which on the first of two networks is used; None for models with a single network."""
+        """Time in [0, 1] at and above which the first of two networks is used; None for models with a single
+        network."""
         return None
 
     @property

@@ -85,7 +85,7 @@ class DiT(nn.Module):
 
     @property
     def no_graph(self) -> str:
-        """Why the forward pass can't be recorded as a CUDA graph; empty if it can."""
+        """Reason why the forward pass can't be recorded as a CUDA graph; "" if it can."""
         if self.config.block.experts is None or self.sequence is None or not self.sequence.shares_samples:
             return ""
         return "the host reads how many tokens of an expert each rank has (--sequence_parallel_size)"
@@ -187,9 +187,9 @@ class DiT(nn.Module):
     ) -> Any:
         """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
 
-        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch,
-        and the prediction is the mean over the repeats, so that it has T = 1 again. The loss thus counts one frame
-        instead of one for each repeat, and the weights of every frame of the patch are trained.
+        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch.
+        The prediction is the mean over the repeats and has T = 1 again. The loss thus counts one frame instead of one
+        for each repeat, and the weights of every frame of the patch are trained.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
@@ -560,7 +560,7 @@ def _table_side(longest: int, configured: int) -> int:
 
 
 def _compute_tables(model: nn.Module, _: object) -> None:
-    """Recompute the position tables after ``load_state_dict``, whatever values the state dict has."""
+    """Recompute the position tables after ``load_state_dict``, which may have replaced them."""
     cast(DiT, model).fill_tables()
 
 

@@ -1,8 +1,8 @@
 """EC-DiT: a DiT whose blocks have a shared MLP and many small experts, which choose their tokens (Sun et al., "EC-DiT:
 Scaling Diffusion Transformers with Adaptive Expert-Choice Routing", 2024).
 
-The routing is the paper's. The sizes are specific to OpenDiT (docs/models.md). In the paper, experts are as large as an
-MLP; NVIDIA NeMo builds on MovieGen-1B with experts of width 1024 and a capacity factor of 8.
+The routing follows the paper; the sizes are OpenDiT's (docs/models.md). In the paper, an expert is as large as an MLP.
+NVIDIA NeMo adds experts of width 1024 with a capacity factor of 8 to MovieGen-1B.
 """
 
 from dataclasses import dataclass, replace

@@ -7,11 +7,11 @@ does not matter. Each architecture defines the distributions of its parameters a
 (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute word i of a key without the words before. The key is a hash of seed and name. The words come from NumPy, whose
-policy guarantees a stable stream of raw words (but not stable distributions). They are always drawn on the CPU, in
-threads, so that every device gets the same bits. One thread draws 346 million uniform numbers per second; for
-comparison, PyTorch's ``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffusion/random.py, which uses
-PyTorch's integer operations, 77 million. A kernel would only speed up the latter on GPUs.
+compute word i of a key without the preceding words. The key is a hash of seed and name. The words come from NumPy,
+whose policy guarantees a stable stream of raw words (but not stable distributions). They are always drawn on the CPU,
+in threads, so that every device gets the same bits. One thread draws 346 million uniform numbers per second. PyTorch's
+``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffusion/random.py, which uses PyTorch's integer
+operations, 77 million.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class Normal(Distribution):
 
 
 class Uniform(Distribution):
-    """Uniform distribution U(-b, b). The values are the middles of 2^24 equal intervals."""
+    """Uniform distribution U(-b, b). The values are the midpoints of 2^24 equal intervals."""
 
     def bound(self, shape: Sequence[int]) -> float:
         """Return b for a parameter of ``shape``."""
@@ -96,7 +96,7 @@ class FanInUniform(Uniform):
 
 # Drawing begins and ends at multiples of GRID, so that an element is always computed by the same instructions.
 GRID = 1 << 12
-CHUNK = 1 << 20  # elements that a thread draws at a time: 3 ms, of which some 30 us need Python's global lock
+CHUNK = 1 << 20  # elements that a thread draws at a time: 3 ms, of which about 30 us hold Python's global lock
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter
 
@@ -145,7 +145,7 @@ def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
 
 
 def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
-    """Draw float64 numbers from N(0, 1) by the Box-Muller transform, two from two words."""
+    """Draw float64 numbers from N(0, 1) by the Box-Muller transform, which turns two words into two numbers."""
     values = (random_words(key, start, count) >> np.uint64(11)).astype(np.float64)
     values += 0.5
     values *= 2.0**-53  # U(0, 1)

@@ -30,13 +30,13 @@ class _Reordered(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """Order of the tokens of several streams, sorted by sample.
+    """Order of the tokens of several streams, grouped by sample.
 
     Attributes:
         totals: Number of tokens of each stream.
         order: (N,) int64. Token i of the pack is token ``order[i]`` of the concatenated streams.
         inverse: (N,) int64, the inverse permutation of ``order``.
-        samples: For each stream (n,) int32, the sample that each of its tokens belongs to.
+        samples: For each stream, (n,) int32: the sample of each token.
     """
 
     totals: tuple[int, ...]
@@ -60,9 +60,9 @@ class Interleaved:
         return cls(totals, table[0], table[1], table[2].int().split(totals))
 
     def join(self, streams: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), sorted by sample."""
+        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), grouped by sample."""
         return _Reordered.apply(torch.cat(list(streams), dim=dim), self.order, self.inverse, dim)
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Split a tensor sorted by sample into one tensor for each stream; the inverse of :meth:`join`."""
+        """Split a tensor grouped by sample into one tensor for each stream; the inverse of :meth:`join`."""
         return _Reordered.apply(x, self.inverse, self.order, dim).split(self.totals, dim=dim)

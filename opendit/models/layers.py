@@ -1,6 +1,6 @@
 """Layers that all architectures share.
 
-The layers are plain single-device PyTorch. Parallel strategies and kernels are set on them from outside."""
+The layers are plain single-device PyTorch. Parallel strategies and kernels replace their functions from outside."""
 
 import math
 from abc import ABC, abstractmethod
@@ -54,8 +54,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
-        # If several ranks divide the features: the total number of features, and the function that adds up the ranks'
-        # sums (..., 1).
+        # Set if several ranks divide the features: the total number of features, and the function that sums (..., 1)
+        # over the ranks.
         self.features = dim
         self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -313,7 +313,7 @@ class Kernel:
         operation: Name of the replaced operation, a field of :class:`BlockOps`.
         function: The kernel, with the same arguments as the reference.
         switches: Settings that must be on for the kernel to be used.
-        keeps: Names, within the operation, of the activations that the kernel keeps for the backward pass.
+        keeps: Activations that the kernel keeps for the backward pass, by their names in the operation.
         float8: True if the kernel's matrix product is in float8.
         takes_projection: True if the kernel reads the projection's weight itself instead of calling ``product``.
         after_product: If the operation follows a matrix product, the part after the product, as a function of the
@@ -477,7 +477,7 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """Layers of a modulation, which pad a single sample with seven rows of zeros in training.
+    """Layers of a modulation. In training, a single sample is padded with seven rows of zeros.
 
     With one sample, the gradient of the last weight is an outer product, which is slow in cuBLAS. Padding to eight rows
     reduces the forward and backward pass from 171 to 125 us (H200, width 3072)."""
@@ -492,7 +492,7 @@ class _Modulation(nn.Sequential):
 
 class BranchModulations(nn.ModuleList):
     """A block's modulation with one low-rank correction for each branch i: shared + B_i A_i SiLU(c), concatenated over
-    the branches (Cosmos). shared: (B, n), the modulation of one branch, which all branches of all blocks share."""
+    the branches (Cosmos). shared: (B, n), one modulation for all branches of all blocks."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         return torch.cat([branch(c, shared) for branch in self], dim=1)
@@ -556,7 +556,7 @@ class Mlp(nn.Module):
         self.fc2: Projection = Projection(hidden, dim, bias=bias)
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
-        """Return the input (B, N, hidden) of fc2. The operations of :class:`BlockOps` apply fc2."""
+        """Return the input (B, N, hidden) of fc2. The caller applies fc2, with an operation of :class:`BlockOps`."""
         return ops.linear_gelu(x, self.fc1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -641,8 +641,7 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 
 class TimestepEmbedder(nn.Module):
-    """Embedding of timesteps (B,) as (B, D): sinusoids, then a two-layer MLP. The sinusoids are fp32 whatever the
-    precision of the weights.
+    """Embedding of timesteps (B,) as (B, D): sinusoids, then a two-layer MLP. The sinusoids are always fp32.
 
     Args:
         dim: Width D of the embedding.

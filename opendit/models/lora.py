@@ -23,7 +23,7 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
 
 TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # all linear layers of attention and MLP
-A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # ends of peft's parameter names
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # suffixes of peft's parameter names
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of B A. It is the same for all layers, also for layers with another rank."""
+        """The factor of B A. All layers have the same factor, even layers with another rank."""
         return self.alpha / self.rank
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
 
 
 def check_lora(weights: "Weights") -> None:
-    """Raise ValueError, which names the file, if the LoRA weights of a --lora run do not match the configuration stored
-    with them."""
+    """Check the LoRA weights of a --lora run against the configuration stored with them. Raise ValueError, naming the
+    file, if they do not match."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     assert weights.config is not None, "what a run of --lora left is a file of ours"
     parameters, buffers = model_shapes(weights.config)

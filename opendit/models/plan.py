@@ -38,7 +38,7 @@ class Column:
     """Ranks have different output features of a linear layer: slices of dimension 0 of the weight and of the bias.
 
     Attributes:
-        sections: Number of concatenated parts of equal width, such as SwiGLU's two halves. Each rank has a share of
+        sections: Number of concatenated parts of equal width, such as SwiGLU's two halves. Each rank has a slice of
             every part.
         gathered: True if the ranks' outputs are gathered, so that the next layer gets all features.
     """
@@ -82,7 +82,7 @@ class Expert:
 @dataclass(frozen=True)
 class Vocabulary:
     """Ranks hold different rows of an embedding table. A rank without the requested row looks up zero, and the lookups
-    are summed over the ranks. Shares may be unequal, because the number of rows is the number of classes."""
+    are summed over the ranks. The ranks' numbers of rows may be unequal, because the number of classes is arbitrary."""
 
 
 Rule = Replicated | Column | Row | Heads | Expert | Vocabulary
@@ -210,7 +210,7 @@ class Plan:
         flops: Terms of the FLOPs.
         stages: Places where a pipeline may cut the model.
         projections: Function from a configuration to patterns of modules -> operations (fields of BlockOps) that get
-            the module as their projection. Nothing else reads the weights of these modules.
+            the module as their projection. Only these operations read the module's weights.
         units: Patterns of modules that are shard units. All parameters of a unit are gathered and freed together. The
             rest of the model is one more unit. A block's modulation belongs to the block's unit, because a separate
             unit would be reduced right after the block, and the backward pass would wait for the block's reduction.
@@ -330,7 +330,7 @@ def stages(*every: str) -> StageCuts:
 
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
-    """Return the operations that get each linear layer of a block. A qkv projection with shared key and value heads is
+    """Return the operations that use each linear layer of a block. A qkv projection with shared key and value heads is
     missing, because torch computes it directly."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
@@ -365,7 +365,7 @@ def _norms(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of the outputs of norm and modulation.
 
     Without fusion, the norm's output is kept as well, and an RMSNorm keeps two products. Mean and 1 / deviation are
-    counted for two norms, whatever their number."""
+    always counted for two norms."""
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -387,7 +387,7 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
     With sequence parallelism, shared keys and values are kept for every head, because the ranks copy them before the
     exchange. In FP8 the attention output is kept in both precisions. All of torch's kernels except ``math`` keep one
-    log-sum-exp per row and head; it is counted for one attention, whatever their number.
+    log-sum-exp per row and head; it is always counted for one attention.
     """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
@@ -405,9 +405,9 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of self-attention along time.
 
-    It is the memory of :func:`_attention` plus the attention output in the token order that the projection reads.
-    Rotated queries and keys are copies in that order. Normalised queries and keys are kept in addition, unless one
-    kernel normalises and rotates, which only keeps its input."""
+    This is the memory of :func:`_attention` plus a copy of the attention output in the token order that the projection
+    reads. Rotated queries and keys are copies in that order. Normalised queries and keys are kept as well, unless one
+    kernel normalises and rotates; that kernel keeps only its input."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
@@ -421,7 +421,8 @@ def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of cross-attention: q, its output, and k and v of the text, plus tensors outside of the heads.
 
     With a gate, these are the input h and the projected output; the projection's weight is kept in float8. Without a
-    gate, they are h and the output of the norm before (and its copy under autocast), or both products of an RMSNorm.
+    gate, they are h and the output of the norm before cross-attention (and its copy under autocast), or both products
+    of an RMSNorm.
     """
     if not config.cross_attention:
         return Kept()
@@ -445,17 +446,17 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the experts: for every expert of a token, its input, its output, and the hidden layer before
-    and after GELU; and the sum over experts."""
+    """Return the memory of the experts: the sum over experts, and for every expert of a token its input, its output,
+    and its hidden layer before and after GELU."""
     experts = config.block.experts
     if experts is None:
         return Kept()
     return Kept(units=experts.capacity * (2 + 2 * experts.hidden / config.hidden_size) + 1)
 
 
-# Peak of additional memory in the backward pass of a block, in units, by level of --recompute. The peak is in fc2's
-# backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units; fc2's output (1 unit) is
-# freed. Recomputation adds its results: GELU's output (4 units), or also fc1's output and input (4 + 1 units).
+# Peak of additional memory in the backward pass of a block, in units (see Kept), by level of --recompute. The peak is
+# in fc2's backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units; fc2's output (1 unit)
+# is freed. Recomputation adds its results: GELU's output (4 units), or also fc1's output and input (4 + 1 units).
 BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 

@@ -60,8 +60,8 @@ def _frequencies(count: int, device: torch.device) -> Tensor:
 
 
 def rotary_shares(head_dim: int, axes: int) -> list[int]:
-    """Return the number of channel pairs of a head that each axis rotates. The shares are equal; the first axis (time
-    in clips) also gets the remainder.
+    """Return the number of channel pairs of a head that each axis rotates. All axes get the same number; the first axis
+    (time in clips) also gets the remainder.
 
     Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
     pairs = head_dim // 2
@@ -77,7 +77,7 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
     """Return the cosines and sines (N, head_dim / 2, 2) float32 with which :func:`rotate` rotates tokens at coordinates
     (N, axes).
 
-    This is Su et al., "RoFormer" (2021), for several axes, with the frequencies of a sine-cosine table along each axis.
+    This extends Su et al., "RoFormer" (2021), to several axes, with the frequencies of a sine-cosine table along each.
     Raises ValueError if ``head_dim`` is odd or too small.
     """
     shares = rotary_shares(head_dim, coordinates.shape[1])
@@ -104,12 +104,12 @@ def interwoven_table(
     """Return the cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes), for all D = ``width``
     channels of a token.
 
-    A position is p = coordinate * step / side. The frequencies are pi / 2 * base^u, with u from 0 to 1. The angles
-    (2 p - 1) * frequency of the axes are consecutive for each frequency. Channels without an angle come first and are
-    not rotated.
+    A position is p = coordinate * step / side. The frequencies are pi / 2 * base^u, with u from 0 to 1. For each
+    frequency, the angles (2 p - 1) * frequency of all axes are consecutive. Channels without an angle come first and
+    are not rotated.
 
-    The computation is in float32 and in LTX-Video's order of operations: angles reach 15,000, so that rounding
-    influences the result.
+    The computation is in float32 and in LTX-Video's order of operations, because angles reach 15,000, where rounding
+    changes the result.
     """
     count = width // (2 * len(steps))
     grid = coordinates.to(torch.float32)
@@ -132,8 +132,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 class LearnedPositions(nn.Module):
-    """Learned positions: one table for each axis. A token's position is the sum of one row of each table (MovieGen,
-    Polyak et al. 2024)."""
+    """Learned positions, with one table for each axis. A token's position is the sum of its rows in all tables
+    (MovieGen, Polyak et al. 2024)."""
 
     def __init__(self, sizes: tuple[int, ...], dim: int):
         super().__init__()

@@ -1,8 +1,8 @@
 """Packs: samples of unequal size that are concatenated to a single sequence of tokens.
 
 A *segment* is one sample of a pack. It has its own grid of tokens, timestep, condition and modulation. Tokens attend
-only to tokens of their segment. Padding fills the end of the sequence. Padding goes through the layers, but no token
-attends to padding, and its gradient is exactly zero.
+only to tokens of their segment. Padding fills the end of the sequence and goes through the layers, but no token attends
+to it, and its gradient is exactly zero.
 
 Segments may come in any order. Neighbouring segments of equal length form a *run*. The tokens of a run are a view
 (count, length, ...) of the sequence, so that dense kernels can process the run in one call.
@@ -84,7 +84,7 @@ class Segments:
 
     @property
     def fill(self) -> float:
-        """Share of tokens that are not padding."""
+        """Fraction of tokens that are not padding."""
         return self.filled / self.tokens
 
     @cached_property
@@ -92,8 +92,8 @@ class Segments:
         return self.within(0, self.tokens)
 
     def within(self, first: int, stop: int) -> tuple[SegmentRun, ...]:
-        """Return the runs of one rank's tokens, [``first``, ``stop``). Segments that cross an end are cut. No run
-        contains padding. The runs are contiguous from ``first`` (or the padding before it) on."""
+        """Return the runs of one rank's tokens, [``first``, ``stop``). Segments that extend beyond this range are cut,
+        and padding is left out. The runs are contiguous and begin at ``first``."""
         ends = zip(range(len(self.grids)), self.offsets, self.offsets[1:], strict=False)
         cut = ((number, min(end, stop) - max(begin, first)) for number, begin, end in ends)
         groups = groupby((part for part in cut if part[1] > 0), key=lambda part: part[1])
@@ -113,13 +113,13 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """Description for layers of a complete pack, or of one rank's part of a pack.
+    """A complete pack, or one rank's part of a pack, in the form that layers use.
 
     Attributes:
         segments: The segments of the complete pack.
         sample_of_row: (n,) int32, non-decreasing, the segment of each token. Padding belongs to the last segment.
         offsets: (S + 1,) int32, the values of :attr:`Segments.offsets`.
-        first: Index in the complete pack of the first token.
+        first: Index of the first token in the complete pack.
     """
 
     segments: Segments
@@ -137,9 +137,8 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return the first token of ``count`` segments, starting with number ``segment``, and the end of the last one.
-
-        Returns (count + 1,) int32, relative to the start of these segments."""
+        """Return the offsets of ``count`` segments, starting with number ``segment``, and the end of the last one:
+        (count + 1,) int32, relative to the start of these segments."""
         made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer needs the same offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
@@ -147,14 +146,15 @@ class PlacedSegments:
         return made[segment, count]
 
     def coordinates(self) -> Tensor:
-        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding repeats the last."""
+        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding repeats the last
+        token's."""
         device, rows = self.sample_of_row.device, self.sample_of_row
         sides = torch.tensor([(height, width) for _, height, width in self.segments.grids])
         if device.type == "cuda":
             sides = sides.pin_memory().to(device, non_blocking=True)
         height, width = sides[rows].unbind(1)
         place = torch.arange(self.first, self.first + len(rows), device=device)
-        # The minimum gives padding the place of the last token.
+        # The minimum gives padding the coordinates of the last token.
         place = torch.minimum(place, self.offsets[rows + 1] - 1) - self.offsets[rows]
         return torch.stack([place // (height * width), place // width % height, place % width], dim=1)
 
@@ -192,7 +192,7 @@ def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int) -> Tensor:
-    """Concatenate the patches of latents (C, ...) and pad them with zeros: (tokens, C, *patch).
+    """Concatenate the patches of latents (C, ...) and pad the result with zeros to (tokens, C, *patch).
 
     Raises ValueError if the patch does not divide a latent, or if the latents have more than ``tokens`` tokens.
     """
@@ -318,8 +318,8 @@ def segment_cross_attention(
     """
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
-    # A rank may have only padding. Its result must still depend on k and v, so that all ranks have gradients of the
-    # same tensors.
+    # A rank may have only padding. Its result must still depend on k and v, so that the same tensors have gradients on
+    # all ranks.
     if not runs:
         return q * 0 + 0 * (k.sum() + v.sum())
     before, after = runs[0].segment, len(k) - runs[-1].segment - runs[-1].count

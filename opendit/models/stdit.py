@@ -1,5 +1,5 @@
-"""ST-DiT: blocks with attention within frames, then along time. For T frames of S tokens, its work grows with T S^2 +
-S T^2 instead of (T S)^2.
+"""ST-DiT: blocks with attention within frames, then along time. For T frames of S tokens, the cost of attention grows
+with T S^2 + S T^2 instead of (T S)^2.
 
 The blocks are those of Latte (Ma et al. 2024) and Open-Sora, with a modulation for each branch as in NeMo's ST-DiT.
 """
@@ -32,7 +32,8 @@ class STDiTConfig(VDiTConfig):
 
     @property
     def sequence_types(self) -> tuple[str, ...]:
-        """The strategies of a DiT if there is attention to all tokens, otherwise only "axial"."""
+        """The sequence-parallel strategies: those of a DiT if there is attention to all tokens, otherwise only
+        "axial"."""
         return super().sequence_types if self.full_attention else ("axial",)
 
 

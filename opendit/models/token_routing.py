@@ -21,8 +21,8 @@ class RoutedShards(SequenceShards, Protocol):
     """Division of a sequence over ranks, for routes whose kept tokens may be on any rank."""
 
     def join(self, x: Tensor) -> Tensor:
-        """Gather this rank's tokens (B, n, F) and those of the other ranks; return all tokens (B, N, F). The ranks may
-        use the result differently, so that its gradients differ between ranks."""
+        """Gather the tokens (B, n, F) of all ranks and return (B, N, F). The ranks may use the result differently, so
+        the gradient of the result may differ between ranks."""
         ...
 
     def of_length(self, length: int) -> "RoutedShards":
@@ -62,7 +62,7 @@ def run_routed(
     kept: (B, n) int64, distinct token indices of each sample in ascending order.
 
     If ``grid`` divides the sequence over ranks, x has this rank's tokens. The ranks gather all tokens before and after
-    the route, so that each rank gets the same number of kept tokens.
+    the route to balance the kept tokens between ranks.
     """
     blocks, modulations, first, last = list(blocks), iter(modulations), route.first, route.last
     contexts = context if isinstance(context, list) else [cast(Context, context)] * len(blocks)

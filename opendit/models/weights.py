@@ -18,10 +18,9 @@ class Weights:
 
     state: Mapping[str, Tensor]
     path: Path
-    info: dict[str, Any] = field(
-        default_factory=dict
-    )  # of our files: model, config, class_names, vae, image_size, step
-    num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
+    # OpenDiT's files have the keys model, config, class_names, vae, image_size and step.
+    info: dict[str, Any] = field(default_factory=dict)
+    num_classes: int | None = None  # for Meta's files: the number in their training arguments, or the user's
 
     @property
     def config(self) -> DiTConfig | None:

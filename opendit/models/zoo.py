@@ -120,8 +120,8 @@ def model_config(
 
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
-    """Return the MLP ratio with which the other kind of MLP, ``mlp``, has about the same number of weights as the
-    kind's default MLP with ``ratio``.
+    """Return the MLP ratio with which an MLP of kind ``mlp`` has about as many weights as the default MLP with
+    ``ratio``.
 
     SwiGLU has three matrices and GELU has two (Shazeer 2020). The width of the hidden layer is a multiple of 64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
@@ -138,7 +138,8 @@ def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
 
 
 def config_from_dict(values: dict[str, Any]) -> DiTConfig:
-    """Return the configuration that ``to_dict`` wrote. A dictionary without a kind, from an early version, is a DiT's.
+    """Return the configuration that ``to_dict`` wrote. Dictionaries of early versions have no kind; they describe a
+    DiT.
 
     Raises ValueError for a kind that this version does not know.
     """
@@ -193,7 +194,7 @@ def plan_of(config: DiTConfig) -> Plan:
 
 
 def _classes(stored: str) -> Classes:
-    """Return the classes of a kind by the kind's name in configurations. Raises ValueError for an unknown kind."""
+    """Return the classes of a kind by its name in stored configurations. Raises ValueError for an unknown kind."""
     known = {made.config.kind: made for made in (*CLASSES.values(), PUBLIC)}
     if stored not in known:
         raise ValueError(f"a model of kind {stored!r}: this version knows {', '.join(known)}; use a newer OpenDiT")

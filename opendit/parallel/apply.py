@@ -48,7 +48,7 @@ def apply_parallel(
     2. Set operations, attention and sequence parallelism (``model.use``). This sets all operations anew, so it would
        undo step 3.
     3. Apply the rematerialization policy, which wraps these operations; or let whole blocks be recomputed.
-    4. Compile. At the first call torch.compile traces the model as it is by then, including the policy.
+    4. Compile. At the first call, torch.compile traces the model with all previous changes, including the policy.
     5. Shard. This adds hooks to the blocks, and divides the stack at the same places as compile
        (``opendit.models.blocks``).
 
@@ -56,13 +56,14 @@ def apply_parallel(
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.
         sequence: sequence parallelism of the ranks that share every sample; None without it.
         tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None without tensor parallelism.
-        experts: ranks that have different experts, see ``opendit.parallel.experts``; None if every rank has all.
+        experts: ranks that have different experts, see ``opendit.parallel.experts``; None if every rank has all
+            experts.
         stages: this rank's stages of a pipeline, see ``opendit.parallel.pipeline``; None for the full model.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention to recompute
             all of a block except its attention.
-        grad_checkpoint: recompute whole blocks in the backward pass.
+        grad_checkpoint: True to recompute whole blocks in the backward pass.
         recompute_blocks: number of blocks that are recomputed as a whole, evenly spread; None for all.
-        compiled: compile blocks and the final layer with torch.compile.
+        compiled: True to compile blocks and the final layer with torch.compile.
         compile_options: options of torch.compile.
     """
     if stages is not None:
@@ -93,14 +94,15 @@ class Sharding:
     """Settings by which ``fully_shard`` divides a model.
 
     Attributes:
-        dtype: dtype of the gathered weights. The shards keep theirs.
+        dtype: dtype of the gathered weights. The shards keep their own dtype.
         reduce_dtype: dtype in which gradients are summed over ranks.
-        keep_gathered: keep weights gathered from the forward to the backward pass (the traffic of ZeRO-2). Otherwise
-            they are freed after the forward pass and gathered again.
-        keep_gradients: with several micro-batches, keep unreduced sums of gradients, and reduce them only in the last
-            backward pass. Otherwise every backward pass reduces gradients.
-        gather_float8: gather the weights of :func:`float8_weights` in float8 (opendit/parallel/float8_gather.py).
-            Otherwise they are gathered in ``dtype``, and operations cast them. The values are the same.
+        keep_gathered: True to keep gathered weights from the forward to the backward pass (the traffic of ZeRO-2).
+            Otherwise they are freed after the forward pass and gathered again.
+        keep_gradients: True to accumulate unreduced gradients over several micro-batches and to reduce them only in the
+            last backward pass. Otherwise every backward pass reduces gradients.
+        gather_float8: True to gather the weights of :func:`float8_weights` in float8
+            (opendit/parallel/float8_gather.py). Otherwise they are gathered in ``dtype``, and operations cast them. The
+            values are the same.
     """
 
     dtype: torch.dtype = torch.float32
@@ -121,7 +123,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
 
     From now on blocks compute their own modulation, because weights exist only while their unit is called.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes 0.5 s, not for sampling
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes 0.5 s, which sampling avoids
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
     outer, inner = ("pp",) if mesh.pp_size > 1 else (), ("tp",) if mesh.tp_size > 1 else ()

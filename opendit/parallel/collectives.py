@@ -15,7 +15,7 @@ class Group:
     """Ranks that share a sequence or divide every layer.
 
     Attributes:
-        handle: process group of these ranks; None for this rank alone.
+        handle: process group of these ranks; None if the group has only this rank.
         rank: index of this rank in the group.
         size: number of ranks.
     """
@@ -48,15 +48,15 @@ class Flight:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows of a tensor (rows, ...) that a rank sends to each rank of a group, and receives from each, in the
-    order of the ranks."""
+    """Numbers of rows of a tensor (rows, ...) that a rank sends to and receives from each rank of a group, in rank
+    order."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
     @property
     def back(self) -> "Counts":
-        """Return the counts of the exchange that brings every row back."""
+        """Counts of the reverse exchange, which returns every row to its source."""
         return Counts(self.received, self.sent)
 
 
@@ -79,8 +79,8 @@ class Exchange:
 
     ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
     Autograd runs nodes in the opposite order of their creation. The backward pass of ``finish`` therefore starts the
-    exchange of the gradient, and the backward pass of ``start`` waits for it, so computation that overlaps in the
-    forward pass also overlaps in the backward pass. Use a new object for each exchange.
+    exchange of the gradient, and the backward pass of ``start`` waits for it. Computation that overlaps in the forward
+    pass also overlaps in the backward pass. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):
@@ -140,8 +140,8 @@ class Ring:
     """Ring of the ranks of a group. Every rank sends tensors of one shape to the next rank while the caller computes
     with the tensors that have arrived.
 
-    Callers rely on the order in which shards arrive and pieces are requested, which is the same on every rank relative
-    to its own index. Another transport would have to keep this order.
+    Callers rely on the order in which shards arrive and pieces are requested: relative to a rank's own index, the order
+    is the same on all ranks. Another transport would have to keep this order.
     """
 
     def __init__(self, group: Group):
@@ -168,12 +168,12 @@ class Ring:
                 held = flight.wait()
 
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the sum over all ranks of the tensors that their ``piece`` returns for this rank.
+        """Return the sum of the tensors that the ``piece`` functions of all ranks return for this rank.
 
         Args:
-            piece: ``piece(rank)`` returns a new tensor for a rank, of the same shape for all, which is changed in
-                place. It is called for the previous rank first, then for the rank before that, and for this rank last.
-                While it works, the previous sum is in transit.
+            piece: ``piece(rank)`` returns a new tensor for a rank, which is changed in place. All tensors have the same
+                shape. The function is called for the previous rank first, then for the rank before that, and for this
+                rank last. While it works, the previous sum is in transit.
             meanwhile: called while the last sum is in transit.
         """
         rank, size = self.group.rank, self.group.size
@@ -239,7 +239,7 @@ def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
 
 
 def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
-    """Start a reduce-scatter of x along ``dim``: this rank receives its share of the sum over all ranks. The number of
+    """Start a reduce-scatter of x along ``dim``: this rank receives its slice of the sum over all ranks. The number of
     ranks must divide the size of that dimension."""
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     share = parts.new_empty(parts.shape[1:])
@@ -248,7 +248,7 @@ def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
 
 
 def side_by_side(shares: Tensor, dim: int) -> Tensor:
-    """Concatenate the shares (P, ...) of all ranks along dimension ``dim`` of a share."""
+    """Concatenate the slices ``shares`` (P, ...) of all ranks along dimension ``dim`` of a slice."""
     return shares.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -300,13 +300,13 @@ class _JoinResult(torch.autograd.Function):
 
 
 def join(share: Tensor, dim: int, group: Group) -> Tensor:
-    """Gather the shares of all ranks and concatenate them along ``dim``. Ranks may use the result differently: the
-    backward pass sums their gradients."""
+    """Gather the slices ``share`` of all ranks and concatenate them along ``dim``. The backward pass sums the gradients
+    of all ranks, because ranks may use the result differently."""
     return _Join.apply(share, dim, group)
 
 
 def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's share, along ``dim``, of the sum of x over all ranks."""
+    """Return this rank's slice, along ``dim``, of the sum of x over all ranks."""
     return _SumShares.apply(x, dim, group)
 
 

@@ -107,14 +107,14 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """The way in which ranks with the same experts share the weights of these experts.
+    """Settings for ranks with the same experts, which share the weights of these experts.
 
     Attributes:
         shards: ranks that divide the weights; None if this rank has the full weights.
         copies: ranks that have copies of this rank's shard; None if there are none.
         averaged: number of ranks whose losses are averaged.
         dtype: dtype in which blocks gather the weights.
-        reduce_dtype: in which gradients are averaged.
+        reduce_dtype: dtype in which gradients are averaged.
     """
 
     shards: Group | None

@@ -1,14 +1,14 @@
-"""Let FSDP2 gather weights in float8 if only float8 operations read them. That sends half the bytes of bf16, and the
-operations need not compute a scale and cast the weights.
+"""Let FSDP2 gather weights in float8 if only float8 operations read them. This sends half as many bytes as bf16, and
+the operations need not compute a scale and cast the weights.
 
 If the shard of a parameter has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2 calls them to
 get the tensors to gather, and to convert the result. FSDP2 intends them as methods of a subclass of Tensor. Here they
 are attributes of the shard, which stays an ordinary fp32 tensor. All code for the state of parameters (masters,
-moments, averages, the optimizer's kernels, DTensor) therefore works on it unchanged. A subclass would have to implement
-every operation that this code calls.
+moments, averages, the optimizer's kernels, DTensor) therefore works with the shard unchanged. A subclass would have to
+implement every operation that this code calls.
 
 The tensor to gather has this rank's rows in e4m3, one byte per weight. :meth:`Float8Shards.refresh` computes it
-whenever the shards have changed. A step therefore quantises once, however often its passes gather.
+whenever the shards have changed. A step therefore quantises only once, although several passes gather.
 """
 
 from collections.abc import Collection, Sequence
@@ -52,7 +52,7 @@ class Float8Shards:
             gathered = _Gathered(rows, descale, weight.sharded_param.shape[0])
             hooked.fsdp_pre_all_gather = gathered.fsdp_pre_all_gather
             hooked.fsdp_post_all_gather = gathered.fsdp_post_all_gather
-            weight._init_extensions()  # again: FSDP2 looked for them when it made the shard
+            weight._init_extensions()  # FSDP2 looked for the methods when it made the shard and must look again
 
     def refresh(self) -> None:
         """Quantise the shards after a change, with one scale for each full weight. Collective over the group."""

@@ -21,13 +21,13 @@ from opendit.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that draw the same samples: replica ``number`` of ``count``.
+    """The ranks that draw the same samples. This is replica ``number`` of ``count``.
 
-    All ranks of a replica get the same latents, and each rank decodes a share of them.
+    All ranks of a replica get the same latents, and each rank decodes some of them.
 
     Attributes:
         leads: True on the rank that writes the files.
-        halves: this rank and the rank that has the same tokens and parts of layers in the other half of guidance; None
+        halves: this rank and the rank that has the same tokens and slices of layers in the other half of guidance; None
             without cfg_parallel.
         ranks: all ranks of the replica; None for a single rank.
     """
@@ -47,7 +47,8 @@ def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
         pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
-        halves = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(pairs)[0]))  # every rank is in one
+        # Every rank is in exactly one pair, so new_subgroups_by_enumeration returns this rank's pair.
+        halves = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(pairs)[0]))
         group = halves if ranks == 1 else None
         ranks *= 2
     if ranks > 1 and group is None:
@@ -69,7 +70,7 @@ class SharedBatch:
     group: Group
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
-        """Compute this rank's rows of the batch and gather the rest.
+        """Compute the predictions for this rank's part of the batch, and gather the predictions of all ranks.
 
         Args:
             x: latents (B, C, ...), the same on all ranks.

@@ -23,7 +23,8 @@ class HardwareModel:
     """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink.
 
     FLOP rates are those of single operations. In a whole training step the power limit reduces the rate of matrix
-    products to the share ``sustained``. ``direct`` is a property of the ranks whose cost is computed, not of the card.
+    products to the fraction ``sustained``. ``direct`` is a property of the ranks whose cost is computed, not of the
+    card.
     """
 
     name: str = "H200"
@@ -34,8 +35,9 @@ class HardwareModel:
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
     launch: float = 4e-6  # s, fixed cost of a matrix product
-    # FLOP/s of attention for each element of a head, of at most 128 elements. A head of 72 takes as long as one of 128;
-    # a head of at most 64 takes the share ``small`` of that time. The backward pass has 2.5 times the FLOPs.
+    # FLOP/s of attention for each element of a head, of at most 128 elements. Heads of 72 and of 128 elements take
+    # equally long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times the
+    # FLOPs.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69
@@ -55,10 +57,10 @@ class HardwareModel:
     copies: float = 270 * GIB  # bytes/s that copy engines transfer during matrix products
     latency: float = 20e-6  # s, latency of a collective or of one hop of a ring
     barrier: float = 5e-6  # s, latency of an exchange through symmetric memory
-    part: float = 10e-6  # s, cost for each other rank in FastSeq, each way: a copy's start, and smaller products
-    group: float = 40e-6  # s, cost of each further group of heads: more and smaller kernels, forward and backward
-    tail: float = 0.03  # share of a wave of attention that is idle time at the end of each further group of heads
-    overlap: float = 0.3  # share of a collective that computation of the same length hides
+    part: float = 10e-6  # s, cost per other rank and direction in FastSeq: starting a copy, and smaller products
+    group: float = 40e-6  # s, cost of each additional group of heads, forward and backward: more and smaller kernels
+    tail: float = 0.03  # fraction of a wave of attention that is idle at the end of each additional group of heads
+    overlap: float = 0.3  # fraction of a collective that concurrent computation of the same length hides
     host_link: float = 100e9  # bytes/s between a card and its host, both directions together
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
@@ -73,7 +75,8 @@ class HardwareModel:
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
         """Return the FLOP/s of attention (forward, backward) for heads of this size, if each query attends to ``keys``
         keys."""
-        elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)  # whole tiles
+        # A tile takes the same time if it has fewer keys.
+        elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)
         return elements * forward, elements * backward

@@ -66,10 +66,10 @@ class _Timer:
 
 
 def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
-    """Measure the hardware of the ranks of ``mesh``, of which ``node`` are on each machine. Collective.
+    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Collective.
 
-    Some figures are not measured: those that need more ranks, and those of launches, of exchanges through symmetric
-    memory, and of how much communication computation hides. They are taken from the card's entry of :data:`CARDS`, or
+    Some figures are not measured: figures that need more ranks, the cost of launches and of exchanges through symmetric
+    memory, and the overlap of communication with computation. They are taken from the card's entry of :data:`CARDS`, or
     from the H200's if the card is unknown.
 
     Raises:
@@ -108,7 +108,7 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
     forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
     both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
     flops = 4 * sizes.heads * sizes.tokens**2  # FLOPs for each element of a head
-    # Factors from the rates at the timed length to the rates of long sequences, which the model has.
+    # Factors that convert rates at the timed length to rates of long sequences, which the model stores.
     there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
     return {
         "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),

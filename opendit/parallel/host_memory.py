@@ -55,7 +55,7 @@ def padded(size: int, multiple: int) -> int:
 
 class Pages(mmap.mmap):
     """Memory mapping that can be page-locked, and is unlocked before it is freed. Otherwise the driver would consider
-    the pages locked for ever, and memory that is later mapped at this address could not be locked."""
+    the pages locked forever, and memory that is later mapped at this address could not be locked."""
 
     _address = 0
 

@@ -11,8 +11,8 @@ from opendit.models.initialization import Distribution, distribution_of, draw
 from opendit.models.parameter_names import canonical_name
 from opendit.parallel.layout import Runs, Shard, copy_overlap, runs_of
 
-GAP = 1 << 15  # largest gap between ranges that are drawn in one call, gap included (0.1 ms)
-SPAN = 1 << 24  # most elements that are drawn in one call
+GAP = 1 << 15  # largest gap between two ranges that one call draws, together with the gap (0.1 ms)
+SPAN = 1 << 24  # maximum number of elements that one call draws
 
 
 class InitialValues:
@@ -20,7 +20,7 @@ class InitialValues:
     ``opendit.models.initialization.initialize``.
 
     Args:
-        model: model that defines names, shapes and distributions. It may be on the meta device, and is not kept.
+        model: model that defines names, shapes and distributions. It may be on the meta device.
         seed: seed of the values.
 
     Raises:
@@ -46,8 +46,8 @@ class InitialValues:
 
 
 def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
-    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. The other
-    arguments are those of ``opendit.models.initialization.draw``."""
+    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. Other arguments:
+    see ``opendit.models.initialization.draw``."""
     values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
     for start, stop in _covers(wanted):
         drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))

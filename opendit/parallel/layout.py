@@ -77,7 +77,7 @@ def dim_cut(group: str, dim: int, size: int, ranks: int) -> Cut:
 
 
 def block_cut(group: str, dim: int, blocks: Sequence[int], ranks: int, unit: int = 1) -> Cut:
-    """Cut a dimension that consists of consecutive blocks. Every rank holds an equal share of each block: for example,
+    """Cut a dimension that consists of consecutive blocks. Every rank holds an equal part of each block: for example,
     the rows of its heads in q, in k and in v.
 
     Args:
@@ -248,7 +248,7 @@ def _in_order(cut: Cut) -> bool:
     )
 
 
-Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]  # the type of Shard.slices, more general
+Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]  # a more general type than that of Shard.slices
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,8 @@ def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs:
     into, out_of, length = overlap(target_runs, source_runs)
     steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
     if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
-        # The runs are a few columns of a matrix, one run per row. A copy for each row would take longer than the disk.
+        # The runs are a few columns of a matrix, one run per row. One copy per row would take longer than reading the
+        # file.
         size = (len(length) - 2, int(length[1]))
         views = [
             flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))

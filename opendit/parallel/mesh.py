@@ -28,8 +28,9 @@ from opendit.config.parallel_sizes import (
 from opendit.kernels.recording import end_recordings
 from opendit.parallel.rendezvous import meet, part
 
-# Computation waits for the communication in these groups, so it must not queue behind the communication of gradients.
-# They have process groups of their own even if they contain all ranks, and streams of high priority on a GPU.
+# Computation waits for communication in these groups, so this communication must not queue behind the communication of
+# gradients. These groups therefore get separate process groups, even if they contain all ranks, and high-priority
+# streams on a GPU.
 PRIORITY = ("sp", "tp", "ep")
 
 
@@ -77,12 +78,12 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's samples: ranks with the same number see the same samples."""
+        """Index of this rank's samples. Ranks with the same index see the same samples."""
         return self.coordinate("dp")
 
     @property
     def dp_size(self) -> int:
-        """Number of different sets of samples: of data-parallel ranks, or of groups of ranks that share samples."""
+        """Number of different sets of samples, one for each data-parallel rank or group of ranks that share samples."""
         return self.dims.size("dp")
 
     @property
@@ -135,8 +136,8 @@ class Mesh:
         return self.groups[name]
 
     def own_group(self, name: str) -> dist.ProcessGroup:
-        """Return :meth:`group`, but a group of this rank alone instead of None: some libraries take None to mean all
-        ranks."""
+        """Return :meth:`group`, or a group with only this rank instead of None, because some libraries take None to
+        mean all ranks."""
         if (group := self.group(name)) is not None:
             return group
         if name not in self.groups:
@@ -144,9 +145,9 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner. Without names its
-        dimensions are the axes of a size above 1. It communicates over the groups of :meth:`group`. Collective over all
-        ranks.
+        """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner. Without names, its
+        dimensions are the axes with a size above 1. It communicates over the groups of :meth:`group`. Collective over
+        all ranks.
 
         For example, ``fully_shard`` and tensor parallelism use slices of ``("dp_replicate", "fsdp", "tp")``.
 
@@ -205,7 +206,7 @@ class Mesh:
         """Make the groups in which neighbouring ranks of a pipeline send to each other. Collective over all ranks.
 
         Args:
-            around: whether the last rank and the first rank count as neighbours.
+            around: True if the last rank and the first rank count as neighbours.
 
         Returns:
             Mapping from (index of the first of two neighbours; True for messages to the next rank, False for messages
@@ -250,7 +251,7 @@ def init_mesh(
         pipeline_parallel: number of ranks that divide the blocks among them. All remaining ranks are data parallel.
         replicate: number of copies of the sharded model.
         dims: sizes of the mesh, which replace all the sizes above.
-        group_of_one: whether a single process also makes a process group. Engines need one; a run that never
+        group_of_one: True to make a process group even for a single process. Engines need the group; a run that never
             communicates starts sooner without it.
 
     Raises:

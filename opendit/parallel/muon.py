@@ -27,8 +27,9 @@ from opendit.parallel.layout import Layout
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, also those of torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
-AS_ADAMW = 0.2  # root mean square of AdamW's updates, to which arXiv 2502.16982 scales Muon's updates
-ELEMENTS = 2**27  # most elements of matrices that are iterated together; bounds the memory of intermediate results
+AS_ADAMW = 0.2  # root mean square of AdamW's updates; arXiv 2502.16982 scales Muon's updates to it
+# Maximum number of matrix elements that are iterated together. It bounds the memory of intermediate results.
+ELEMENTS = 2**27
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Muon:
         settings: settings of Muon, and the parameters that it updates.
         layout: layout of the masters. Each parameter has at most one cut, into ranges of its flattened tensor.
         names: names of all trained parameters, in the optimizer's order.
-        copied: True if every rank has full gradients, whatever the layout is (ddp).
+        copied: True if every rank has full gradients, regardless of the layout (ddp).
 
     Attributes:
         names: names of the parameters that Muon updates.

@@ -50,7 +50,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Update the scale after a step. finite: 0-dim bool, whether its gradients were."""
+        """Update the scale after a step. finite: 0-dim bool, True if the step's gradients were finite."""
         in_a_row = (self.growth + 1) * finite
         grows = in_a_row == INTERVAL
         not_finite = (self.hysteresis + ~finite) * ~grows
@@ -79,7 +79,7 @@ class FusedAdamW(torch.optim.AdamW):
     takes minutes.
     """
 
-    elements = 2**26  # most elements that are updated together, which bounds the fp32 copies of gradients
+    elements = 2**26  # maximum number of elements that are updated together; bounds the fp32 copies of gradients
 
     def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
@@ -133,11 +133,11 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class OnePassAdamW:
-    """Runs the step of a :class:`FusedAdamW` by :class:`FusedStep`, in two passes over memory. The step computes the
+    """Runner of a :class:`FusedAdamW` step with :class:`FusedStep`, in two passes over memory. The step computes the
     gradients' norm and updates moments, masters, averages and working weights. The host does not wait for it.
 
     Args:
-        adam: has the settings in its only parameter group, and the moments in its state, keyed by ``keys``.
+        adam: optimizer with the settings in its only parameter group, and the moments in its state, keyed by ``keys``.
         keys: the masters, in the order of the gradients, fp32 and 1-d or contiguous.
         sizes: number of leading elements of each master to step. The rest is padding. None for all elements.
         working: the masters' copies in the precision of the forward pass; None if there are none.
@@ -210,14 +210,14 @@ class OnePassAdamW:
 
 
 class ShardedOptimizer:
-    """Steps the shards that this rank holds. Ranks wait for each other only for the norm of all gradients.
+    """Optimizer of the shards that this rank holds. Ranks wait for each other only for the norm of all gradients.
 
     ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
     buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). A kernel on a side stream updates the
-    averages in place during the next forward and backward passes, and the next step waits for that kernel before it
-    changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting
-    such state on the host.
+    averages in place during the next forward and backward passes. The next step waits for that kernel before it changes
+    the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting such state
+    on the host.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.
@@ -300,8 +300,8 @@ class ShardedOptimizer:
             parameter.grad = gradient
 
     def new_averages(self, count: int) -> list[list[Tensor]]:
-        """Allocate ``count`` averages in the memory that ``offload`` demands. Each is a list of tensors in the order of
-        the masters."""
+        """Allocate ``count`` averages in host or device memory, as ``offload`` demands. Each average is a list of
+        tensors in the order of the masters."""
         if self._offload == "none":
             return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
         return self._in_host_memory(count)[1]

@@ -5,7 +5,8 @@
   neighbouring blocks. Chunk c of rank r is stage c * ranks + r of the model, so a micro-batch goes around the ranks
   once per chunk.
 - :func:`keep_stages` removes all modules of a model except those of this rank's stages. The modules before the first
-  block and after the last block are on the first and the last stage; those that make the condition are on every rank.
+  block and after the last block are on the first and the last stage; the modules that compute the condition are on
+  every rank.
 - :class:`Links` sends tensors between stages, :func:`execute` runs a schedule, and :class:`PipelineForward` calls a
   model that is divided into stages with the interface of an undivided model.
 
@@ -109,8 +110,8 @@ def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = Tru
 
 
 def in_flight(actions: list[Action]) -> int:
-    """Return the largest number of forward passes (of one chunk and one micro-batch each) whose activations are held at
-    the same time."""
+    """Return the largest number of forward passes whose activations are held at the same time. Each pass is of one
+    chunk and one micro-batch."""
     held = most = 0
     for action in actions:
         held += 1 if action.forward else -1
@@ -149,29 +150,29 @@ def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
 
 
 def _ends(chunk: int, rank: int, ranks: int, chunks: int) -> tuple[bool, bool]:
-    """Return (whether a chunk is the model's first stage, whether the chunk is the last stage)."""
+    """Return two booleans: True if a chunk is the model's first stage, and True if the chunk is the last stage."""
     stage = chunk * ranks + rank
     return stage == 0, stage == chunks * ranks - 1
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of messages; a header sends the index
-IN_FLIGHT = 2  # unfinished sends that a channel may have, at most
+IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 
 class Links:
     """Channels between this rank and its neighbours in a pipeline. Collective over all ranks.
 
     Every kind of message (activations, gradients) has its own process group between each two neighbours. A group is
-    used in one direction only and in the order of the schedule, so the messages of a group arrive in order and never
-    wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a send
-    and a receive in the same group could wait for each other for ever.
+    used in one direction only and in the order of the schedule. The messages of a group therefore arrive in order and
+    never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a
+    send and a receive in the same group could deadlock.
 
     The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have the
     shape and dtype of their activations. All messages of one chunk with the same ``key`` have the same shape.
 
     Args:
         mesh: mesh of the run.
-        around: whether the last rank also sends to the first, as it does if ranks have several chunks.
+        around: True if the last rank also sends to the first, which is needed if ranks have several chunks.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -354,7 +355,7 @@ def check_pipeline(config: DiTConfig, schedule: str, ranks: int, micro_batches: 
         check_micro_batches(schedule, ranks, micro_batches)
 
 
-MOSTLY_IDLE = 0.25  # idle share of a step from which a run prints a note
+MOSTLY_IDLE = 0.25  # minimum idle fraction of a step for which a run prints a note
 
 
 def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
@@ -406,7 +407,7 @@ def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 class StageForward:
-    """``forward`` of a model of which this rank has only ``stages``."""
+    """``forward`` of a model whose other stages are on other ranks."""
 
     def __init__(self, model: DiT, stages: PipelineStages):
         self._model, self._stages = model, stages
@@ -414,7 +415,7 @@ class StageForward:
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
         """Run a chunk's forward pass on a micro-batch.
 
-        Every stage computes the condition from t and y. That costs a small part of a block's work, and the condition's
+        Every stage computes the condition from t and y. This costs a small part of a block's work, but the condition's
         vector, the caption's tokens and their gradients need not be sent.
 
         Args:
@@ -429,7 +430,7 @@ class StageForward:
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]
-        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # a picture to a video model: see ``DiT.predict``
+        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # a picture in a video model; see ``DiT.predict``
         sizes = (repeats, *shape[-2:]) if repeats > 1 else tuple(shape[2:])
         c, context = model.condition(t, y)
         begins = stages.first and chunk == 0

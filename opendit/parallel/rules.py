@@ -13,7 +13,7 @@ from opendit.models.parameter_names import fits, value_of
 from opendit.models.plan import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import model_shapes
 
-Slices = tuple[slice, ...]  # one for each dimension
+Slices = tuple[slice, ...]  # one slice for each dimension
 FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}
 
 # ------------------------------------------------------------------------------------------------- rules of parameters
@@ -56,7 +56,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """Return a rank's ranges of a dimension of length ``side``: an equal share of every section. Sections of heads are
+    """Return a rank's ranges of a dimension of length ``side``: an equal part of every section. Sections of heads are
     divided into whole heads."""
     if isinstance(rule, Vocabulary):  # the first ranks have one row more if the rows do not divide evenly
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
@@ -94,10 +94,11 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
 
 
 def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the parameters of a model's blocks that are matrices by which tokens are multiplied, by name.
+    """Return the block parameters that consist of matrices by which tokens are multiplied.
 
-    The value is the number of rows of each matrix in the parameter. A parameter may stack several matrices: q, k and v,
-    the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router of experts are not included.
+    The result maps a parameter's name to the number of rows of each of its matrices. A parameter may stack several
+    matrices: q, k and v, the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router of
+    experts are not included.
     """
     plan = plan_of(config)
     rules, found = plan.rules(config), {}
@@ -134,11 +135,11 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one block each, so that the largest work of
-    a stage is minimal.
+    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one block each, so that the most expensive
+    stage is as cheap as possible.
 
-    If several stages could take one more block, the last of them gets it, because later stages hold the activations of
-    fewer micro-batches.
+    If several stages could take one more block, the last of these stages gets it, because later stages hold the
+    activations of fewer micro-batches.
 
     first, last: additional work of the first and the last stage, in units of a block.
     """
@@ -155,7 +156,7 @@ def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0)
 
 def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
     """Divide a model's blocks into stages with :func:`stage_blocks`, by the FLOPs of the model's plan. Modules that are
-    on every stage do not count."""
+    on every stage are not counted."""
     plan = plan_of(config)
     block = plan.flops_at(config, "block")
     return stage_blocks(config.depth, stages, *(plan.flops_at(config, end) / block for end in ("first", "last")))

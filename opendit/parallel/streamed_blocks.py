@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opendit.parallel.host_memory import HostMemory, padded
 
-AHEAD = 2  # number of blocks that are copied before they are needed
+AHEAD = 2  # number of blocks that are copied ahead of their use
 ALIGNMENT = 256  # bytes
 
 
@@ -44,8 +44,8 @@ class StreamedBlocks:
         model: model with ``blocks``. From now on it computes modulations inside the blocks.
         count: number of blocks to stream; all if the model has fewer.
         device: device that computes.
-        deferred: on a CPU, copy a block when it is called instead of when its copy begins. Both must give the same
-            results.
+        deferred: on a CPU, True to copy a block when it is called instead of when its copy begins. Both must give the
+            same results.
 
     Attributes:
         host: weights by parameter name, in page-locked memory if the device is a GPU.
@@ -58,7 +58,8 @@ class StreamedBlocks:
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
         self._device, self._deferred, self.copied = device, deferred, 0
-        numbers = spread_numbers(len(model.blocks), count)  # spread, so that other blocks compute between two copies
+        # The streamed blocks are spread evenly, so that other blocks compute between two copies.
+        numbers = spread_numbers(len(model.blocks), count)
         blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
         self.blocks = len(blocks)
         frozen = [[(n, p) for n, p in block.named_parameters() if not p.requires_grad] for _, block in blocks]

@@ -44,12 +44,12 @@ from opendit.parallel.rendezvous import meet
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 2.0  # seconds that a rank waits for answers to its farewell message
+FAREWELL = 2.0  # seconds that a rank waits for replies to its farewell message
 JOIN = 30.0  # seconds that the ranks have to connect to rank 0
 PING = 5.0  # seconds between two pings
 SILENT = 30.0  # seconds without a message after which a rank is named in a warning
 SUSPECT = 2.0  # seconds to wait for the failure that may have caused a communication error
-LONGEST = 4000  # most characters of an error message that are sent
+LONGEST = 4000  # maximum number of characters of an error message that are sent
 
 _numbers = itertools.count()  # numbers of the watches of this process; all ranks make them in the same order
 _alive: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
@@ -83,7 +83,7 @@ class _Peer:
 
 class RankWatch:
     """One rank's watch over the other ranks. All ranks must make their watches in the same order, and ``close`` them
-    after success. A watch logs which ranks stop to send messages, and when they send messages again.
+    after success. A watch logs which ranks stop sending messages, and when they resume.
 
     Args:
         place: place of this process in the run.
@@ -102,7 +102,7 @@ class RankWatch:
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._peers: dict[int, _Peer] = {}  # by rank
+        self._peers: dict[int, _Peer] = {}  # connections to other ranks, by rank
         self._suspect: tuple[Ending, float] | None = None
         self._all_here, self._listener = threading.Event(), None
         self._leaving: float | None = None  # time until which this rank waits for answers to its farewell
@@ -353,9 +353,10 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
-CLOSING = 8.0  # seconds to finish writing a checkpoint when the run fails
-CLOSING_LOST = 2.0  # the same if a rank was lost, so that no checkpoint can be completed
-# Seconds after which a failed rank ends even if its main thread still waits; the same if a rank was lost.
+CLOSING = 8.0  # seconds allowed to finish writing a checkpoint when the run fails
+CLOSING_LOST = 2.0  # seconds allowed if a rank was lost, so that no checkpoint can be completed
+# Seconds after which a failed rank ends even if its main thread still waits: after a failure, and after the loss of a
+# rank.
 LAST, LAST_LOST = 12.0, 4.0
 ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that never need a traceback
 # Words in errors of gloo, NCCL and the store that the end of another rank may have caused.
@@ -366,7 +367,7 @@ class Supervisor:
     """Context in which one rank of a program runs. An error inside the context ends the program on all ranks.
 
     A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because other ranks may wait
-    inside a collective for ever, and shutting communication down would wait for them.
+    inside a collective forever, and shutting communication down would wait for them.
 
     Args:
         user_errors: classes of exceptions for which a user needs only the message, not a traceback.
@@ -464,7 +465,7 @@ class Supervisor:
 
     def _other_ended(self, ending: Ending) -> None:
         """End this rank because another rank ended the run. The watch's thread calls this method, because the main
-        thread may wait for the other rank for ever."""
+        thread may wait for the other rank forever."""
         self._leave(ending, OTHER_RANK)
 
     def _leave(self, ending: Ending, code: int) -> None:

@@ -4,10 +4,11 @@ This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms
 2022). Between the layers a rank holds n tokens of a sequence; inside a layer it has 1 / P of the heads and of the MLP's
 width. Tokens are gathered before a column-parallel layer; the results of a row-parallel layer are reduce-scattered.
 
-All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its part of a
+All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its slice of a
 divided parameter. For a replicated parameter a rank computes only one term of the gradient, which is a sum over the
-group: the term of the rank's tokens if the parameter acts on the residual stream, or the term of its heads, features or
-experts if the parameter acts on a tensor that all ranks have. :class:`ReplicatedGradients` sums these terms.
+group. If the parameter acts on the residual stream, this is the term of the rank's tokens. If the parameter acts on a
+tensor that all ranks have, it is the term of the rank's heads, features or experts. :class:`ReplicatedGradients` sums
+these terms.
 
 Parameters keep their names. :attr:`Part.divided` describes which slices of the canonical tensors they are.
 """
@@ -87,7 +88,7 @@ class TensorParallel:
         return cast(SequenceShards, found)  # SharedTokens has all attributes that models read
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
-        """Return this rank's share of a sequence of several streams of tokens. Raises ValueError if the run also has
+        """Return this rank's shard of a sequence of several token streams. Raises ValueError if the run also has
         sequence parallelism."""
         if self.sequence is not None:
             raise ValueError(
@@ -100,7 +101,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """This rank's share of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
+    """This rank's shard of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
     have padding at the end.
 
     Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
@@ -109,7 +110,7 @@ class SharedTokens:
     Attributes:
         group: ranks that divide the layers.
         length: number of tokens of the group.
-        shared: the sequence of which these tokens are one share, if the run has sequence parallelism; otherwise None.
+        shared: the sequence of which these tokens are one shard, if the run has sequence parallelism; otherwise None.
     """
 
     group: Group
@@ -118,7 +119,7 @@ class SharedTokens:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, padding included."""
+        """Number of tokens of a rank, including padding."""
         return -(-self.length // self.group.size)
 
     def take(self, x: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ class SharedTokens:
 
     @property
     def axial(self) -> bool:
-        """True if the tokens are a share of a grid with its own attention along an axis."""
+        """True if the tokens are part of a grid with attention along an axis."""
         return self.shared is not None and self.shared.axial
 
     def attend_along(
@@ -243,9 +244,9 @@ def divide(
     Args:
         group: ranks that divide the layers.
         sequence: sequence parallelism over another group of ranks; None without it.
-        column_modulation: each rank computes a share of the features of every modulation, and all ranks gather them.
-            Otherwise every rank computes all features. Tables of labels are small, and every rank has them in full,
-            even if the plan allows to divide them.
+        column_modulation: True to divide the features of every modulation among the ranks, which then gather them.
+            Otherwise every rank computes all features. Label tables are small, so every rank has them in full, even if
+            the plan allows dividing them.
 
     Returns:
         The argument for ``model.use(sequence=...)``.
@@ -322,9 +323,9 @@ class ColumnParallel(Part):
 
 
 class RowParallel(Part):
-    """Linear layer whose rank multiplies its input features (B, P n, in / P) of all tokens. The products are
-    reduce-scattered, so this rank gets the sum for its own tokens (B, n, out). The bias is replicated and added to the
-    sum."""
+    """Linear layer in which each rank multiplies its input features (B, P n, in / P) of all tokens. The products are
+    reduce-scattered, so this rank gets the sum for its tokens (B, n, out). The bias is replicated and added to the sum.
+    """
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         summed = sum_shares(super().product(x, None, multiply), 1, self.group)
@@ -401,7 +402,8 @@ def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> N
 
 def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
     part = local_tensor(parameter.detach(), rule, group.rank, group.size)
-    kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()  # a view would keep all of it
+    # A view would keep the full tensor in memory.
+    kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()
     return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
 
@@ -461,7 +463,8 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum ``square_sum``, which has the squares of this rank's ``counted`` gradients, over the groups, in place."""
+        """Sum ``square_sum`` over the groups, in place. On each rank it has the squares of the rank's ``counted``
+        gradients."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)
         return square_sum

@@ -39,7 +39,7 @@ from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 PLUGINS = ("zero2", "fsdp")  # other plugins are used only if --plugin names them
 SHOWN = 5
 BATCHES = 3  # number of micro-batch sizes to estimate, from the largest that fits
-# Smallest relative gain in time for which another kind of parallelism is used. It accounts for waiting for slower
+# Smallest relative gain in time for which another kind of parallelism is added. It accounts for waiting for slower
 # ranks, which the cost model does not include.
 MARGIN = 0.01
 
@@ -120,7 +120,7 @@ class Priced:
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """Name the largest cost other than matrix products and attention, with its share of the step's time."""
+        """Name the largest cost other than matrix products and attention, with its fraction of the step's time."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
         found |= {
@@ -135,7 +135,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The machines that run the training.
+    """The ranks and machines that run the training.
 
     Attributes:
         world: number of ranks.
@@ -181,7 +181,7 @@ class Search:
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # may span machines
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # these may span machines
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):
@@ -243,7 +243,8 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return the number of samples in a step if all ranks that the flags leave unused are data parallel."""
+        """Return the number of samples in a step if all ranks that the flags do not assign otherwise are data
+        parallel."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
@@ -310,14 +311,15 @@ class Search:
         return Priced(candidate, setup, memory, cost, batch * candidate.grad_accumulation * ranks)
 
     def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
-        """Return the best candidate of each product, the fastest first."""
+        """Return the best candidate for each :attr:`Candidate.product`, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
-        enough: dict[tuple[Any, ...], int] = {}  # product -> largest micro-batch that fits with less recomputation
+        enough: dict[tuple[Any, ...], int] = {}  # product -> largest micro-batch size that fits with less recomputation
         for form in self.forms(offload, pipelines):
             if not self.takes(form):
                 continue
             product = form.product
-            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)  # small ones shrink the bubble
+            # In a pipeline, small micro-batches may be best, because they shrink the bubble.
+            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)
             larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))
             for one in itertools.islice(fitting, BATCHES):
@@ -337,12 +339,13 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """Return the best products (at most ``shown``, the fastest first) and the model's configuration.
+    """Return the best candidates, one for each of at most ``shown`` products, the fastest first, and the model's
+    configuration.
 
     Pipelines, and then state in host memory (--offload), are tried only if nothing else fits.
 
     Raises:
-        ValueError: no product fits in memory, or the flags are impossible on this number of ranks. The message says
+        ValueError: no candidate fits in memory, or the flags are impossible on this number of ranks. The message says
             what to change.
     """
     search = Search(flags, dataset, where)
@@ -366,7 +369,7 @@ def choose(
 
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose and print the best product on rank 0; return its flags and mesh on every rank. Collective.
+    """Choose and print the best candidate on rank 0; return its flags and mesh on every rank. Collective.
 
     Raises the same errors as :func:`choose`, on every rank.
     """
@@ -388,7 +391,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     """Return the machines of a run, and the origin of the figures of their hardware. Collective.
 
-    The capacity is that of the GPU with the least memory, or without GPUs a rank's share of the host's memory. Raises
+    The capacity is the memory of the smallest GPU or, without GPUs, the host's memory divided by its ranks. Raises
     ValueError if --hardware is wrong.
     """
     has_gpu = mesh.device.type == "cuda"
@@ -409,7 +412,7 @@ def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
 
 
 def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
-    """Return lines that list the best products, each with its estimates and the largest cost that limits it."""
+    """Return lines that list the best candidates, each with its estimates and the largest cost that limits it."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
         f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "

@@ -15,9 +15,9 @@ class Batches:
 
     Args:
         count: number of batches in a step.
-        monitor, pace: are told how long the step waited for each batch.
+        monitor, pace: record how long the step waited for each batch.
         diagnosis: keeps the batches of the step.
-        interrupt: is told when data are missing.
+        interrupt: is informed when data are missing.
         interchangeable: True if any batch of the run can replace any other batch.
     """
 
@@ -63,7 +63,7 @@ class Batches:
         try:
             return next(self._loader)
         except DataError as error:
-            if self._last is None:  # no step to save: this start has made none
+            if self._last is None:  # there is no step to save, because this start has made none
                 raise
             if self._interrupt.alone:
                 raise NoData(str(error)) from error

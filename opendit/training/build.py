@@ -153,7 +153,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:
-        keep_weights(model)  # all weights stay until the backward pass anyway
+        keep_weights(model)  # all weights stay in memory until the backward pass anyway
     return engine
 
 
@@ -212,7 +212,7 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Open the run's checkpoints. evaluated: identifies the settings of the figures of --evaluate_every."""
+    """Open the run's checkpoints. evaluated: identifies the settings that determine the figures of --evaluate_every."""
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
@@ -277,7 +277,7 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # other ranks that share its samples skip the same file
+    if mesh.leads_sharing:  # other ranks that share this rank's samples skip the same file
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
@@ -285,7 +285,7 @@ class Evaluation(Protocol):
     """Interface for evaluating samples drawn with the EMA weights; opendit/evaluation implements it.
 
     Attributes:
-        of: identifies everything except the weights that decides the figures.
+        of: identifies everything, except the weights, that determines the figures.
     """
 
     of: str
@@ -303,9 +303,9 @@ class Run:
         done: number of steps done, including steps before a resume.
         result: result of the last step; None before the first step since this start.
         batches: source of the next step's batches.
-        interrupt: knows whether the run has to end.
+        interrupt: tells whether the run must end.
         periodic: decides which periodic work is due after a step.
-        skipped: looks for steps whose gradients were not finite.
+        skipped: detects steps whose gradients were not finite.
         fingerprint: see opendit/training/fingerprint.py.
     """
 
@@ -406,7 +406,8 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of saves and other writes that failed, the same on every rank. Collective."""
-        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0
+        # Every rank adds rank 0's count of failed writes.
+        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)
 
 
 def _packing(spec: RunSpecification) -> Packing | None:

@@ -28,7 +28,7 @@ from opendit.training.specification import samples_at_once
 AUTO = "auto"
 RANKS = (16, 4)  # the smaller rank is tried last; each LoRA weight takes 16 bytes in training
 BATCHES = (4, 2, 1)
-PARTS = 4  # parts of the blocks that move to host memory one after the other
+PARTS = 4  # blocks are moved to host memory in portions of 1 / PARTS of all blocks
 FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
@@ -52,9 +52,10 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
 
 
 def stages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield the storage of frozen blocks and --offload, from the most exact and fastest to the least memory.
+    """Yield pairs (storage of frozen blocks, --offload), from the most exact and fastest to those that need the least
+    memory.
 
-    The storage "one" means one byte a weight.
+    The storage "one" means one byte per weight.
     """
     for base in ("bf16", "one", "nf4"):
         yield base, "none"

@@ -23,13 +23,13 @@ from opendit.training.runners import Runner
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8  # most micro-batches of a step that are kept
-NAMED = 5  # most samples that a message names
+KEPT = 8  # maximum number of micro-batches of a step that are kept
+NAMED = 5  # maximum number of samples that a message names
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MakesMicroBatches(Protocol):
-    """Interface for turning a batch into a micro-batch; ``Inputs`` of train.py implements it."""
+    """Interface for turning a batch into a micro-batch, which ``Inputs`` of train.py implements."""
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
@@ -213,8 +213,8 @@ class SkippedSteps:
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.
-        failing: True if a fault caused that. Without a fault, fp16 skips a step now and then to lower its loss scale,
-            as long as the scale is above 1.
+        failing: True if a fault caused the skip. Without a fault, fp16 occasionally skips a step to lower its loss
+            scale, as long as the scale is above 1.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):

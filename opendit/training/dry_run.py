@@ -52,9 +52,9 @@ CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB"
 def dry_run(flags: TrainConfig) -> None:
     """Print parameters, tokens, FLOPs, GPU memory and steps of a run on the number of GPUs that --dry_run gives.
 
-    Without a number, the GPUs are those of torchrun, or as many as share a sequence. A missing data set is reported and
-    replaced by random latents of the same kind. Flags that the run would refuse end the program with one line and exit
-    code 2, as they end the run.
+    Without a number, use torchrun's number of processes, or the number of ranks that share a sequence. A missing data
+    set is reported and replaced by random latents of the same kind. Flags that the run would refuse end the program
+    with one line and exit code 2, as in the run.
     """
     try:
         _dry_run(flags)
@@ -165,7 +165,8 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
-    """Return rows on sequence parallelism, and on the time, communication and hours that the cost model predicts.
+    """Return the report's rows on sequence parallelism, and on the time, communication and hours that the cost model
+    predicts.
 
     Args:
         last: number of the last step, if it is known.

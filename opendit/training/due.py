@@ -54,14 +54,15 @@ class PeriodicWork:
 
         Args:
             skipping: True if the last step examined was skipped.
-            failing: True if it was skipped because of a fault.
+            failing: True if that step was skipped because of a fault.
         """
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # After a signal there is no time to validate. With --ckpt_best every save needs the figure that is compared.
+        # After a signal there is no time to validate. With --ckpt_best every save needs the figure by which checkpoints
+        # are compared.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))

@@ -1,7 +1,7 @@
 """The fingerprint of a run, and config.json, which records all starts of the run.
 
-The fingerprint describes everything that decides the loss curve: flags, data, weights of encoders, kernels, versions.
-Every checkpoint stores it, and a resumed run reports how its own fingerprint differs.
+The fingerprint describes everything that determines the loss curve: flags, data, weights of encoders, kernels,
+versions. Every checkpoint stores it, and a resumed run reports how its own fingerprint differs.
 
 Every flag is in the fingerprint unless it changes nothing (FREE) or a resume refuses to change it (OF_THE_MODEL). A new
 flag is therefore compared, and assumed to change the curve, until it is added to one of these lists.
@@ -226,7 +226,7 @@ def code() -> dict[str, str | None]:
     """Return the versions of this package and of the libraries that it computes with.
 
     The package's version includes a hash of its source files, because the source may change while the version number
-    stays.
+    stays the same.
     """
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
@@ -318,7 +318,7 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # another objective has other flags, and a line of its own reports it
+        return []  # another objective has other flags, and a separate line reports the change
     # If a flag is newer than the checkpoint, its default is the behaviour before the flag existed.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
@@ -370,8 +370,8 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
 # For each entry, a function that returns True if a difference changes nothing, or if another line reports it.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The last step matters only if both runs have a cosine schedule. If one run has, the line on the schedule reports
-    # it.
+    # The last step matters only if both runs have a cosine schedule. If only one has, the line on the schedule reports
+    # the difference.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
@@ -442,7 +442,7 @@ def describe_start(spec: RunSpecification) -> dict[str, Any]:
 
 
 def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the starts recorded in a config.json. An old file without a list of starts describes one start.
+    """Return the starts recorded in a config.json. An old file without a list of starts counts as one start.
 
     A damaged file is renamed, and a note is added to ``notes``.
     """

@@ -166,14 +166,14 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        if other and not family_in(flags.model):  # a public model's folder may lie elsewhere; see _public_model
+        if other and not family_in(flags.model):  # a public model's folder may have moved; see _public_model
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # a recipe's
+        if getattr(flags, name):  # set by a recipe
             notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
             unused[name] = TrainConfig.__dataclass_fields__[name].default
     return replace(flags, **unused), notes
@@ -535,7 +535,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
 def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
     """Return the bytes that a public model's text encoders (bf16) and VAE (fp32) take on every GPU.
 
-    Encoders that stay on the GPU only are counted. A dry run may name a folder that does not exist; it counts as 0.
+    Only encoders that stay on the GPU are counted. A dry run may name a folder that does not exist, which counts as 0.
     """
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
         return 0

@@ -108,7 +108,7 @@ class Interrupt:
 
     def leave(self) -> None:
         """Wait until all ranks have saved. Call before NoData is raised further. Collective."""
-        self._channel.gather(None)  # all have saved
+        self._channel.gather(None)  # all ranks have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
 

@@ -87,7 +87,7 @@ PROJECT = "opendit"
 class RunLogger(ABC):
     """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the library."""
 
-    where: str  # how to view the log, in one line
+    where: str  # one line that tells the user how to view the log
 
     @abstractmethod
     def __init__(self, folder: Path, config: dict[str, Any]):
@@ -118,7 +118,7 @@ class WandbLogger(RunLogger):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports
-        import wandb  # pyright: ignore[reportMissingImports]  # who wants it installs it
+        import wandb  # pyright: ignore[reportMissingImports]  # an optional dependency
 
         self._wandb = wandb
         known = folder / "wandb" / "run_id"
@@ -157,7 +157,7 @@ class MlflowLogger(RunLogger):
 
     def __init__(self, folder: Path, config: dict[str, Any]):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to its makers
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # who wants it installs it
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # an optional dependency
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._metric, outputs = Metric, folder.resolve().parent

@@ -39,7 +39,7 @@ from opendit.parallel.streamed_blocks import blocks_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
-# Share of a card's memory to plan with; the rest is for a CUDA context, NCCL and fragmentation. A rule of thumb.
+# Fraction of a card's memory to plan with; the rest is for a CUDA context, NCCL and fragmentation. A rule of thumb.
 USABLE = 0.94
 WEIGHTS_SHARDED = ("gemini", "fsdp")
 LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS, cuDNN and other libraries, fitted to measured peaks at batch 0
@@ -47,31 +47,32 @@ LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS, cuDNN and other libraries, fitte
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a run that decide its memory, besides model and batch.
+    """Settings of a run, besides model and batch, that determine its memory.
 
     Attributes:
-        fused: one kernel computes LayerNorm and modulation.
-        compiled: blocks are compiled.
+        fused: True if one kernel computes LayerNorm and modulation.
+        compiled: True if blocks are compiled.
         averages: number of EMAs.
-        accumulate: a step has several micro-batches.
+        accumulate: True if a step has several micro-batches.
         recompute_blocks: number of blocks that are recomputed. None for all.
         lora: the trained LoRA. None if all weights are trained.
         base_precision: as --base_precision.
         replicate: copies of a model that fsdp shards.
         reduce_dtype: precision in which fsdp sums gradients over ranks.
         reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
-        keep_gradients: fsdp adds up whole gradients over the micro-batches and reduces them once. None: as "auto".
+        keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once. None: as
+            "auto".
         offload: as --offload.
         pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
         absent: parameters outside of the blocks that a pipeline's stage does not have.
         trained: LoRA's weights that a pipeline's stage has.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
-        encoders: bytes of frozen encoders that stay beside the model.
+        encoders: bytes of frozen encoders that stay on the GPU with the model.
         muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment. None for AdamW.
-        eight_bits: AdamW's moments are kept in 8 bits.
+        eight_bits: True if AdamW's moments are kept in 8 bits.
 
-    Attention needs no entry. All of torch's kernels but ``math`` keep q, k, v, the output and one number for each row
-    and head.
+    Attention needs no setting: all of torch's kernels except ``math`` keep q, k, v, the output and one number for each
+    row and head.
     """
 
     plugin: str = "zero2"
@@ -128,7 +129,7 @@ class Setup:
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
-        """Return how many of ``depth`` blocks are not recomputed as a whole."""
+        """Return the number of blocks, out of ``depth``, that are not recomputed as a whole."""
         if not self.recomputes_blocks:
             return depth
         return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
@@ -189,8 +190,9 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the peak of one rank for micro-batches of ``batch`` samples on a GPU. For a pipeline, return the highest
     peak of its ranks.
 
-    LoRA's trained weights are added to the model's. Embedders that LoRA trains in full are not counted. Activations are
-    estimated as if all weights were trained. LoRA keeps up to a fifth less if no embedder is trained.
+    LoRA's trained weights are counted in addition to the model's. Embedders that LoRA trains in full are not counted.
+    Activations are estimated as if all weights were trained; with LoRA they take up to a fifth less if no embedder is
+    trained.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -241,7 +243,7 @@ def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
 
 
 def saved(config: DiTConfig, setup: Setup) -> int:
-    """Return the bytes that --base_precision saves in all."""
+    """Return the total number of bytes that --base_precision saves."""
     numbers, stored, _ = stored_weights(config, setup)
     return BYTES[setup.precision] * numbers - stored
 
@@ -278,8 +280,8 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
 
 
 def in_eight_bits(setup: Setup) -> Setup:
-    """Return the setup with AdamW's moments in 8 bits, or unchanged if plugin, optimizer, --offload or LoRA prevent
-    that."""
+    """Return the setup with AdamW's moments in 8 bits. Return it unchanged if plugin, optimizer, --offload or LoRA do
+    not allow 8 bits."""
     possible = setup.plugin != "gemini" and setup.muon is None and setup.offload != "state" and setup.lora is None
     return replace(setup, eight_bits=True) if possible else setup
 
@@ -302,7 +304,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     """Return the numbers of parameters of the model and of one block that a rank holds.
 
-    Of parameters that tensor parallelism divides, only the rank's part counts.
+    For parameters that tensor parallelism divides, only the rank's slice is counted.
     """
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
@@ -350,9 +352,9 @@ GATHERED = 3
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
-    A rank holds fp32 shards of weights, gradients, moments and averages, the whole weights of gathered units, the whole
-    gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that is
-    gathered in float8 takes one byte in the gathered unit and one more byte in its shard.
+    A rank holds fp32 shards of weights, gradients, moments and averages. It also holds the whole weights of gathered
+    units, the whole gradients of the current block, and the buffer that reduces the previous block's gradients. A
+    weight that is gathered in float8 takes one byte in the gathered unit and one more byte in its shard.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
@@ -458,7 +460,8 @@ def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: floa
 
 
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
-    """Return the most samples a micro-batch may have within ``capacity`` bytes; 0 if the states alone do not fit."""
+    """Return the maximum number of samples of a micro-batch that fit in ``capacity`` bytes; 0 if the states alone do
+    not fit."""
     if setup.pipeline_parallel > 1:
         return min(largest_batch(*stage, capacity) for stage in stage_setups(config, setup))
     if estimate(config, setup, 0).total > capacity:
@@ -489,16 +492,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
         _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
         tokens *= setup.sequence_parallel
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
-    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's summand of a sum over ranks
+    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of a sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # (with LoRA the weights are cast once, and take the same bytes)
+        block += kept.weights  # with LoRA the weights are cast once, and take the same bytes
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # a recomputed block keeps its input and modulation
         given = unit + size * batch * config.modulation_width
-        if setup.recompute == BUT_ATTENTION:  # and attention's outputs and log-sum-exps
+        if setup.recompute == BUT_ATTENTION:  # and also attention's outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
     else:
@@ -636,7 +639,7 @@ def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel
     return absent
 
 
-# Share of host memory for page-locked state and save buffers. Loaders, libraries and the page cache need the rest.
+# Fraction of host memory for page-locked state and save buffers. Loaders, libraries and the page cache need the rest.
 USABLE_OF_A_HOST = 0.8
 
 

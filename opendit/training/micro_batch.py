@@ -175,7 +175,7 @@ class PackedMicroBatch:
         return segment_means(objective.loss(output, prepared), self.segments)
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Return the packs' share of the step's loss, 0-dim."""
+        """Return the packs' contribution to the step's loss, 0-dim."""
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:

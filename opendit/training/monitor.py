@@ -80,7 +80,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Context manager that logs a run. Ranks other than 0 write nothing; they only take part in sums over ranks.
+    """Context manager that logs a run. Ranks other than 0 write nothing and only take part in sums over ranks.
 
     Args:
         folder: the run's folder.
@@ -158,7 +158,7 @@ class Monitor:
     def forget_drawing(self, trained: float) -> None:
         """Exclude the memory of a drawing from the run's peak.
 
-        The earlier peak must be kept, because a CUDA graph allocates its memory only once, when it is recorded.
+        The peak before the drawing is kept, because a CUDA graph allocates its memory only once, when it is recorded.
 
         Args:
             trained: ``allocated_gib()`` before the drawing.

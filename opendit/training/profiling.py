@@ -115,7 +115,7 @@ class StepProfiler:
         if self._profile is None:
             return
         self._steps += 1
-        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # so that only kernels of recorded steps count
+        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # wait, because only kernels of recorded steps count
             torch.cuda.synchronize()
         self._profile.step()
 

@@ -1,8 +1,8 @@
 """Run the passes of a training step: kernel by kernel, replayed from CUDA graphs, or over the stages of a pipeline.
 
-A step of DiT-XL/2 launches some 3,900 kernels, and the host needs about 160 ms to enqueue them. With fewer than some
-27,000 tokens a GPU the device finishes sooner and waits for the host. With more tokens the device still idles for a
-moment between two kernels. A recorded graph is launched by one call, and its kernels follow each other without gaps.
+A step of DiT-XL/2 launches about 3,900 kernels, and the host needs about 160 ms to enqueue them. With fewer than about
+27,000 tokens per GPU the device finishes sooner and waits for the host. With more tokens the device still idles briefly
+between two kernels. A recorded graph is launched by one call, and its kernels follow each other without gaps.
 """
 
 import logging
@@ -44,8 +44,8 @@ class EagerPasses(Protocol):
         ...
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients. Return the micro-batch's share of the step's
-        loss, 0-dim, detached."""
+        """Add the gradients of a micro-batch to the engine's gradients. Return the micro-batch's contribution to the
+        step's loss, 0-dim, detached."""
         ...
 
 
@@ -53,7 +53,7 @@ class Runner(ABC):
     """Runs the passes of training steps. In training, only runners call the model.
 
     Attributes:
-        note: says whether CUDA graphs are used, and if not, why.
+        note: says whether CUDA graphs are used and, if not, why.
     """
 
     engine: Engine
@@ -64,8 +64,8 @@ class Runner(ABC):
         """Run the forward and backward passes of a step. The host does not wait for the device.
 
         Args:
-            micro_batches: the micro-batches of the step. Each is requested only when the passes of the micro-batch
-                before are enqueued.
+            micro_batches: the micro-batches of the step. Each is requested only when the passes of the previous
+                micro-batch are enqueued.
 
         Returns:
             The step's mean loss on this rank, 0-dim. In a pipeline only the last stage has the loss, and other stages
@@ -109,9 +109,9 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients, and return its share of the step's loss.
+        """Add the gradients of a micro-batch to the engine's gradients, and return its contribution to the step's loss.
 
-        The share is 0-dim and detached; the next call may overwrite it.
+        The result is 0-dim and detached; the next call may overwrite it.
 
         Args:
             first, last: True for the step's first or last micro-batch.
@@ -158,12 +158,12 @@ class CUDAGraphRunner(EagerRunner):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
         self._in_graph = False  # True if a recording holds the step's gradients
-        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # by `first`
+        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # keyed by `first`
         self._recordings: dict[bool, Recording] = {}
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
         recording = self._recordings.get(first)
-        usable = first or self._in_graph  # later micro-batches add to a recording's gradients
+        usable = first or self._in_graph  # later micro-batches of a step add to a recording's gradients
         if usable and recording is None and self._warmup_left[first] <= 0:
             recording = self._record(micro_batch, first, last)
         if usable and recording is not None and recording.fits(micro_batch):

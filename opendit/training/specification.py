@@ -54,7 +54,7 @@ class RunSpecification:
     stages: PipelineStages | None  # this rank's pipeline stages
     why_not_compiled: str | None  # None if blocks are compiled
     memory: Setup
-    sharding: Sharding | None  # how --plugin fsdp divides the model
+    sharding: Sharding | None  # settings by which --plugin fsdp divides the model
     folder: Path
     lock: AbstractContextManager[Any]  # held while the run writes to the folder
     resume: Checkpoint | None
@@ -65,11 +65,11 @@ class RunSpecification:
     lora: Lora | None
     notes: list[str]
     ema_warmup: float  # warm-up of the averages, see opendit.checkpoint.ema.EMA
-    samples_at_once: int  # samples of the configured size that have the tokens of a rank's micro-batch
+    samples_at_once: int  # number of samples of the configured size with as many tokens as a rank's micro-batch
     teacher: VisionTeacher | None = None  # frozen vision encoder of --repa
     validation: MediaDataset | None = None  # held-out samples
     prompts: tuple[list[str], Condition] | None = None  # drawn in sample grids instead of the data set's captions
-    clip_fps: float | None = None  # frames a second of the clips that the model draws; None if unknown
+    clip_fps: float | None = None  # frames per second of the clips that the model draws; None if unknown
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
     @property
@@ -279,7 +279,7 @@ def attention_length(config: DiTConfig) -> float:
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
-    """Return how many samples of the model's configured size have as many tokens as a rank's micro-batch, rounded
+    """Return the number of samples of the configured size that have as many tokens as a rank's micro-batch, rounded
     up."""
     if flags.tokens is None:
         return flags.batch_size

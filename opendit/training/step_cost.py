@@ -1,7 +1,7 @@
 """Estimate the time of a training step by formula, without building the model.
 
 The time of computation follows from the terms of the model's plan. The time of communication follows from the bytes
-that each strategy sends, the links that it uses, and the share of the transfer that computation hides.
+that each strategy sends, the links that it uses, and the fraction of the transfer that computation hides.
 
 The estimate does not include reading data, encoding (latents and embeddings are assumed to be cached), saving, and
 waiting for slower ranks.
@@ -36,11 +36,11 @@ from opendit.training.memory import (
 # Passes over memory by elementwise kernels, forward and backward, for each unit of activations that a block keeps.
 # Fitted to the training steps of benchmarks/results.csv.
 PASSES = 2.3
-# --recompute -> cost of recomputation: units of N x D read and written, and share of the MLP's first product.
+# --recompute -> cost of recomputation: units of N x D read and written, and fraction of the MLP's first product.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
 QUANTISED = 20  # units of N x D read and written to quantise the operands of products in float8
-UPDATE = 30  # bytes a weight that AdamW reads and writes: master, both moments, gradient, working weight
-AVERAGE = 8  # bytes a weight that each average reads and writes
+UPDATE = 30  # bytes per weight that AdamW reads and writes: master, both moments, gradient, working weight
+AVERAGE = 8  # bytes per weight that each average reads and writes
 # Gathers and sums of N x D that tensor parallelism makes for each divided pair of layers. One of them overlaps with a
 # matrix product.
 GATHERS_OF_A_PAIR = 5
@@ -52,7 +52,7 @@ class Traffic:
 
     Attributes:
         seconds: time of the transfer alone.
-        exposed: part of this time that computation does not hide.
+        exposed: seconds of the transfer that computation does not hide.
     """
 
     bytes: float = 0
@@ -116,7 +116,8 @@ def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, f
     distributes the data to its ranks. The slower of these two transfers decides.
 
     Returns:
-        The traffic with nothing hidden, and the share of the traffic that computation of the same duration would hide.
+        The traffic with nothing hidden, and the fraction of the traffic that computation of the same duration would
+        hide.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -167,7 +168,7 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
 
 
 class _FewerTokens:
-    """View of a configuration with another number of tokens, for the terms of a plan."""
+    """Wrapper of a configuration that reports another number of tokens to the terms of a plan."""
 
     def __init__(self, config: DiTConfig, tokens: int):
         self._config, self.tokens = config, tokens
@@ -239,7 +240,8 @@ class _Step:
             "recomputed": recomputed,
         }
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
-            numbers, stored, _ = stored_weights(config, setup)  # every pass reads them and writes them dense
+            # Every pass reads the stored weights and writes dense weights.
+            numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
         # Blocks are copied in both passes, over one of the link's two directions.
@@ -247,7 +249,7 @@ class _Step:
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
-        """Return the seconds of the optimizer and the averages for this rank's share of the state."""
+        """Return the seconds that the optimizer and the averages take for this rank's shard of the state."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = trained_count(self.config, setup)
@@ -272,7 +274,7 @@ class _Step:
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
-        forward, backward = work / 3, work * 2 / 3  # rough shares
+        forward, backward = work / 3, work * 2 / 3  # rough split
         if setup.plugin == "ddp":
             reduced = beside(gather(4 * trained, alike, self.hardware), backward)
             yield "gradients", reduced * 2  # reduce-scatter and all-gather
@@ -281,7 +283,7 @@ class _Step:
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
             yield "gradients", reduced * micro_batches
             weights = gather(self.size * trained, alike, self.hardware)[0]
-            if setup.plugin == "gemini":  # in both passes, not overlapped
+            if setup.plugin == "gemini":  # gathers all weights in both passes, without overlap
                 weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
@@ -304,7 +306,8 @@ class _Step:
         yield "gradients", reduced * depth * (1 if setup.keep_gradients else micro_batches)
         if divided:
             same = span(shards.ranks // setup.expert_parallel, setup.expert_parallel, self.node)
-            sizes = self.size, BYTES[setup.reduce_dtype]  # gathered and reduced in every pass, not overlapped
+            # Every pass gathers and reduces the experts, without overlap.
+            sizes = self.size, BYTES[setup.reduce_dtype]
             stacks = experts / setup.expert_parallel
             own = sum((gather(size * stacks, same, self.hardware)[0] for size in sizes), Traffic())
             yield "experts", own * (depth * micro_batches)
@@ -336,7 +339,7 @@ class _Step:
             hardware = replace(hardware, link=hardware.node_link, latency=hardware.node_latency)
         plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
         received, seconds = received_by_attention(plan, ranks) * self.unit / tensor, plan.seconds
-        if config.axial_attention:  # one all-to-all to the other axis and one back, forward and backward
+        if config.axial_attention:  # one all-to-all to the other axis and one back, in both passes
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # recomputation repeats the forward pass
@@ -382,7 +385,7 @@ def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
     if plan.kind == AXIAL:
         return 0
     if plan.kind == "fastseq":
-        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice and their gradients; heads to and from
+        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice, their gradients once; heads in both passes
     if plan.kind == "ring":
         here, ring = 1, ranks
     elif plan.kind == "usp":

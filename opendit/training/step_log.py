@@ -18,10 +18,10 @@ from opendit.training.monitor import Monitor
 logger = logging.getLogger(__name__)
 
 SLOW = 1.5  # a rank is slow if its own work takes more than this multiple of the other ranks' median
-LOSS = 0.1  # smallest share of a step that a slow rank costs
-LEAST_S = 1.0  # fewest seconds that a slow rank costs between two lines of the log
-REPEAT = 20  # lines of the log after which the warning is repeated
-TIMED = 32  # the forward passes of this number of micro-batches before each line are timed
+LOSS = 0.1  # a slow rank costs at least this fraction of a step
+LEAST_S = 1.0  # a slow rank costs at least this number of seconds between two lines of the log
+REPEAT = 20  # number of lines of the log after which the warning is repeated
+TIMED = 32  # number of micro-batches, the last before each line, whose forward passes are timed
 
 
 class Pace:

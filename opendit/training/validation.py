@@ -35,10 +35,10 @@ from opendit.training.specification import RunSpecification
 
 logger = logging.getLogger(__name__)
 
-LEVELS = 10  # number of noise levels; each covers an equal share of the times drawn in training
+LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
 MOST_SAMPLES = 1000
 RISING = 3  # number of consecutive rises of the held-out loss after which a run warns once
-SHARE_OF_SAMPLES = 0.015  # held-out losses per sample trained on; their forward passes are 0.5 % of the run's work
+SHARE_OF_SAMPLES = 0.015  # held-out losses per training sample; their forward passes are 0.5 % of the run's work
 
 
 def steps_between(spec: RunSpecification) -> int:
@@ -68,7 +68,7 @@ class FixedSamples:
     Attributes:
         quantiles: (count,) float64 in (0, 1); element i belongs to loss i.
         micro_batches: for each micro-batch, the indices of its ``size`` losses, whose samples have one shape.
-        new: for each micro-batch, how many of its losses, from the first, are in no earlier micro-batch. The last
+        new: for each micro-batch, the number of its leading losses that are in no earlier micro-batch. The last
             micro-batch of a shape is filled up with repeated losses, so that all micro-batches have ``size`` losses.
     """
 
@@ -141,9 +141,9 @@ class LossHistory:
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     """Write a PNG with three plots over the steps of training. Raises OSError.
 
-    The plots show the mean loss, the loss at each noise level, and a heat map of how far the loss at each level lies
-    above the lowest loss at this level. The heat map shows where the model still learns and where it begins to memorise
-    its training samples.
+    The plots show the mean loss, the loss at each noise level, and a heat map. For each level, the heat map shows how
+    far the loss lies above the lowest loss at this level. It reveals where the model still learns and where it begins
+    to memorise its training samples.
     """
     import numpy as np
     from matplotlib.figure import Figure  # pyplot would keep figures and look for a screen
@@ -323,8 +323,7 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Return sigma (noise over signal) at the middle of each of the ``LEVELS`` equal shares of the times of
-    training."""
+    """Return sigma (noise over signal) at the middle of each of ``LEVELS`` equal parts of the times of training."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()

@@ -89,7 +89,8 @@ class Text:
             outputs are set to zero, and the network attends to the zeros. "remove": the padding is removed; in a batch
             of prompts of unequal length, the network masks the padding or replaces it by learned tokens.
         pooled: True if there is a pooled vector in addition to the tokens.
-        beside: How many of ``tokens`` come from other encoders. These tokens come first, and their number is fixed.
+        beside: Number of ``tokens`` that come from other encoders. They precede the other tokens, and their number is
+            fixed.
     """
 
     tokens: int
@@ -126,8 +127,8 @@ class Guidance:
         scale: Default scale, in the convention of the family's pipeline.
         formula: "uncond": uncond + scale * (cond - uncond). "cond": cond + scale * (cond - uncond). "embedded": a
             single forward pass with the scale as an input.
-        rescaled: Parts of a guided prediction that are rescaled to their norm in the conditional prediction: each "row"
-            of the latents, or each "patch" of 2 x 2 latent values; "" for no rescaling.
+        rescaled: The unit in which a guided prediction is rescaled to the norm of the conditional prediction: each
+            "row" of the latents, or each "patch" of 2 x 2 latent values; "" for no rescaling.
     """
 
     scale: float
@@ -147,8 +148,8 @@ class Variant:
         fps: Frames per second of the clips.
         given_frames: Conditioning frames that are inserted in place ("first"); see opendit.models.given_frames.
         architecture: See :class:`Family`; "" for the family's.
-        experts: True if the pipeline has two networks. The value of ``setting`` is then the time in [0, 1] from which
-            on the first network is used.
+        experts: True if the pipeline has two networks. The value of ``setting`` is then the time in [0, 1] at and above
+            which the first network is used.
     """
 
     setting: str
@@ -175,7 +176,7 @@ class Family:
     Attributes:
         name: Name of the family.
         network: Name of the network's class in diffusers, the ``_class_name`` of ``config.json``.
-        pipelines: Pipeline classes of diffusers whose folders contain such a network; the first is the default.
+        pipelines: Pipeline classes of diffusers that use this network; the first is the default.
         components: Names of the pipeline's components that are used -> (library, class), as required in
             ``model_index.json``.
         layout: Function that builds the network's specification from the values of ``config.json``. Raises ValueError
@@ -185,9 +186,9 @@ class Family:
         latents: Description of the latents.
         guidance: Description of the guidance.
         steps: Default number of sampling steps.
-        shifted_end: True if sampling's times are evenly spaced down to the last trained time (shifted) instead of 0.
-        karras: True if sampling uses the noise levels of Karras et al., from 80 to 0.002, instead of those of the
-            folder's scheduler.
+        shifted_end: True if the sampling times are evenly spaced down to the last trained time (shifted) instead of 0.
+        karras: True if sampling uses the noise levels of Karras et al., from 80 to 0.002, instead of the noise levels
+            of the folder's scheduler.
         constants: Names of published tensors that are not weights. OpenDiT computes them and exports them unchanged.
         image_size: Default side in pixels, or (height, width).
         frames: Default number of frames; None for pictures.
@@ -201,8 +202,8 @@ class Family:
         variants: Models of other sizes.
         distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
         when: Values of ``config.json`` that distinguish the family from another family with the same network class.
-        shift: Shift of the sampling times by the number of tokens: by the folder's scheduler ("scheduler"), or by
-            FLUX.2's formula of tokens and steps ("empirical").
+        shift: What shifts the sampling times by the number of tokens: the folder's scheduler ("scheduler"), or FLUX.2's
+            formula of tokens and steps ("empirical").
     """
 
     name: str

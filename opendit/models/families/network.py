@@ -280,7 +280,8 @@ class PublicDiT(DiT):
         """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are
         attended to, or (B, 0) if all are."""
         spec, embed = self.config.spec, self.text_embedder
-        elsewhere = not hasattr(embed, "mlp")  # True if only another pipeline stage, the first, has the embedder
+        # True if this pipeline stage has no caption embedder. Only the first stage has it.
+        elsewhere = not hasattr(embed, "mlp")
         if spec.text.multiple == 1 and not spec.text.masked:
             return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask
         tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))

@@ -22,9 +22,9 @@ class Rotary:
             axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
             columns of the media are then counted from the middle.
         first: First coordinate for ``text`` "count".
-        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, the
-            channels of the axes are interleaved over all heads, so that heads have different angles, and a token's
-            position along an axis is coordinate * step / side.
+        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, a token's
+            position along an axis is coordinate * step / side, and the channels of the axes are interleaved over all
+            heads, so that heads have different angles.
         sides: Side of each axis for ``steps``.
     """
 
@@ -103,17 +103,17 @@ class NetworkSpec:
         time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding is
             the modulation that all blocks share.
         guidance: True if the scale of guidance is embedded and added to the time's embedding.
-        shared: Number of modulation vectors that all blocks share; 0 for none.
+        shared: Number of modulation vectors shared by all blocks; 0 for none.
         final: Names of the vectors of the final layer's modulation, in their order.
         final_table: True if the final layer's modulation is a learned table plus the time's embedding.
-        final_rank: Rank of the final layer's modulation, which is added to the first vectors that all blocks share;
-            None for full rank and no sum.
+        final_rank: Rank of the final layer's modulation, which is added to the first of the ``shared`` vectors; None
+            for a full-rank modulation that is not added to them.
         table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches, whose positions range from 0 to
             ``unit``. A picture uses the positions in the middle of the table. None without such a table.
         media_multiple: Media are padded with learned tokens to a multiple of this number.
         given: Number of channels after the latents for models that are conditioned on the first frame: the repeated
             mask, and the latents of a clip without content after its first frame.
-        zeros: Number of channels of zeros after those. Their weights have no effect.
+        zeros: Number of zero channels after the ``given`` channels. Their weights have no effect.
         bias: True if the layers outside of the blocks have biases. The blocks' options set the biases of blocks.
     """
 

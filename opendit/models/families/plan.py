@@ -74,7 +74,7 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
 
 
 def projections(config: PublicConfig) -> dict[str, tuple[str, ...]]:
-    """Return the operations that get each linear layer of the blocks and the refiners; see ``Plan.projections``."""
+    """Return the operations that use each linear layer of the blocks and the refiners; see ``Plan.projections``."""
     spec, found = config.spec, {}
     for stack in spec.stacks:
         for stream in stack.block.streams or ("",):
@@ -218,13 +218,13 @@ def _last(config: PublicConfig) -> int:
 
 
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
-    """Return the memory that a block keeps, averaged over the stack.
+    """Return the memory that a block keeps for the backward pass, averaged over the stack.
 
     A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
     fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
     tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
-    and v. In FP8, inputs of linear layers take half the memory, attention's output is kept in FP8 in addition to the
-    tensors that the attention kernel keeps, and weights are kept in FP8."""
+    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. Attention's output is then
+    kept in FP8 in addition to the tensors that the attention kernel keeps."""
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
@@ -232,7 +232,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         across = any(branch.sees == "caption" for branch in block.branches)
         norms = 1 if block.parallel else 2
         turned = (3 if block.streams else 2) if execution.fused else 4
-        outputs = 1 if block.parallel else 3  # of a parallel block attention and MLP have one product at their end
+        outputs = 1 if block.parallel else 3  # attention and MLP of a parallel block share one output product
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
         units += (1 + MLPS[block.mlp].branches) * wide + 1

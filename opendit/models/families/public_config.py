@@ -184,7 +184,7 @@ class PublicConfig(DiTConfig):
 
 @functools.cache
 def _parameters(config: PublicConfig) -> tuple[int, int]:
-    """Return the number of all trainable parameters, and the number of those in the main stack."""
+    """Return the number of trainable parameters of the model and of the main stack alone."""
     from opendit.models.zoo import model_shapes  # imported here, because the zoo imports this module
 
     counts = {name: math.prod(shape) for name, shape in model_shapes(config)[0].items()}

@@ -1,4 +1,4 @@
-"""Qwen-Image (Alibaba 2025), text to image: two streams in every block. A picture's coordinates count from its
+"""Qwen-Image (Alibaba 2025), text to image: two streams in every block. A picture's coordinates are relative to its
 middle."""
 
 from collections.abc import Mapping

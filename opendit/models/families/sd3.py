@@ -62,7 +62,8 @@ AROUND = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
-READ = ("attn.qkv", "adaLN_modulation.1")  # the caption's layers in the last block, which does not update its tokens
+# The last block does not update the caption's tokens. It has only these of the caption layers.
+READ = ("attn.qkv", "adaLN_modulation.1")
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
@@ -80,8 +81,8 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     return tuple(found)
 
 
-# Stability AI's names. The caption's modulation is missing, because the order of its halves is different in the last
-# block than in the other blocks.
+# Stability AI's names. The caption's modulation is missing, because in the last block the order of its halves differs
+# from the other blocks.
 ORIGINAL = {
     "x_embedder.proj": "pos_embed.proj",
     "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",

@@ -25,7 +25,7 @@ def load() -> ModuleType:
     """
     from opendit.parallel.colossal import compat
 
-    compat.prepare()  # makes the following imports work
+    compat.prepare()  # must run before the following imports
     from opendit.parallel.colossal import plugins
 
     plugins.register()

@@ -61,8 +61,8 @@ def prepare() -> None:
 @contextlib.contextmanager
 def _nothing_compiled():
     """Disable torch.compile inside this context. Colossal-AI decorates functions of its FP8 communication with
-    torch.compile. This project never calls them, and the decoration alone would import torch's compiler (1 s of CPU
-    time)."""
+    torch.compile. This project never calls these functions, and the decoration alone would import torch's compiler (1 s
+    of CPU time)."""
     compiler = torch.compile
     torch.compile = lambda function=None, **options: function or (lambda function: function)
     try:

@@ -9,7 +9,7 @@ from colossalai.zero.gemini.chunk import chunk as gemini_chunk
 
 
 def stand_in_for_a_gpu() -> None:
-    """Make the CPU, under the name "cuda", the accelerator of Colossal-AI."""
+    """Register the CPU, under the name "cuda", as Colossal-AI's accelerator."""
     set_accelerator(_CpuAsCuda())
     _keep_chunks_in_one_memory()
 

@@ -105,9 +105,9 @@ def boost(
     The module's parameters become the plugin's working weights on this process's device.
 
     Args:
-        grad_clip: bound of the gradient norm; 0 for none. ``ddp`` ignores it and ``precision``: its engine casts and
-            clips.
-        accumulate: whether a step has several micro-batches.
+        grad_clip: bound of the gradient norm; 0 for none. ``ddp`` ignores ``grad_clip`` and ``precision``: its engine
+            casts and clips.
+        accumulate: True if a step has several micro-batches.
         group: ranks over which zero2 and ddp average gradients, and zero2 divides state; None for all ranks.
         initial_scale: initial loss scale in fp16.
         bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
@@ -127,7 +127,8 @@ def boost(
         size = sum(p.numel() for p in module.parameters()) / 2**20
         built = GeminiPlugin(
             precision=precision,
-            # Without clipping a bound that no gradient reaches, because Gemini computes the norm only when it clips.
+            # Without clipping, pass a bound that no gradient reaches, because Gemini computes the norm only if it
+            # clips.
             max_norm=grad_clip or 1e30,
             initial_scale=initial_scale,
             enable_gradient_accumulation=accumulate,

@@ -15,15 +15,15 @@ from opendit.parallel.optimizer import OnePassAdamW
 from opendit.parallel.tensor import ReplicatedGradients
 
 ALIGNMENT = 8  # elements; every shard in a bucket begins at a multiple of 16 bytes
-GATHER_BYTES = 128 << 20  # least size of the working weights that are gathered together
+GATHER_BYTES = 128 << 20  # minimum number of bytes of working weights that are gathered together
 
 
 class ZeroOptimizer(LowLevelZeroOptimizer):
     """ZeRO-2 optimizer with few passes over memory. The host never waits for the device, except once per step in fp16.
 
-    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, waits for the device after every
-    backward pass, copies gradients and weights into buckets and back, and keeps full gradients instead of a rank's
-    share. It does all of that on a single rank, too. This class differs as follows:
+    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, and waits for the device after
+    every backward pass. It copies gradients and weights into buckets and back, and keeps full gradients instead of this
+    rank's shard. It does all of this even on a single rank. This class differs as follows:
 
     - On one rank nothing is reduced, and the step reads ``p.grad``.
     - On several ranks, buckets of gradients are reduce-scattered during the backward pass, and a rank keeps only its
@@ -33,7 +33,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     Attributes:
         grad_norm: norm of the gradients of the last step, unscaled and before clipping, 0-dim float64 on the device.
-        finite: whether that norm was finite, so that the step was taken, 0-dim bool on the device.
+        finite: True if ``grad_norm`` was finite, so that the step was taken, 0-dim bool on the device.
         replicated: sums the gradients of parameters that several ranks have; None if there are none.
         muon: computes the update directions of matrices; None if AdamW updates all parameters.
     """
@@ -64,7 +64,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- gradients
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Add the gradients of a loss. In fp16 the loss is scaled first; the host does not read the scale."""
+        """Add the gradients of a loss to the accumulated gradients. In fp16 the loss is scaled first; the host does not
+        read the scale."""
         scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
@@ -72,14 +73,14 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Add the gradients that result from the scaled gradient of an output."""
+        """Add the gradients that result from ``gradient``, the scaled gradient of ``output``."""
         torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        """Add a parameter to the bucket. Its hook calls this method when the gradient is complete (on several
-        ranks)."""
+        """Add a parameter to the bucket. On several ranks, the parameter's hook calls this method when its gradient is
+        complete."""
         self._bucket.append(param)
         if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
             self._reduce_bucket()
@@ -194,8 +195,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- working weights
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights each; into a
-        single range on one rank."""
+        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights each. On one
+        rank, return a single range."""
         edges, size = [0], 0
         for i, working in enumerate(self._padded, start=1):
             size += working.numel() * working.element_size()

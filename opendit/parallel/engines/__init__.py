@@ -48,23 +48,23 @@ def build_engine(
     muon: MuonSettings | None = None,
     eight_bits: bool = False,
 ) -> Engine:
-    """Wrap a module, the same on every rank, for training.
+    """Wrap a module for training. All ranks must pass the same module.
 
     Args:
-        module: a plain module with fp32 weights, or with ``initial`` one whose weights are not set yet.
+        module: a plain module with fp32 weights. With ``initial``, its weights need not be set yet.
         plugin: one of ``opendit.config.names.PLUGINS``.
-        betas: of AdamW, both at least 0 and below 1.
+        betas: AdamW's betas, each at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: number of micro-batches in a step. gemini and fsdp depend on it.
-        sharding: how fsdp divides the model. Its dtype is replaced by that of ``precision``.
+        sharding: settings by which fsdp divides the model. Its dtype is replaced by the dtype of ``precision``.
         offload: state that fsdp keeps in host memory, one of ``opendit.config.names.OFFLOAD``. ``average``: the
             averages; ``state``: averages and moments.
         streamed: blocks whose frozen weights are in host memory; not with fsdp.
         initial: returns the initial fp32 values of any shard of a parameter, trained or frozen, by the parameter's
-            name. None: use the values of the module, which every rank then copies to host memory for a while.
+            name. None: use the values of the module, which every rank then temporarily copies to host memory.
         muon: settings of Muon for the parameters that it updates instead of AdamW (zero2, ddp, fsdp; without tensor or
             expert parallelism, and without offload of the state).
-        eight_bits: keep AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).
+        eight_bits: True to keep AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).
 
     Raises:
         ValueError: the plugin, precision or offload is unknown, or the plugin does not support it.

@@ -1,8 +1,8 @@
 """Interface of training engines: forward, backward, step, and the layout of their state.
 
 The fp32 master weights, the optimizer's moments and the EMA have the same form under every plugin: each rank holds one
-fp32 shard of every parameter, and ``layout`` describes which slices of the canonical tensor the shard has. Under any
-plugin and any number of ranks, shards can therefore be gathered into canonical full tensors, and full tensors loaded.
+fp32 shard of every parameter, and ``layout`` describes which slices of the canonical tensor the shard has. Shards can
+therefore be gathered into full tensors, and loaded from full tensors, under any plugin and on any number of ranks.
 
 :class:`OnePassEngine` is the base class of zero2 and fsdp. :class:`BoosterEngine` is the base class of engines that use
 Colossal-AI's Booster.
@@ -46,7 +46,7 @@ class StepResult:
 
     Attributes:
         grad_norm: norm of the gradients, unscaled and before clipping.
-        finite: whether the norm was finite. If not, the step has changed no weight, moment or average.
+        finite: True if the norm was finite. Otherwise the step has changed no weight, moment or average.
         loss_scale: scale of the fp16 loss scaler; 1 in other precisions.
         loss: mean loss of the step's micro-batches on this rank, set by the runner.
     """
@@ -65,11 +65,11 @@ class Settings:
         lr, weight_decay, betas: hyperparameters of AdamW.
         grad_clip: bound of the global gradient norm; 0 for none.
         grad_accumulation: number of micro-batches in a step.
-        sharding: how fsdp divides the model; only for fsdp.
+        sharding: settings by which fsdp divides the model; other plugins ignore them.
         offload: state that fsdp keeps in host memory; "none" under other plugins.
         muon: settings of Muon for the parameters that it updates; None if AdamW updates all.
         streamed: blocks whose frozen weights are in host memory; not with fsdp.
-        eight_bits: keep AdamW's moments in 8 bits.
+        eight_bits: True to keep AdamW's moments in 8 bits.
     """
 
     lr: float
@@ -90,8 +90,8 @@ class Engine(ABC):
     Attributes:
         skipped, skipped_in_a_row: numbers of skipped steps, 0-dim int64 tensors on the device.
         shapes: canonical shape of every trained parameter.
-        parts: layout of this rank's parameters before the engine shards them. They are parts of the canonical tensors
-            if the ranks of ``tp`` divide the layers.
+        parts: layout of this rank's parameters before the engine shards them. If the ranks of ``tp`` divide the layers,
+            these parameters are slices of the canonical tensors.
         shared: names of the parameters that all ranks of a pipeline have.
         streamed: blocks whose frozen weights are in host memory; None if there are none.
         stored: layers whose weights are stored as --base_precision says, by the names of the weights.
@@ -244,8 +244,8 @@ class Engine(ABC):
 
     def held(self, name: str) -> Shard:
         """Return the shard of a parameter's master and moments that this rank stores. :meth:`set_master` and
-        :meth:`set_moments` take values for this shard. It is larger than in ``layout`` if ``layout`` describes views of
-        larger tensors."""
+        :meth:`set_moments` take values for this shard. It is larger than the shard in ``layout`` if ``layout``
+        describes views of larger tensors."""
         return self.layout.local(name)
 
     @torch.no_grad()

@@ -26,7 +26,8 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # This rank stores its whole part of every parameter, and presents an even share of that part as its shard.
+        # This rank stores its complete slice of every parameter, but presents only an even part of the slice as its
+        # shard.
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
             self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}
@@ -44,7 +45,7 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # A forward pass of DDP decides whether the next backward pass reduces gradients. In a pipeline the next
+        # In DDP, a forward pass decides whether the next backward pass reduces gradients. In a pipeline the next
         # backward pass may belong to another micro-batch, so _step reduces gradients itself.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
@@ -63,7 +64,8 @@ class DDPEngine(BoosterEngine):
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
-            self._torch_scaler.scale(gradient.new_zeros(()))  # creates the scaler's tensors: this rank has no loss
+            # This creates the scaler's tensors; the rank has no loss to scale.
+            self._torch_scaler.scale(gradient.new_zeros(()))
             torch.autograd.backward(loss, gradient)
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:

@@ -98,8 +98,8 @@ class FSDPEngine(OnePassEngine):
         self.optimizer.masters_to_working()
 
     def _free_gathered(self) -> None:
-        """Free gathered weights. They are still in memory after a forward pass without a backward pass, and would
-        be used again with their values before the step."""
+        """Free gathered weights. After a forward pass without a backward pass they are still in memory, and later
+        passes would use their old values."""
         if not self.whole:
             for module in self._units:
                 module.reshard()
@@ -108,7 +108,8 @@ class FSDPEngine(OnePassEngine):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
-            # HSDP reduces gradients in two steps. The second, between copies, can always wait.
+            # HSDP reduces gradients first over shards, then over copies of the model. The second reduction can always
+            # wait.
             self.model.set_requires_all_reduce(last)
             if self._sharding.keep_gradients:
                 self.model.set_requires_gradient_sync(last)

@@ -50,14 +50,14 @@ class SequenceParallel:
     shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
-        """Return this rank's share of a sequence of ``length`` tokens, which are a grid of ``sizes`` if the model
-        attends along axes."""
+        """Return this rank's shard of a sequence of ``length`` tokens. If the model attends along axes, the tokens are
+        a grid of ``sizes``."""
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
-        """Return this rank's share of a sequence of several streams of tokens, of these lengths."""
+        """Return this rank's shard of a sequence of several token streams with these lengths."""
         exchange = cast(UlyssesRing, self.strategy).attention
         parts = tuple(SharedSequence(self, length) for length in lengths)
         return cast(SequenceShards, SharedStreams(parts, lengths, self.group.size, cast(Any, exchange)))
@@ -65,8 +65,8 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """This rank's share of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
-    padding at the end, or nothing but padding.
+    """This rank's shard of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
+    padding at the end, or only padding.
 
     Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
     their gradient is exactly zero.
@@ -79,7 +79,7 @@ class SharedSequence:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, padding included."""
+        """Number of tokens of a rank, including padding."""
         return -(-self.length // self.sequence.group.size)
 
     @property
@@ -122,7 +122,7 @@ class SharedSequence:
         return join(x, 1, self.group)[:, : self.length]
 
     def of_length(self, length: int) -> "SharedSequence":
-        """Return this rank's share of a sequence of another length."""
+        """Return this rank's shard of a sequence of another length."""
         return SharedSequence(self.sequence, length)
 
     @property
@@ -157,7 +157,7 @@ def sequence_parallel(
     Args:
         mesh: mesh of the run.
         kind: auto, fastseq, ulysses, ring or usp.
-        shape: shape of the model's sequences, by which auto chooses. Sequences of other lengths work, too.
+        shape: shape of the model's sequences, from which auto chooses. Sequences of other lengths work, too.
         keep_gathered: see :class:`FastSeq`.
         groups: see :class:`DirectUlysses`; None to choose with the cost model.
         direct: use symmetric memory if possible. False for collectives.
@@ -203,7 +203,7 @@ def sequence_shape(
     tensor_parallel: int = 1,
     lora: bool = False,
 ) -> Shape:
-    """Return the shape by which --sequence_parallel_type auto chooses.
+    """Return the shape from which --sequence_parallel_type auto chooses a strategy.
 
     Args:
         parallel, attention, precision: flags of the run.
@@ -211,7 +211,7 @@ def sequence_shape(
         samples: number of samples in a micro-batch.
         size: size of the latents; None for the size in ``config``.
         tensor_parallel: number of ranks that divide the layers.
-        lora: the layers have LoRA additions.
+        lora: True if the layers have LoRA additions.
 
     Raises:
         ValueError: the model does not support this type of sequence parallelism.

@@ -9,10 +9,10 @@ time needs all frames of a place. P ranks can divide the grid in two layouts:
 
 An all-to-all turns one layout into the other. The whole model keeps its tokens by frames, or by places if that needs
 less padding; norms, MLPs and cross-attention work in both layouts. For the attention that needs the other layout, ranks
-exchange its input before the projection to q, k, v, and its output afterwards. A rank receives 2 (P - 1) / P^2 x N D
-numbers a block in the forward pass, for any number of heads. Exchanging the residual stream between the two attentions
-instead would send as much and as often, and would separate a projection, a residual connection and the next norm, which
-are fused.
+exchange the attention's input before the projection to q, k, v, and its output afterwards. In the forward pass a rank
+receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads. Exchanging the residual stream between the
+two attentions instead would send as much, but would separate a projection, a residual connection and the next norm,
+which are fused.
 
 If P does not divide the number of frames or places, they are padded at the end. Padding frames are cut off before
 attention along time, and padding places before attention within frames. A frame or place that consists of padding
@@ -56,13 +56,13 @@ Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's share of a grid of T x S tokens, in the order of frames.
+    """A rank's shard of a grid of T x S tokens, in the order of frames.
 
     Attributes:
         group: ranks that share the grid.
         sizes: (T, S).
-        home: axis that is divided among the ranks in the model. FRAMES: every rank has some frames with all places.
-            PLACES: every rank has some places with all frames.
+        home: axis that is divided among the ranks in most of the model. FRAMES: every rank has some frames with all
+            places. PLACES: every rank has some places with all frames.
     """
 
     group: Group
@@ -75,7 +75,7 @@ class GridShare:
         return 1 - self.home
 
     def share(self, axis: int) -> int:
-        """Return a rank's number of tokens along a divided axis, padding included."""
+        """Return a rank's number of tokens along a divided axis, including padding."""
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class GridShare:
         return frames, places
 
     def own(self, x: Tensor, axis: int) -> Tensor:
-        """Return this rank's share (B, f, s, F) of all tokens (B, T S, F) when ``axis`` is divided, with zeros for
+        """Return this rank's shard (B, f, s, F) of all tokens (B, T S, F) when ``axis`` is divided, with zeros for
         padding."""
         x, n = x.unflatten(1, self.sizes), self.share(axis)
         start = min(self.group.rank * n, self.sizes[axis])
@@ -98,13 +98,13 @@ class GridShare:
         return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
 
     def part(self, parts: int) -> int:
-        """Return the number of frames or places in each of ``parts`` parts of a rank's share in the other layout. The
+        """Return the number of frames or places in each of ``parts`` parts of a rank's shard in the other layout. The
         last part may be smaller."""
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
-        """Wait for one exchange of :meth:`leave`. Return that part of this rank's share in the other layout,
-        (B, f, s, D)."""
+        """Wait for one exchange of :meth:`leave`. Return its part (B, f, s, D) of this rank's shard in the other
+        layout."""
         dim, received = 1 + self.home, exchange.finish()
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
@@ -131,16 +131,16 @@ class GridExchange(Protocol):
     """Interface of exchanges that bring tokens to the other layout of a grid and back."""
 
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` there, and bring the result
-        (B, n, D') back. ``lines`` are tokens of this rank's share in that layout, and ``which`` is their slice along
-        the divided axis."""
+        """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` there, and bring the result (B, n,
+        D') back. ``lines`` are tokens of this rank's shard in that layout, and ``which`` is their slice along the
+        divided axis."""
         ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchange with collectives, in ``parts`` parts. While q, k, v and the attention of one part are computed (or
-    their gradients), the inputs of the next part and the outputs of the previous part are in transit."""
+    """Exchange with collectives, in ``parts`` parts. While a rank computes q, k, v and attention of one part, or their
+    gradients, two other parts are in transit: the inputs of the next part and the outputs of the previous part."""
 
     parts: int = PARTS
 
@@ -164,14 +164,14 @@ class AllToAll:
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
-    """Return (number of frames, number of places) in a part of this rank's share in the other layout."""
+    """Return (number of frames, number of places) in a part of this rank's shard in the other layout."""
     frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
     return frames, places
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the other layout, which sends one byte per number. All ranks must have the same scale.
-    LayerNorm + modulate computes its scale from the modulation of the samples, which is the same on all ranks."""
+    """Bring float8 tokens to the other layout, sending one byte per number. All ranks must have the same scale.
+    LayerNorm + modulate derives the scale from the modulation of the samples, which is the same on all ranks."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -198,10 +198,10 @@ class SharedGrid:
     :class:`opendit.models.attention.SequenceShards`.
 
     Attributes:
-        grid: this rank's share.
+        grid: this rank's shard.
         exchange: brings tokens to the other layout and back.
-        full: the same tokens for attention to all tokens; None if the model has no such attention. It requires
-            tokens by frames.
+        full: the same tokens for attention to all tokens; None if the model has no such attention. It requires ``grid``
+            to be divided by frames.
     """
 
     grid: GridShare
@@ -215,7 +215,7 @@ class SharedGrid:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, padding included."""
+        """Number of tokens of a rank, including padding."""
         return math.prod(self.grid.local(self.grid.home))
 
     def take(self, x: Tensor) -> Tensor:
@@ -223,7 +223,8 @@ class SharedGrid:
         return self.grid.own(x, self.grid.home).flatten(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, T S, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
+        """Return all tokens (B, T S, F), on every rank, from the ranks' tokens (B, rows, F); see
+        :func:`gather_tokens`."""
         grid = self.grid
         if grid.home == FRAMES:
             return gather_tokens(x, math.prod(grid.sizes), grid.group)
@@ -283,7 +284,7 @@ class SharedGrid:
 def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: GridExchange, full: SequenceShards | None
 ) -> SharedGrid:
-    """Return this rank's share of a grid of frames, rows and columns. The grid is divided by frames, or by places if
+    """Return this rank's shard of a grid of frames, rows and columns. The grid is divided by frames, or by places if
     that needs less padding and the model has no attention to all tokens."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)

@@ -1,8 +1,8 @@
-"""Choose the strategy of a sequence group: the strategy that costs least time in a cost model.
+"""Choose the strategy of a sequence group: the fastest according to a cost model.
 
-For one layer and one micro-batch, forward and backward, the cost model adds the seconds in which a rank waits for
-communication and the seconds of work that a single rank would not do. A rank receives these volumes in the forward
-pass, in units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
+The cost model covers one layer and one micro-batch, forward and backward. It adds the time that a rank waits for
+communication to the time of work that a single rank would not do. A rank receives these volumes in the forward pass, in
+units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
 (P-1)/P^2 for the output; ring attention 2 (P-1)/P.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
-MOST_GROUPS = 6  # largest number of groups of heads; each costs the host some 30 calls a layer
+MOST_GROUPS = 6  # maximum number of groups of heads; each group costs the host about 30 calls per layer
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Shape:
     heads: int
     samples: int = 1
     bytes: int = 2  # size of an element of the activations
-    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # strategies that the model supports; auto chooses among them
-    axial: bool = False  # whether layers also attend along the axes of the tokens' grid
-    plain: bool = True  # whether q, k, v are one product of a layer's weight and bias; False with --lora
+    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # strategies that the model supports, from which auto chooses
+    axial: bool = False  # True if layers also attend along the axes of the tokens' grid
+    plain: bool = True  # True if q, k, v are one product of a layer's weight and bias; False with --lora
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Costs:
         heads = self.whole * (P - 1) / P**2 + m.latency
         again = self.whole * (P - 1) / P + m.latency
         again = self.exposed(again, 2.5 * self.attention_flop / m.attention_backward)
-        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # hidden by the gradients of input and weight
+        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # overlaps with the gradients of input and weight
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def direct_fastseq(self) -> float:
@@ -101,7 +101,7 @@ class _Costs:
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
-        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # hidden by other products of the pass
+        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # overlaps with other products of the pass
         exchanged = 2 * self.whole * (P - 1) / P**2 + (P + 2) * m.barrier + 2 * (P - 1) * m.part
         rows = (P + 4) * s.samples * s.tokens * s.hidden / P
         weights = (1 + 1 / P) * 3 * s.hidden**2

@@ -9,7 +9,8 @@ the same for P = 3, and more for P > 3.
 :class:`FastSeq` uses collectives. :class:`DirectFastSeq` lets copy engines transfer inputs and their gradients during
 the matrix products:
 
-    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens first, other ranks' as they arrive ─▶ attention
+    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens first, other ranks' tokens as they arrive ─▶
+    attention
       ─▶ the attention output goes back as in Ulysses (ulysses.py)
 
 In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all other ranks once more, during
@@ -95,7 +96,7 @@ class _GatheredAgain:
         self._flight: Flight | None = None
 
     def start(self, shard: Tensor) -> None:
-        """Start to gather the ranks' shards (B, n, D)."""
+        """Start to gather the shards (B, n, D) of all ranks."""
         self._flight = start_gather(shard, self.group)
 
     def take(self) -> Tensor:
@@ -216,7 +217,7 @@ class _Layer(Layer):
         return [(rank + i) % size for i in range(1, size)]
 
     def tokens_of(self, rank: int) -> slice:
-        """Return the slice of the whole sequence that a rank's tokens are, without padding."""
+        """Return the slice of the sequence that consists of a rank's tokens, without padding."""
         first = rank * self.shape[1]
         return slice(first, first + self.real(rank))
 
@@ -232,7 +233,7 @@ class _Layer(Layer):
 
     def gather_again(self, shard: Tensor) -> None:
         """Start to copy this rank's inputs to all ranks, itself included, in the backward pass. The inputs go to a
-        buffer that holds the inputs of all tokens, and have arrived at the barrier of the gradient buffer."""
+        buffer for the inputs of all tokens, and have arrived after the barrier of the gradient buffer."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)
@@ -320,7 +321,8 @@ class _OwnProjection(torch.autograd.Function):
         if keep_gathered:
             everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
             everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
-        # Saves the copied rows (3 D D / P numbers a layer); with the weight alone the backward pass would copy again.
+        # Save the copied rows (3 D D / P numbers a layer). If only the weight were saved, the backward pass would copy
+        # again.
         ctx.save_for_backward(everyone, *own_weight)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
         return qkv, own_bias
@@ -356,8 +358,8 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
-    """Write to ``out``, or add to it, this rank's heads' part of the gradient (B, n, D) of a rank's input. grad: the
-    gradient (B, n, 3 h d) of q, k, v of that rank's tokens.
+    """Compute the term of the gradient (B, n, D) of a rank's input that this rank's heads contribute. Write it to
+    ``out``, or add it to ``out`` if ``add``. grad: the gradient (B, n, 3 h d) of q, k, v of that rank's tokens.
 
     The caller computes the gradient even if it is not needed, as for the first block when everything before it is
     frozen. Otherwise the gradient buffer would not be used, and the input buffer would be used twice in a row.

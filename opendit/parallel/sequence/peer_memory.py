@@ -4,7 +4,7 @@ Every rank has four buffers. Each use of a buffer, or each part that arrives in 
 
     output    all ranks write to a rank's buffer, barrier, the owner reads it
     input     like output; or a rank fills its own buffer, barrier, all ranks read what they need from it
-    everyone  like output without a barrier: it is written after the barrier of input and read after that of gradient
+    everyone  like output without a barrier: written after the barrier of input, read after the barrier of gradient
     gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
 No buffer is used twice in a row, so that one barrier and one set of buffers suffice. A buffer is reused only after the
@@ -69,13 +69,14 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # unused here, and a scarce resource
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     # torch zeroes the memory and the barrier's signals on the current stream, after all work that is enqueued there.
-    # Without this wait it could erase what a faster rank has written meanwhile. (Attention to 64k tokens takes 100 ms.)
+    # Without this wait, zeroing could erase what a faster rank has written meanwhile. (Attention to 64k tokens takes
+    # 100 ms.)
     torch.cuda.synchronize(device)
     return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
 
 
 class PeerMemory:
-    """The buffers of one group of ranks, as large as the largest shape asked for. All ranks must make the same calls in
+    """The buffers of one group of ranks, as large as the largest requested shape. All ranks must make the same calls in
     the same order.
 
     allocate: function that allocates a buffer, with the interface of :func:`allocate`.
@@ -115,8 +116,8 @@ class PeerMemory:
         return made[-1][:2]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``. ``again``: this is a further barrier of the same use. The
-        device waits, the host does not."""
+        """Enqueue the barrier of one use of ``buffer``. again: True for a further barrier of the same use. The device
+        waits, the host does not."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
@@ -128,7 +129,7 @@ class PeerMemory:
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._barrier(buffer, False, channel=1)  # each stream needs its own channel of signals
+            self._barrier(buffer, False, channel=1)  # each stream needs a separate channel of signals
         return self._stream.record_event()
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
@@ -155,9 +156,9 @@ class PeerMemory:
         The copies start after the work that the current stream has so far, and run concurrently with its later work.
         Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory until then.
 
-        A copy within one card would occupy its multiprocessors, so kernels move this rank's own shares. They run before
-        any copy, because a kernel that waits for a copy would delay the caller's kernels by the time of the copy (seen
-        in two traces of CUDA graphs).
+        A copy within one card would occupy its multiprocessors, so kernels move the heads that stay on this rank. These
+        kernels run before any copy. A kernel that waits for a copy would delay the caller's kernels by the time of the
+        copy (seen in two traces of CUDA graphs).
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -225,7 +226,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return (symmetric memory of the group or None, the reason). The first call is collective over the group."""
+    """Return the symmetric memory of the group, or None, and a reason. The first call is collective over the group."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)

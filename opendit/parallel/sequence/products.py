@@ -29,7 +29,7 @@ class Products:
     """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """Return the weight in the form in which all products use it, to be saved for the backward pass. group: take
+        """Convert the weight to the form in which all products use it, to be saved for the backward pass. group: take
         only the rows of this rank's heads in this group; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
@@ -38,8 +38,8 @@ class Products:
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return the gradient (..., out) of the product in the form in which the products of the backward pass use it,
-        in the same shape."""
+        """Convert the gradient (..., out) of the product to the form that the products of the backward pass use. The
+        shape is unchanged."""
         return grad
 
     def columns(self, factor: Saved) -> Saved:
@@ -170,7 +170,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
     """Return the rows (3 h d, ...) of this rank's heads from the rows (3 D, ...) of q, k and v."""
-    # cat instead of flatten: torch copies contiguous blocks three times as fast as a view with gaps between them.
+    # torch.cat, because torch copies contiguous blocks three times as fast as a view with gaps between them.
     return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
 
 
@@ -182,7 +182,7 @@ def whole_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Allocate a tensor (3, P, h d, D) of ``dtype`` for the gradient of a weight whose local rows are ``own_weight``
+    """Allocate the gradient (3, P, h d, D) of a weight, in ``dtype``. This rank's rows of the weight are ``own_weight``
     (3 h d, D). The rows of other ranks' heads are zeros; the rows of this rank's heads are uninitialised."""
     whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
@@ -200,7 +200,7 @@ def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Ten
 
 
 class _Unpack(torch.autograd.Function):
-    """:func:`unpack` with a backward pass of one pass over memory. torch's own backward pass would make three: stack
+    """:func:`unpack` whose backward pass makes one pass over memory. torch's own backward pass would make three: stack
     dq, dk, dv, pad the stack, and copy it into the packed order."""
 
     @staticmethod
@@ -230,8 +230,8 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has the heads
-    p h to (p + 1) h - 1, which are those of rank p."""
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has the heads of rank p, p h
+    to (p + 1) h - 1."""
     return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
 
 

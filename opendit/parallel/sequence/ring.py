@@ -71,7 +71,7 @@ class _RingAttention(torch.autograd.Function):
         arriving = ring.arriving(kv)
 
         def next_part() -> tuple[int, Tensor]:
-            """Return (the rank whose keys have arrived, the part of these keys' and values' gradient from this rank's
+            """Return (the rank whose keys have arrived, the gradients of these keys and values from this rank's
             queries)."""
             source, block = next(arriving)
             if not lengths[source] or not q.shape[2]:
@@ -98,7 +98,8 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def reference_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute :func:`attend_part` by the formula in the input's dtype. Allocates the scores (B, H, N, M)."""
+    """Compute :func:`attend_part` with plain operations in the input's dtype. This allocates the scores (B, H, N,
+    M)."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
@@ -107,7 +108,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def reference_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`attend_part_backward` by the formula."""
+    """Compute :func:`attend_part_backward` with plain operations."""
     scale = 1 / math.sqrt(q.shape[-1])
     p = (q @ k.transpose(-1, -2) * scale - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
@@ -133,8 +134,8 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of attention to these keys; dq is only their part of the gradient of q. ``out``
-    (B, H, N, d) and ``lse`` (B, H, N) must be the results over all keys."""
+    """Return (dq, dk, dv) of attention to these keys. dq is only these keys' term of the gradient of q. ``out`` (B, H,
+    N, d) and ``lse`` (B, H, N) must be the results over all keys."""
     if _flash(q):
         # The forward pass returns seed and offset for dropout; without dropout they are not read.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)

@@ -1,9 +1,9 @@
 """Expert-choice routing over several ranks (EC-DiT): experts choose tokens, which are sent to the experts' ranks.
 
-An expert takes the k tokens of a sample with the highest affinity to it, on whichever rank these tokens are. Ranks that
-share a sequence gather its affinities (B x N x E numbers, without a gradient), so that every rank knows all choices.
-The weight of a chosen token is its affinity, whose gradient is computed on the token's own rank. Only chosen tokens are
-sent:
+An expert takes the k tokens of a sample with the highest affinity to the expert, no matter which rank has them. Ranks
+that share a sequence gather its affinities (B x N x E numbers, without a gradient), so that every rank knows all
+choices. The weight of a chosen token is its affinity, whose gradient is computed on the token's own rank. Only chosen
+tokens are sent:
 
     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
 
@@ -42,9 +42,9 @@ class RoutingByRanks:
     """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D).
 
     Args:
-        mlp: the layer with its experts: this rank's part of them if ``experts`` is not None, otherwise all.
+        mlp: the layer, with this rank's experts if ``experts`` is not None, otherwise with all experts.
         y: the tokens.
-        shared: this rank's part of the sequence; None if y has all tokens of its samples.
+        shared: this rank's shard of the sequence; None if y has all tokens of its samples.
         experts: ranks among which the experts are divided evenly, in order; None if this rank has all experts.
     """
 
@@ -130,7 +130,7 @@ class _Pending:
             self._copied.record()
 
     def chosen(self) -> tuple[Chosen, list[list[int]]]:
-        """Wait for the numbers. Return this rank's chosen tokens, and for every rank of the group the number of its
+        """Wait for the counts. Return this rank's chosen tokens, and for every rank of the group the number of its
         tokens that each expert has chosen."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -144,10 +144,11 @@ class _Pending:
 # ------------------------------------------------------------------------------------------------------ rows by expert
 
 
-@functools.lru_cache(maxsize=32)  # with whole samples the arguments are always the same
+@functools.lru_cache(maxsize=32)  # if ranks have whole samples, the arguments are always the same
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
-    """Map rows that arrive rank by rank, and for each rank expert by expert, to indices in a flattened stack
-    (experts, rows). Return these indices, and the number of rows of the stack: the largest number of any expert."""
+    """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
+    by expert for each rank. Return these indices and the number of rows of the stack, which is the largest number of
+    any expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:
@@ -175,7 +176,7 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing would
-    accumulate rows, which is not needed here."""
+    accumulate rows, which distinct places do not need."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor):

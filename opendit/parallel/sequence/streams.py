@@ -1,6 +1,6 @@
 """Sequence parallelism for sequences of two streams, caption tokens and media tokens.
 
-Each stream is divided evenly among the ranks, so every rank has the same share of both streams, and the layers of a
+Each stream is divided evenly among the ranks, so every rank has the same number of tokens of a stream. The layers of a
 stream get tokens of that stream only. For attention the tokens of all ranks are put into the order of the sequence,
 which drops padding.
 """
@@ -21,11 +21,12 @@ class SharedStreams:
     """A sequence of several streams.
 
     Attributes:
-        parts: this rank's share of every stream.
+        parts: this rank's shard of every stream.
         lengths: number of tokens of every stream.
         ranks: number of ranks that share the sequence.
         exchange: attention method of a strategy. It takes q, k, v (B, H, rows, d) of this rank's tokens, ``attend``,
-            and the number of tokens of all ranks, padding included. None if projections return the tokens of all ranks.
+            and the number of tokens of all ranks, including padding. None if projections return the tokens of all
+            ranks.
     """
 
     parts: tuple[Any, ...]
@@ -38,16 +39,16 @@ class SharedStreams:
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
-        """Number of tokens of every stream on a rank, padding included."""
+        """Number of tokens of every stream on a rank, including padding."""
         return tuple(part.rows for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, padding included."""
+        """Number of tokens of a rank, including padding."""
         return sum(self.rows_of_streams)
 
     def take_stream(self, number: int, x: Tensor) -> Tensor:
-        """Return this rank's share of all tokens (B, n, F) of a stream."""
+        """Return this rank's shard of a stream, given all its tokens (B, n, F)."""
         return self.parts[number].take(x)
 
     def gather_stream(self, number: int, x: Tensor) -> Tensor:
@@ -55,8 +56,8 @@ class SharedStreams:
         return self.parts[number].gather(x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """Return the attention output of q, k, v (B, H, n, d). They have the n tokens of this rank, or of all ranks if
-        projections gather them."""
+        """Return the attention output of q, k, v (B, H, n, d). These hold the n tokens of this rank, or the tokens of
+        all ranks if the projections gather tokens."""
         order = self._order(q.device)
 
         def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
