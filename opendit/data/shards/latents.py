@@ -153,7 +153,7 @@ def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
     for path in sorted(folder.glob(f"latents-{settings['image_size']}-*.tar")):
         header = read_header(path)
         if header is None:
-            continue  # a damaged tar is made again
+            continue  # a damaged tar is recomputed
         other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
         if other:
             changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
