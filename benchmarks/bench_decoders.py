@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_decoders [--rounds 5] [--sizes 64x64 320x240] [--codecs h264 mpeg4 vp9 av1]
 
-torchcodec needs FFmpeg's shared libraries; a decoder that can't be loaded, or crashes, is told of and left out. Every
+decord is ``pip install decord2``, and torchcodec needs FFmpeg's shared libraries. A decoder that can't be loaded, or
+crashes, is told of and left out. Every
 decoder works in a process of its own, as a loader's worker does; they take turns, in each round in the other order.
 Each opens the file and takes 16 frames, every third, as full-size RGB. Time is processor seconds of the process.
 """
