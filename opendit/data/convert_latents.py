@@ -8,18 +8,24 @@ one picture size. A file has the tensors
     labels   (n,) int64
     rows     (n,) int64                      the picture's row in the original data set
 
-and, with captions, those of ``text_cache``. Its metadata has the settings and the files that couldn't be read. Caches
-of the earliest versions have no checksums.
+and, with captions,
+
+    captions     (bytes,) uint8              the captions in UTF-8, concatenated
+    caption_ends (n,) int64                  the end of each caption in ``captions``
+
+and, with an encoder, ``tokens`` (sum of L_i, D) with ``token_ends`` (n,), and ``pooled`` (n, P). Its metadata has the
+settings and the files that couldn't be read. Caches of the earliest versions have no checksums.
 """
 
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from opendit.common.json_file import MIB, read_json
@@ -42,7 +48,7 @@ from opendit.data.latents_index import (
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.index import claim_output
-from opendit.data.shards.latents import read_header, tar_name, write_shard
+from opendit.data.shards.latents import CachedSample, read_header, tar_name, write_shard
 from opendit.data.text_cache import EMPTY
 
 _KEY = "opendit"  # the only metadata key of a file
@@ -138,31 +144,43 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _write(plan: LatentsTar, folder: Path) -> int:
     """Write a tar of latents and return the number of its samples."""
-    parts: dict[str, list[Tensor]] = {}
+    samples: list[CachedSample] = []
     for entry in plan.files:
         path = folder / entry["file"]
         if "sha256" in entry and sha256_of(path) != entry["sha256"]:
             raise DataError(f"{path} is damaged: its checksum is not the index's; {REPAIR}")
         try:
             with open_safetensors(path) as file:
-                _add(parts, file, entry["count"])
-        except (SafetensorError, OSError, ValueError) as error:
-            raise DataError(f"{path}: {error}; {REPAIR}") from error
-    write_shard(plan.path, {name: torch.cat(found) for name, found in parts.items()}, plan.settings, list(plan.skipped))
+                found = list(_samples({name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
+            if len(found) != entry["count"]:
+                raise ValueError(f"{len(found):,} samples, {INDEX} says {entry['count']:,}")
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+            raise DataError(f"{path} is damaged: {type(error).__name__}: {error}; {REPAIR}") from error
+        samples += found
+    write_shard(plan.path, samples, plan.settings, list(plan.skipped))
     return plan.count
 
 
-def _add(parts: dict[str, list[Tensor]], file: safe_open, count: int) -> None:
-    """Append a file's tensors to those of the files before it. Raises ValueError if they are not of ``count`` rows."""
-    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name in ("moments", "labels", "rows", "pooled", "caption_ends", "token_ends"):
-        if len(tensors.get(name, ())) != count and (name in tensors or name in ("moments", "labels", "rows")):
-            raise ValueError(f"{name} is not of {count:,} rows")
-    for ends, of in (("caption_ends", "captions"), ("token_ends", "tokens")):
-        if ends in tensors:
-            tensors[ends] += sum(map(len, parts.get(of, [])))
-    for name, tensor in tensors.items():
-        parts.setdefault(name, []).append(tensor)
+def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
+    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError for tensors that are
+    missing or of other lengths."""
+    rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
+    captions: Iterable[str | None] = repeat(None, len(rows))
+    if "captions" in tensors:
+        captions = (
+            text.numpy().tobytes().decode("utf-8", "surrogatepass")
+            for text in _cut(tensors["captions"], tensors["caption_ends"])
+        )
+    parts = {"moments": tensors["moments"]}
+    if "tokens" in tensors:
+        parts |= {"tokens": _cut(tensors["tokens"], tensors["token_ends"]), "pooled": tensors["pooled"]}
+    for row, label, caption, *own in zip(rows, labels, captions, *parts.values(), strict=True):
+        yield CachedSample(row, dict(zip(parts, own, strict=True)), label, caption)
+
+
+def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Cut a tensor into the pieces with these ends. Raises RuntimeError if the ends do not rise to its length."""
+    return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 
 def _entry(plan: LatentsTar) -> dict[str, Any]:

@@ -31,15 +31,13 @@ from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.shaped import ShapedDataset, crop_media, token_size
-from opendit.data.shards.latents import HEADERS, complete_tars, read_header, tar_name, write_shard
+from opendit.data.shards.latents import HEADERS, CachedSample, complete_tars, read_header, tar_name, write_shard
 from opendit.data.sources import build_dataset
 from opendit.data.text_cache import (
     EMPTY,
     AnyEncoder,
     embed,
     form_of,
-    pack_captions,
-    pack_embeddings,
     write_empty_caption,
 )
 from opendit.encoders.published_text import load_published_text
@@ -155,8 +153,8 @@ def make_latents(
         ReadAhead(_RowReader(dataset), requests, **how, patience=patience, on_hang=on_hang) as batches,
     ):
         for shard, jobs in todo.items():
-            tensors, skipped = work.encode(islice(batches, len(jobs)), plan[shard], counter, bar)
-            checksums[names[shard]] = write_shard(output / names[shard], tensors, settings, skipped)
+            samples, skipped = work.encode(islice(batches, len(jobs)), counter, bar)
+            checksums[names[shard]] = write_shard(output / names[shard], samples, settings, skipped)
 
     everyone = [checksums]
     if world_size > 1:
@@ -271,12 +269,10 @@ class _Encoding:
         return settings
 
     def encode(
-        self, batches: Iterable[tuple[Any, ...]], of_shard: list[int], counter: BadFileCounter, bar: Progress
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Encode the rows of a shard. Return the shard's tensors and the skipped files."""
-        views, (channels, *sides) = 2 if self.flips else 1, self.latent_shape(of_shard)
-        moments = [torch.empty(0, views, 2 * channels, *sides, dtype=torch.half)]  # used if no picture is readable
-        all_labels, all_rows, all_captions, embedded, all_skipped = [], [], [], [], []
+        self, batches: Iterable[tuple[Any, ...]], counter: BadFileCounter, bar: Progress
+    ) -> tuple[list[CachedSample], list[str]]:
+        """Encode the rows of a shard. Return its samples and the skipped files."""
+        samples, all_skipped = [], []
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
             all_skipped += skipped
@@ -289,15 +285,13 @@ class _Encoding:
                         f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
                         "bf16 or fp32, and check the VAE's weights if that doesn't help"
                     )
-                moments = [*moments, made.cpu()] if len(moments[0]) else [made.cpu()]
-                embedded += embed(self.encoder, captions) if self.encoder else []
-                all_labels, all_rows, all_captions = all_labels + labels, all_rows + rows, all_captions + captions
+                embedded = embed(self.encoder, captions) if self.encoder else [()] * len(rows)
+                parts = zip(rows, made.cpu(), embedded, labels, captions or [None] * len(rows), strict=True)
+                for row, moments, words, label, caption in parts:
+                    tensors = {"moments": moments, **dict(zip(("tokens", "pooled"), words, strict=False))}
+                    samples.append(CachedSample(row, tensors, label, caption))
             bar.update(len(rows) + len(skipped))
-        of = {"labels": torch.tensor(all_labels, dtype=torch.int64), "rows": torch.tensor(all_rows, dtype=torch.int64)}
-        tensors = {"moments": torch.cat(moments), **of}
-        tensors |= pack_captions(all_captions) if self.has_captions else {}
-        tensors |= pack_embeddings(embedded, form_of(self.encoder)) if self.encoder else {}
-        return tensors, all_skipped
+        return samples, all_skipped
 
     def entries(
         self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str]

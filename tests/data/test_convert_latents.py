@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 import preprocess
 from opendit.data import DataError, SampleKey, build_dataset
 from opendit.data.shards.program import make_shards
-from opendit.data.text_cache import pack_captions
 from tests.data.shards.tars import latents_in
 from tests.data.test_latents import codec, make, pictures  # noqa: F401
 from tests.data.test_video_latents import VIDEO, csv, vae  # noqa: F401
@@ -41,7 +40,8 @@ def as_files(tars, output, sizes=(1, 4)):
                 content |= {"tokens": torch.cat(file["tokens"]), "token_ends": ends}
                 content["pooled"] = torch.stack(file["pooled"])
             if index.get("conditioning") == "text":
-                content |= pack_captions([text.decode() for text in beside])
+                ends = torch.tensor(list(map(len, beside))).cumsum(0)
+                content |= {"captions": torch.tensor(list(b"".join(beside)), dtype=torch.uint8), "caption_ends": ends}
                 content["labels"] = torch.zeros(count, dtype=torch.int64)
             else:
                 content["labels"] = torch.tensor(list(map(int, beside)))
@@ -146,8 +146,8 @@ def as_metadata(path):
         (lambda files, path: path.unlink(), "00001-of-99999.safetensors is missing or damaged"),
         (shorten, "00001-of-99999.safetensors is missing or damaged"),
         (lambda files, path: edit(files, 1, sha256="0" * 64), "is damaged: its checksum is not the index's"),
-        (lambda files, path: drop(files, path, labels=None), "labels is not of . rows"),
-        (lambda files, path: drop(files, path, rows=torch.arange(9)), "rows is not of . rows"),
+        (lambda files, path: drop(files, path, labels=None), "is damaged: KeyError: 'labels'"),
+        (lambda files, path: drop(files, path, rows=torch.arange(99)), "is damaged: ValueError: zip"),
     ],
 )
 def test_damage_is_named(old, tmp_path, spoil, says):

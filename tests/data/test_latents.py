@@ -12,7 +12,7 @@ from safetensors.torch import save
 from opendit.data import BatchSchedule, DataError, LatentDataset, SampleKey, build_dataset, build_loader
 from opendit.data.base import View
 from opendit.data.make_latents import make_latents, pick_dtype
-from opendit.data.shards.latents import write_shard
+from opendit.data.shards.latents import CachedSample, write_shard
 from opendit.diffusion.random import Stream, integers
 from opendit.encoders import VAECodec, sample_moments
 from tests.data.shards.tars import latents_in, latents_of
@@ -221,13 +221,9 @@ def test_grey_pictures(codec, tmp_path):
 
 
 def test_shards_are_the_same_bytes_and_whole_or_absent(tmp_path, monkeypatch):
-    tensors = {
-        "moments": torch.ones(1, 1, 2, 1, 1).half(),
-        "labels": torch.zeros(1).long(),
-        "rows": torch.zeros(1).long(),
-    }
+    samples = [CachedSample(0, {"moments": torch.ones(1, 2, 1, 1).half()}, label=0)]
     for name in "ab":
-        write_shard(tmp_path / name, tensors, {"x": 1, "y": 2}, ["p: q"])
+        write_shard(tmp_path / name, samples, {"x": 1, "y": 2}, ["p: q"])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
     def fail(source, target, **options):
@@ -235,7 +231,7 @@ def test_shards_are_the_same_bytes_and_whole_or_absent(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError):
-        write_shard(tmp_path / "c", tensors, {}, [])
+        write_shard(tmp_path / "c", samples, {}, [])
     assert not (tmp_path / "c").exists()
 
 

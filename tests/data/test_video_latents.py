@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -23,8 +23,7 @@ from opendit.data import (
     build_schedule,
 )
 from opendit.data.make_latents import make_latents
-from opendit.data.row_arrays import TextTable
-from opendit.data.text_cache import EmbeddingForm, pack_captions, pack_embeddings, padded
+from opendit.data.text_cache import padded
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
@@ -255,24 +254,9 @@ def test_preprocess_encodes_a_csv(csv, vae, tmp_path, capsys, monkeypatch):
         assert error.startswith("error: ") and message in error, error
 
 
-# ---------------------------------------------------------------- captions in shards
-
-captions = st.lists(st.text(max_size=12), max_size=6)
-
-
-@given(st.lists(captions, min_size=1, max_size=4))
-def test_captions_come_back(shards):
-    table = TextTable.joined([tuple(t.numpy() for t in pack_captions(s).values()) for s in shards], "surrogatepass")
-    assert list(table) == [caption for shard in shards for caption in shard]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=6))
-def test_embeddings_come_back(lengths):
-    parts = [(torch.randn(n, 2).half(), torch.randn(2).half()) for n in lengths]
-    packed = pack_embeddings(parts, EmbeddingForm(2, 2))
-    for row, (tokens, pooled) in enumerate(parts):
-        start = int(packed["token_ends"][row - 1]) if row else 0
-        whole = padded(packed["tokens"][start : int(packed["token_ends"][row])], packed["pooled"][row], 5)
-        assert torch.equal(whole.tokens[whole.mask], tokens) and torch.equal(whole.pooled, pooled)
-        assert not whole.tokens[~whole.mask].any() and len(whole.mask) == 5
+@given(st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=2), max_size=6))
+def test_embeddings_are_padded(rows):
+    tokens, pooled = torch.tensor(rows).reshape(-1, 2), torch.randn(2)
+    found = padded(tokens, pooled, 7)
+    assert torch.equal(found.tokens[found.mask], tokens) and torch.equal(found.pooled, pooled)
+    assert not found.tokens[~found.mask].any() and len(found.mask) == 7 and int(found.mask.sum()) == len(rows)

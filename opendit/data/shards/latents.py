@@ -32,9 +32,10 @@ import json
 import os
 import tarfile
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,20 +73,33 @@ def tar_name(image_size: int, shard: int, shards: int) -> str:
     return f"latents-{image_size}-{shard:05d}-of-{shards:05d}.tar"
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Write a tar and then its index, each under a temporary name first, and return the tar's SHA-256.
+class CachedSample(NamedTuple):
+    """A sample of a tar of latents.
 
-    tensors: moments (n, F, 2C, ...), labels and rows (n,), and with captions those of ``text_cache``."""
+    Attributes:
+        row: the sample's row in the original data set.
+        tensors: ``moments`` (F, 2C, [t,] h, w) fp16 and, with an encoder, the caption's ``tokens`` and ``pooled``.
+        label: the sample's class.
+        caption: stored instead of the class, if there is one.
+    """
+
+    row: int
+    tensors: dict[str, Tensor]
+    label: int
+    caption: str | None = None
+
+
+def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str, Any], skipped: list[str]) -> str:
+    """Write a tar and then its index, each under a temporary name first, and return the tar's SHA-256."""
     refuse_links(path.parent, [path.name, index_of(path).name])
     for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
         remove(left)
     about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
-    count = len(tensors["rows"])
     with replacing(path, temporary=path.name + ".partial") as new:
-        sha256 = write_file(new, _blocks(about, tensors))["sha256"]
-        if count:
+        sha256 = write_file(new, _blocks(about, samples))["sha256"]
+        if samples:
             found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
-            if found[0].rows != count:
+            if found[0].rows != len(samples):
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
         else:  # none of its files could be read
             size = os.fstat(new.fileno()).st_size
@@ -100,33 +114,23 @@ def _plan(settings: dict[str, Any]) -> str:
     return hash_parts(json.dumps(settings, sort_keys=True))
 
 
-def _blocks(about: bytes, tensors: dict[str, Tensor]) -> Iterator[bytes]:
+def _blocks(about: bytes, samples: Sequence[CachedSample]) -> Iterator[bytes]:
     """Yield the bytes of a tar, which depend on the samples alone."""
     total = 0
-    for name, content in [(ABOUT, about), *_members(tensors)]:
+    for name, content in chain([(ABOUT, about)], _members(samples)):
         block = member_header(name, len(content)) + content + bytes(-len(content) % BLOCK)
         yield block
         total += len(block)
     yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
-def _members(tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
-    texts, words = tensors.get("captions"), tensors.get("tokens")
-    first_text = first_word = 0
-    for i, row in enumerate(tensors["rows"].tolist()):
-        mine = {"moments": tensors["moments"][i].contiguous()}
-        if words is not None:
-            end = int(tensors["token_ends"][i])
-            mine |= {"tokens": words[first_word:end].contiguous(), "pooled": tensors["pooled"][i].contiguous()}
-            first_word = end
-        yield f"{row:09d}.{SUFFIX}", save(mine)
-        if texts is None:
-            yield f"{row:09d}.cls", str(int(tensors["labels"][i])).encode()
+def _members(samples: Sequence[CachedSample]) -> Iterator[tuple[str, bytes]]:
+    for row, tensors, label, caption in samples:
+        yield f"{row:09d}.{SUFFIX}", save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        if caption is None:
+            yield f"{row:09d}.cls", str(label).encode()
         else:
-            end = int(tensors["caption_ends"][i])
-            text = texts[first_text:end].numpy().tobytes().decode("utf-8", "surrogatepass")
-            yield f"{row:09d}.txt", text.encode("utf-8", "replace")
-            first_text = end
+            yield f"{row:09d}.txt", caption.encode("utf-8", "replace")
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
