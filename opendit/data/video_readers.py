@@ -388,7 +388,8 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         if codec == "h264" and only_keys:
             holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            holds &= whole and not _is_unseen(codec, packet)
+            # Without its contents, only a packet of an MP4 is known to be shown: by the format each has a shown frame.
+            holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
         found.append(Packet(packet.pts, packet.dts, packet.is_keyframe, packet.is_discard, holds))
