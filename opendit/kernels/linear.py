@@ -25,10 +25,13 @@ class _Narrowing(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = _turned(x.flatten(0, -2).t() @ dy.flatten(0, -2))
+        dweight = weight_gradient(dy.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return dx, dweight
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Return dy^T x (out, in) of dy (rows, out) and x (rows, in), by the faster of the two products."""
+    return _turned(x.t() @ dy) if dy.shape[1] < x.shape[1] else dy.t() @ x
 
 
 def _turned(x: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opendit.kernels import cublaslt
+from opendit.kernels.linear import linear as unbiased
 from opendit.models import DiT, DiTConfig, plan_of
 from opendit.models.attention import (
     AnyProjection,
@@ -48,8 +50,10 @@ from opendit.parallel.collectives import (
 )
 from opendit.parallel.layout import Cut, Layout
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.overlapped_products import overlapped_column, overlapped_row, overlaps
 from opendit.parallel.rules import check_divisible, divided_dimension, local_slices, local_tensor, rule_of
 from opendit.parallel.sequence import SequenceParallel
+from opendit.parallel.sequence.peer_memory import PeerMemory, connect
 from opendit.parallel.sequence.streams import SharedStreams
 
 __all__ = [
@@ -307,6 +311,14 @@ class Part(Projection):
 
     group: Group
     divided: Mapping[str, Divided]
+    memory: PeerMemory | None = None
+
+    def peers(self, x: Tensor, weight: Tensor) -> PeerMemory | None:
+        """Return the symmetric memory through which the product of x (B, n, in) overlaps with its communication; None
+        if a collective is to be used."""
+        if self.low_rank is not None or not overlaps(x, weight):
+            return None
+        return connect(self.group, x.device)[0] if x.is_cuda else self.memory
 
 
 class ColumnParallel(Part):
@@ -318,8 +330,13 @@ class ColumnParallel(Part):
         backward pass. LoRA's first product uses this rank's tokens only; its result, a few numbers a token, is gathered
         for the second product."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
+        if (memory := self.peers(x, weight)) is not None:
+            return overlapped_column(x, weight, bias, memory)
         y, low_rank = column_product(x, weight, bias, self.group), self.low_rank
         return y if low_rank is None else low_rank.add_to(y, join(F.linear(x, low_rank.a), 1, self.group))
+
+
+PLAIN = (multiply, unbiased, cublaslt.linear)  # functions that multiply in the dtype of the activations
 
 
 class RowParallel(Part):
@@ -328,7 +345,11 @@ class RowParallel(Part):
     """
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        summed = sum_shares(super().product(x, None, multiply), 1, self.group)
+        own = x[:, : x.shape[1] // self.group.size]
+        if multiply in PLAIN and (memory := self.peers(own, self.weight)) is not None:
+            summed = overlapped_row(x, self.weight, memory)
+        else:
+            summed = sum_shares(super().product(x, None, multiply), 1, self.group)
         return summed if bias is None else summed + bias.to(summed.dtype)
 
 

@@ -36,7 +36,7 @@ from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
 from opendit.models.attention import AnyProjection
 from opendit.models.layers import Attend, LowRank
 from opendit.parallel.collectives import Exchange, Flight, Group, Ring, join, start_gather
-from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory
+from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory, sample_by_sample
 from opendit.parallel.sequence.products import (
     Products,
     Saved,
@@ -241,7 +241,7 @@ class _Layer(Layer):
     def _to(self, rank: int, shard: Tensor, buffer: Buffer) -> list[Pair]:
         mine = self.memory.group.rank
         target = self.inputs(buffer, shard.dtype)[rank][:, self.tokens_of(mine)]
-        return _sample_by_sample(target, shard[:, : self.real(mine)])
+        return sample_by_sample(target, shard[:, : self.real(mine)])
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, inputs of its tokens) for every rank: this rank first, each other rank once its inputs have
@@ -267,14 +267,9 @@ class _Layer(Layer):
         found[:, :, self.real(rank) :].zero_()
         for target, peer in zip(found[:, :, : self.real(rank)], self.others, strict=True):
             source = self.gradient_for(rank, peer, like.dtype)
-            groups.append(_sample_by_sample(target, source))
+            groups.append(sample_by_sample(target, source))
         self.memory.copy_beside(groups)
         return found
-
-
-def _sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
-    """Return a pair (target, source) for each sample of two tensors (B, n, D)."""
-    return list(zip(targets.unsqueeze(2), sources.unsqueeze(2), strict=True))
 
 
 def direct_heads(

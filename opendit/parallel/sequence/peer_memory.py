@@ -86,7 +86,8 @@ class PeerMemory:
         self.group, self.device, self._allocate = group, device, allocate
         self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # keeps old buffers for graphs
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
-        self._last, self._capturing = Buffer.OUTPUT, False
+        self._last: Buffer | None = Buffer.OUTPUT
+        self._capturing = False
         self._stream = torch.cuda.Stream(device, priority=-1)  # for copy engines, and for barriers of ready_beside
         self._copies: torch.cuda.Event | None = None  # end of the last copy; None after a wait for it
 
@@ -115,6 +116,14 @@ class PeerMemory:
             made.append((handle, torch.tensor(handle.buffer_ptrs, device=self.device), memory))
         return made[-1][:2]
 
+    def begin(self, buffer: Buffer) -> None:
+        """Begin a use of ``buffer``. If it was also the last buffer that was used, first enqueue a barrier, after which
+        no rank needs its contents any more. Only callers that may use a buffer twice in a row need this."""
+        self._note_recording()
+        if self._last == buffer:
+            self._made[buffer][-1][0].barrier(channel=0)
+            self._last = None
+
     def ready(self, buffer: Buffer, again: bool = False) -> None:
         """Enqueue the barrier of one use of ``buffer``. again: True for a further barrier of the same use. The device
         waits, the host does not."""
@@ -133,13 +142,16 @@ class PeerMemory:
         return self._stream.record_event()
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
-        if self._capturing != torch.cuda.is_current_stream_capturing():
-            # A recording begins or ends here. Recorded work has not run, and a failed recording may have ended
-            # anywhere.
-            self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
+        self._note_recording()
         assert again == (buffer == self._last), "no buffer is used twice in a row"
         self._last = buffer
         self._made[buffer][-1][0].barrier(channel=channel)
+
+    def _note_recording(self) -> None:
+        """Forget what was used last where the recording of a graph begins or ends: recorded work has not run, and a
+        failed recording may have ended anywhere."""
+        if self._capturing != torch.cuda.is_current_stream_capturing():
+            self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 
     def exchange(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, push: bool) -> None:
         """Exchange heads on the current stream; see :func:`opendit.kernels.exchange_heads.exchange_heads`."""
@@ -196,13 +208,18 @@ class PeerMemory:
                 found += zip(*((theirs, mine) if push else (mine, theirs)), strict=True)  # sample by sample
         return found
 
-    def wait(self, event: torch.cuda.Event | None = None) -> None:
+    def wait(self, event: torch.Event | torch.cuda.Event | None = None) -> None:
         """Make the current stream wait for the event of an exchange or copy, or for all of them without an event."""
         event = event or self._copies
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
         if event is self._copies:
             self._copies = None
+
+
+def sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
+    """Return a pair (target, source) for each sample of two tensors (B, n, D)."""
+    return list(zip(targets.unsqueeze(2), sources.unsqueeze(2), strict=True))
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
