@@ -23,7 +23,7 @@ MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # maximum characters of such a word, with blanks and quotes around it
+MOST_MISSING = 40  # maximum characters of a caption that may be in ``MISSING``, with blanks and quotes
 AT_ONCE = 1024  # captions measured per call
 MOST_TOKENIZED = 10_000  # maximum captions that a tokenizer counts before training, which takes one or two seconds
 

@@ -68,12 +68,9 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
 
     Returns:
         A tuple of three values. (1) The reason why the tables are invalid. It is None if they are valid, if the file is
-            not
-        an MP4, or if the file is so damaged that no table is found. (2) The four-letter code of the only codec, if the
-            file
-        begins like an MP4 and has a single video track with one codec. It is ``FRAGMENTED`` if the tables are
-            distributed
-        among the frames, otherwise "". (3) The video track if it is plain, otherwise None.
+        not an MP4, or if the file is so damaged that no table is found. (2) The four-letter code of the only codec, if
+        the file begins like an MP4 and has a single video track with one codec. It is ``FRAGMENTED`` if the tables are
+        distributed among the frames, otherwise "". (3) The video track if it is plain, otherwise None.
 
     Raises:
         OSError: the file can't be read.
@@ -640,9 +637,8 @@ class ContainerHeader(NamedTuple):
 
     Attributes:
         problem: the reason why the file is invalid, or None.
-        codec: the four-letter codec of an MP4's only video track, or ``FRAGMENTED``; ``IN_ORDER`` for an AVI that
-            declares that it has no B frames; ``ANIMATION`` for a picture format with animations; "" if the header does
-            not suffice.
+        codec: for an MP4, the four-letter codec of the only video track, or ``FRAGMENTED``. ``IN_ORDER`` for an AVI
+            that declares that it has no B frames. ``ANIMATION`` for a picture format with animations. Otherwise "".
         track: the only video track of an MP4, if it is plain, see :class:`PlainTrack`.
     """
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-AT_ONCE = 2**25  # values per resize; each needs eight bytes of memory meanwhile
+AT_ONCE = 2**25  # maximum values resized at once; temporary memory is eight bytes per value
 _SHARPNESS = -0.5  # parameter a of Keys' cubic convolution, as in PIL and torch's antialiased resizing
 _MOST_BITS = 22  # maximum fractional bits of a weight
 

@@ -132,7 +132,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _unusual(entry: os.DirEntry[str]) -> str | None:
-    try:  # the listing contains the kind of most files, so this rarely accesses the disk
+    try:  # for most entries the listing has the file type, so this rarely accesses the disk
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:
         return None  # a broken link

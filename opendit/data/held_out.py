@@ -22,7 +22,7 @@ from opendit.data.medium import Medium
 from opendit.data.order.sequences import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
-_DRAWN = 2**17  # entries of the permutation computed per batch
+_DRAWN = 2**17  # entries of the permutation computed at once
 SEED = 0x76616C  # seed for held-out samples, so that they don't depend on --global_seed
 
 

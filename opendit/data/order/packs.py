@@ -145,13 +145,13 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 
 class _Window(NamedTuple):
-    rows: list[list[int]]  # rows of each step
-    ends: list[list[int]]  # ends of each step's packs among its rows
-    places: list[np.ndarray]  # positions of each step's rows in the order of samples
-    filled: int  # number of tokens in all packs
+    rows: list[list[int]]  # rows of each step, pack after pack
+    ends: list[list[int]]  # for each step, the end of each pack in the step's rows
+    places: list[np.ndarray]  # for each step, the positions of its rows in the order of samples
+    filled: int  # number of tokens in all packs together
     begin: Beginning
     after: Beginning
-    waiting: _Samples  # samples that wait for the next window, at the positions ``after.carry``
+    waiting: _Samples  # samples at the positions ``after.carry``, which wait for the next window
 
 
 class PackSchedule(BatchSchedule):

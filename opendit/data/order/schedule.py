@@ -19,7 +19,7 @@ KEYED = "keyed"  # name of this order in checkpoints; old checkpoints have "sort
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, disjoint from Stream's
 MANY_EPOCHS = 10_000  # epochs over which the mean number of steps per epoch is computed
 WINDOW = 1024  # rows computed at once; if a step has more rows, those of one step
-_SAMPLES, _PARTS = 128, 16  # mean block size for the order of sources (in samples) and of shapes (in parts)
+_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources (samples) and shapes (parts) are shuffled
 _MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; more would make domains overlap
 
 
