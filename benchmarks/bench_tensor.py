@@ -1,13 +1,14 @@
-"""One DiT block, forward and backward, divided among all ranks by tensor parallelism: what communication costs.
+"""Measure the cost of communication in one DiT block, forward and backward, divided among all ranks by tensor
+parallelism.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py --tokens 64 --hidden 48 --heads 4       (CPUs)
 
-*Compute only* is the same layer, whose exchanges give numbers that mean nothing without a pass over memory. The figure
-is its time over the time: 1 is communication that costs nothing. *Blocking* is what ``--tensor_parallel_size`` does;
-*modulation on every rank* is the same with whole modulations on all ranks, in place of gathered shares. On GPUs each is
-a CUDA graph; every interleaved timing trial stands between two of compute only, and the median of its ratio to these is
-taken.
+"Compute only" is the same layer without communication, on meaningless numbers and without an extra pass over memory.
+The figure of a variant is the time of compute only divided by its time; 1 means that communication costs nothing.
+"Blocking" is what ``--tensor_parallel_size`` does. In "modulation on every rank" each rank computes all modulations
+instead of gathering parts of them. On GPUs each variant is a CUDA graph. Every timing trial is between two trials of
+compute only, and the median of its ratio to these is taken.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ VARIANTS = {COMPUTE_ONLY: {}, "blocking": {}, "modulation on every rank": {"colu
 
 
 class _Here:
-    """Handle of a collective that is left out, with the tensor that it would have received."""
+    """Handle of an omitted collective, with the tensor that it would have received."""
 
     def __init__(self, received: Tensor):
         self._received = received
@@ -64,7 +65,7 @@ def _nothing_summed(x: Tensor, dim: int, group: Group) -> _Here:
 
 @contextlib.contextmanager
 def exchanging(really: bool) -> Iterator[None]:
-    """Inside, layers exchange what they should, or nothing."""
+    """Let layers exchange tensors inside the block if ``really``; otherwise omit all exchanges."""
     if really:
         yield
         return
@@ -73,7 +74,7 @@ def exchanging(really: bool) -> Iterator[None]:
 
 
 class Layer:
-    """A rank's part of a DiT block, on its tokens of ``samples`` sequences, with random weights."""
+    """A rank's part of a DiT block, on the rank's tokens of ``samples`` sequences, with random weights."""
 
     def __init__(self, mesh: Mesh, samples: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype, **how):
         torch.manual_seed(0)
@@ -88,14 +89,14 @@ class Layer:
         self.c, self.weights = torch.randn(samples, hidden, device=mesh.device).to(dtype), torch.randn_like(self.x)
 
     def step(self) -> tuple[Tensor, ...]:
-        """The gradients of input and weights."""
+        """Return the gradients of the input and the weights."""
         grid = TokenGrid((self.shards.length,), shards=self.shards)
         output = self.block(self.x, self.block.modulate(self.c), None, grid)
         return torch.autograd.grad(output, [self.x, *self.block.parameters()], self.weights)
 
 
 def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: float) -> dict[str, float]:
-    """Return the seconds a step of every variant."""
+    """Return the seconds per step of every variant."""
     works = {}
     for name, how in VARIANTS.items():
         with exchanging(name != COMPUTE_ONLY):
@@ -103,7 +104,7 @@ def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: f
     repeats = max(LEAST_STEPS, min(50, int(budget / max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2)))))
 
     def trial(name: str) -> float:
-        with exchanging(name != COMPUTE_ONLY):  # (a graph does what was recorded)
+        with exchanging(name != COMPUTE_ONLY):  # only matters without graphs
             return timed(mesh, works[name], repeats)
 
     return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)
