@@ -10,7 +10,7 @@ The variants:
     collectives x G    these all-to-alls, cut into G parts
     direct x G         exchanges of G parts through symmetric memory
     ring               the baseline: tokens are divided by position, and keys and values travel around the ranks in
-        attention within frames and, with ``--full_attention``, in attention to all tokens
+                       attention within frames and, with ``--full_attention``, in attention to all tokens
     default            the variant that a run uses
 
 In all variants but ring, attention to all tokens is shared as ``--sequence_parallel_type auto`` chooses. The figure of

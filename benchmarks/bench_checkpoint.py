@@ -1,6 +1,6 @@
 """Measure a save with whole tensors and with shards: stall, write and load times, and host memory per rank.
 
-    torchrun --standalone --nproc_per_node=4 benchmarks/bench_checkpoint.py [--formats sharded] [--results FILE] -- \
+    torchrun --standalone --nproc_per_node=4 benchmarks/bench_checkpoint.py [--formats sharded] [--results FILE] -- \\
         --plugin fsdp --model vDiT-7B/122 --use_video --data_path mock --mixed_precision bf16
     python benchmarks/bench_checkpoint.py -- --model DiT-Ti/2 --image_size 64 --batch_size 4          (a CPU)
 

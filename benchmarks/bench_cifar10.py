@@ -15,7 +15,7 @@ the test pictures:
     frechet    Fréchet distance in the penultimate features of a classifier that this program trains once
     accuracy   share of samples in which the classifier sees the requested class
     copies     share of samples that are more similar to a training picture, pixel by pixel, than 99 % of the test
-        pictures are
+               pictures are
 
 Rows with --repa are aligned with a vision transformer that this program trains once, without labels (SimCLR; Chen et
 al. 2020). The transformer's nearest-neighbour accuracy on the test pictures is written to real.json.

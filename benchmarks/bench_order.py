@@ -15,7 +15,7 @@ The figures are:
     start        until the rows of the first step and the number of steps in an epoch are known
     private      Private_Clean and Private_Dirty of smaps, minus what imports take
     new epoch    computing the rows of the step in which an epoch begins; the slowest of three epochs. For packs, which
-        are planned one window after the other, the slowest of 16 windows
+                 are planned one window after the other, the slowest of 16 windows
 """
 
 import argparse

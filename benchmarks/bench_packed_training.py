@@ -9,9 +9,9 @@ number of tokens, in one of these ways:
     packs      the mix, planned as in a run; every step has other lengths
     buckets    the mix by size, in micro-batches with the same number of tokens (``--bucket_tokens``)
     by size    the mix by size, in micro-batches with the same number of samples, as many of the longest ones as fit
-        into a step (``--batch_size``)
+               into a step (``--batch_size``)
     padded     the mix, with every sample padded to the longest. A step takes the time of samples of that length, which
-        is measured
+               is measured
 
 The mixes are 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens; and multiples of 256 up to 32,768 with a median of
 2,048 and a sigma of log 2.5. For the ways by size, the time per token is the mean over sizes, weighted by how often

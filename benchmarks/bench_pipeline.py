@@ -1,8 +1,8 @@
 """Measure how long pipeline ranks wait for each other in a training step's forward and backward passes.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py [--results FILE]
-    torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py --hidden 48 --heads 4 --depth 4 \ --latents 2
-        8 8                                                                                         (CPUs)
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py --hidden 48 --heads 4 --depth 4 \\
+        --latents 2 8 8                                                                                         (CPUs)
 
 "Alone" is the work of the slowest rank: the same passes of its stages without messages, on meaningless numbers. The
 figure is the time alone divided by the time of the step; 1 means that ranks never wait. With P ranks, M micro-batches

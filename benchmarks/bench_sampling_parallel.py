@@ -1,7 +1,7 @@
 """Compare sampling one picture or clip on several GPUs with one GPU, including sampler, noise, guidance and VAE.
 
-    torchrun --standalone --nproc_per_node=2 benchmarks/bench_sampling_parallel.py [--model vDiT-XL/222] [--num_frames
-        16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--results FILE]
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_sampling_parallel.py [--model vDiT-XL/222]
+        [--num_frames 16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--results FILE]
 
 The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide the halves of guidance; a single
 group divides only the sequence. Rank 0 alone and all ranks together take turns, and medians are reported. The model and

@@ -1,7 +1,7 @@
 """Compare opendit/kernels/short_attention.py, with different tiles, and torch's kernels: short sequences, no gradients.
 
-    python benchmarks/bench_short_attention.py [--batches 2 16 128] [--tokens 256] [--heads 16] [--head_dim 72] [--rows
-        64 128]
+    python benchmarks/bench_short_attention.py [--batches 2 16 128] [--tokens 256] [--heads 16] [--head_dim 72]
+                                              [--rows 64 128]
 
 q, k and v are views of one qkv tensor, as in a block. CUDA graphs of many calls are timed in turn, and the median is
 reported. The results show which tiles to use, and up to which number of programs.

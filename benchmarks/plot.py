@@ -194,7 +194,7 @@ def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, fl
 
 
 def approximations(rows: list[Row]) -> Figure:
-    """Error of latents over the evaluations saved, a panel a model; a line for each kind of setting."""
+    """Error of latents against saved evaluations, with a panel per model and a line per kind of setting."""
     tables = {title: found for title, found in approximation_errors(rows).items() if "10,000 samples" in title}
     figure = Figure(figsize=(6.4 * len(tables), 4.8), layout="constrained")
     colours: dict[str, str] = {}  # kind -> colour, the same in all panels

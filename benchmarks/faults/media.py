@@ -1,5 +1,4 @@
-"""Faults: broken pictures, clips and tables. They must be skipped and named, or refused with a line that has the fix.
-"""
+"""Faults: broken pictures, clips and tables. They must be skipped and named, or refused with a line naming the fix."""
 
 import os
 import random
