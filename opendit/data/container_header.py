@@ -1,9 +1,10 @@
-"""Check the header of a clip's file before a decoder opens the file. The check is fast; decoders trust every header.
+"""Check the header of a clip's file before a decoder opens the file. The check is fast, whereas decoders trust every
+header.
 
-FFmpeg allocates 24 bytes or more for every sample that an MP4's tables declare, and decord allocates another entry. So
-a file of 2 KB can make them allocate gigabytes, and the failure ends the process. Therefore the tables are checked
+FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare, and decord allocates another entry. A
+file of 2 KB can thus make them allocate gigabytes, and the failure ends the process. Therefore the tables are checked
 first. The tables also show whether a file's only video track is plain, that is, whether a decoder that seeks frames by
-their numbers returns the same frames as decoding from the start.
+number returns the same frames as decoding from the start.
 
 MP4 boxes are named as in ISO/IEC 14496-12, fields of H.264 as in ITU-T H.264, 7.3.2.1 and E.1.1, chunks of AVI as in
 Microsoft's description of the format, and fields of MPEG-4 as in ISO/IEC 14496-2, 6.2.3.
@@ -22,14 +23,14 @@ from opendit.data.animations import HEAD, may_be_animation
 from opendit.data.colours import UNSPECIFIED, is_high_definition, kind_of_colours, unknown_matrix
 from opendit.data.medium import MAX_FRAMES
 
-MAX_TABLES = 2**28  # most bytes of all tables of a file; the tables of a 19-hour file take a fifth of this
-# Most boxes at the top level of a file, and inside a box. A fragmented file has two for every few seconds.
+MAX_TABLES = 2**28  # maximum bytes of a file's tables; those of a 19-hour file take a fifth of this
+# Maximum number of boxes at the top level of a file, and inside a box. A fragmented file has two per few seconds.
 MAX_BOXES = 100_000
 _MOST_PARTS = 8  # maximum number of separate reads for one file inside a tar
 
 FRAGMENTED = "fragmented"  # returned instead of a codec
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-# Bytes of an entry in each kind of table that begins with a version, flags and the number of entries.
+# Bytes per entry, for the kinds of tables that begin with a version, flags and the number of entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
@@ -37,17 +38,17 @@ _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
 ReadAt = Callable[[int, int], bytes]  # (offset, number of bytes) -> these bytes of the file
 
-_VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its inner boxes
+_VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its child boxes
 _ONE = 1 << 16  # the number 1 in a transformation matrix (16.16 fixed point)
 _UPRIGHT = (_ONE, 0, 0, _ONE)
 _QUARTER_TURNS = (_UPRIGHT, (0, _ONE, -_ONE, 0), (-_ONE, 0, 0, -_ONE), (0, -_ONE, _ONE, 0))
 _SLICES, _SLICE_OF_IDR, _MORE_INFORMATION = (1, 2, 3, 4), 5, 6  # kinds of NAL units of H.264
 _INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
-_DISPLAY_ORIENTATION = 47  # type of the supplemental enhancement information that rotates a frame for display
+_DISPLAY_ORIENTATION = 47  # type of the SEI message that rotates a frame for display
 _CHROMA_FOLLOWS = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)  # profiles with a chroma format field
 _EXTENDED_SAR = 255
-_EXAMINED = 16  # number of evenly spaced sync samples that are examined in a track
-_BEGINNING = 1024  # bytes read of each sync sample; x264 writes its settings, 700 bytes, before the first frame
+_EXAMINED = 16  # number of evenly spaced sync samples examined per track
+_BEGINNING = 1024  # bytes read per sync sample; x264 writes its settings, 700 bytes, before the first frame
 
 
 class PlainTrack(NamedTuple):
@@ -56,7 +57,7 @@ class PlainTrack(NamedTuple):
     Decoding can start at every frame that the track marks as a sync sample. Frames stored before a sync sample are also
     shown before it. The colours are SDR in BT.709 or BT.601.
 
-    times: (frames,) int64, ascending, the time of each frame in units of ``time_base`` seconds."""
+    times: (frames,) int64, ascending, time of each frame in units of ``time_base`` seconds."""
 
     times: np.ndarray
     time_base: Fraction
@@ -66,11 +67,10 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
     """Check the tables of an MP4, and look for a plain track.
 
     Returns:
-        A tuple of three values. (1) The reason why the tables are invalid; None if they are valid, if the file is not
-        an MP4, or if the file is so damaged that no table is found. (2) The four-letter code of the only codec, if the
-        file has a single video track with one codec; ``FRAGMENTED`` if the tables are distributed among the frames;
-        otherwise, and if the file does not begin like an MP4, empty. (3) The video track if it is plain, otherwise
-        None.
+        A tuple of three values. (1) The reason why the tables are invalid. It is None if they are valid, if the file is
+        not an MP4, or if the file is so damaged that no table is found. (2) The four-letter code of the only codec, if
+        the file begins like an MP4 and has a single video track with one codec. It is ``FRAGMENTED`` if the tables are
+        distributed among the frames, otherwise "". (3) The video track if it is plain, otherwise None.
 
     Raises:
         OSError: the file can't be read.
@@ -89,7 +89,7 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
             file.seek(begin)
             tables = file.read(length)
             more, shown, found = _count(tables)
-            # In a fragmented file every fragment declares its own samples, so the numbers are added.
+            # In a fragmented file every fragment declares only its samples, so the numbers are added.
             samples, frames, codecs = samples + more, frames + shown, codecs + found
             if samples > size:
                 return f"declares {samples:,} samples, more than its {size:,} bytes", "", None
@@ -105,9 +105,9 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
 
 
 def read_movie(file: BinaryIO) -> bytes:
-    """Return the contents of an MP4's first ``moov`` box, empty if there is none.
+    """Return the contents of an MP4's first ``moov`` box, or b"" if there is none.
 
-    Raises OSError, or ValueError after too many boxes."""
+    Raises OSError; ValueError after too many boxes."""
     for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
         if kind == b"moov":
             file.seek(begin)
@@ -120,7 +120,7 @@ def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
 
 
 class _Parts:
-    """File-like object that reads parts of a file and stores each one in ``parts`` as (offset, bytes)."""
+    """File-like object that reads parts of a file and stores each part in ``parts`` as (offset, bytes)."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -155,14 +155,14 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # the file is invalid; reading the whole file will report the error
+    except ValueError:  # an invalid file; reading all of it will report the error
         pass
     return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) of a file's top-level boxes; nothing if the file is
-    not an MP4.
+    """Yield (kind, offset of the contents, length of the contents) of a file's top-level boxes. Yield nothing if the
+    file is not an MP4.
 
     Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
@@ -189,7 +189,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
-    """Return (the largest number of samples in a table of any track, the largest in a video track, all video codecs).
+    """Return (largest number of samples in a table of any track, largest number in a video track, all video codecs).
 
     Raises ValueError for colours that can't be converted, and for a table that declares more entries than its size
     allows, because FFmpeg would read the bytes after the table as entries."""
@@ -199,13 +199,13 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box, which says whether a track is video, is next to the box that contains the track's tables.
+        # The handler box, which tells if a track is video, is a sibling of the box with the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
-            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, then the length and letters of each
+            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, then a box per codec
                 for letters, first, last in _boxes(data, begin + 8, end, left):
                     codecs.append(letters)
                     if (profile := dolby_profile(data[first:last])) is not None:
@@ -219,7 +219,7 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
 
 
 def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
-    """Return (kind, offset of the contents, end of the contents) of the boxes in data[at:last].
+    """Return (kind, offset of the contents, end of the contents) of each box in data[at:last].
 
     Raises ValueError for more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
@@ -240,10 +240,10 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that the table in data[begin:end] declares. Raises ValueError as :func:`_count`."""
+    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError as in :func:`_count`."""
     size = end - begin
     _check(kind, 8, size)
-    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of a sample if all are equal
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the common size of the samples, or 0
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
         if kind not in (b"stts", b"ctts"):
@@ -252,7 +252,7 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # bits of each sample's duration, size, flags, offset
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # flags: has duration, size, flags, offset
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
     _check(kind, 12, size)
@@ -273,11 +273,10 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
-    """Return the only video track of a file if it is surely a plain track; otherwise None.
+    """Return the only video track of a file if it is certainly a plain track; otherwise None.
 
     moov: contents of the file's ``moov`` box. read: reads bytes of the file, to examine its sync samples. size: size of
-    the file.
-    """
+    the file."""
     try:
         return _plain_track(moov, read, size)
     except (KeyError, IndexError, ValueError, ZeroDivisionError, StopIteration, struct.error):
@@ -285,8 +284,8 @@ def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return for each video track the numbers of pixels that its ``clap`` box cuts off, (left, right, top, bottom);
-    None for a track without this box."""
+    """Return, for each video track, the pixels that its ``clap`` box crops, (left, right, top, bottom); None for a
+    track without this box."""
     return [_clean_aperture(*_entry(tables)) for _, _, tables in _video_tracks(moov)]
 
 
@@ -322,7 +321,7 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
         return None
     if b"stss" in tables:
         sync = np.frombuffer(tables[b"stss"], ">u4", offset=8).astype(np.int64) - 1
-    elif b"avcC" in parts:  # H.264, where sync samples are examined below
+    elif b"avcC" in parts:  # H.264, whose sync samples are examined below
         sync = np.arange(len(times))
     else:
         return None
@@ -343,7 +342,7 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
 
 
 def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
-    """Return the contents of the first box of each kind, by kind."""
+    """Return a dictionary: kind of box -> contents of the first box of that kind."""
     found: dict[bytes, bytes] = {}
     for kind, begin, end in _boxes(data, at):
         found.setdefault(kind, data[begin:end])
@@ -355,7 +354,7 @@ def _inside(data: bytes, kind: bytes) -> bytes:
 
 
 def _video_tracks(moov: bytes) -> list[tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes]]]:
-    """Return, for each video track, the boxes of the track, of its media box and of its sample table box."""
+    """Return, for each video track, the boxes in the track, in its media box and in its sample table box."""
     found = []
     for kind, begin, end in _boxes(moov):
         if kind == b"trak":
@@ -367,7 +366,7 @@ def _video_tracks(moov: bytes) -> list[tuple[dict[bytes, bytes], dict[bytes, byt
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the Dolby Vision profile in a track's sample entry if the pictures can be shown only as Dolby Vision;
+    """Return the Dolby Vision profile in a track's sample entry if the pictures can only be shown as Dolby Vision;
     otherwise None."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
@@ -404,15 +403,15 @@ def _matrix(header: bytes, at: int) -> tuple[int, ...] | None:
 
 
 def _scale(header: bytes) -> int:
-    """Return the time scale of a mvhd or mdhd box, in ticks a second."""
+    """Return the time scale of an mvhd or mdhd box, in ticks per second."""
     return struct.unpack_from(">I", header, 12 if header[0] == 0 else 20)[0]
 
 
 def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return (the times at which frames are shown, ascending; the display number of each stored frame).
+    """Return (display times of the frames, ascending; display index of each stored frame).
 
-    The second value is None if frames are stored in display order. Raises ValueError if two frames have the same
-    time."""
+    The second value is None if frames are stored in display order. Raises ValueError if two frames have the same time.
+    """
     lengths = np.frombuffer(tables[b"stts"], ">u4", offset=8).reshape(-1, 2).astype(np.int64)
     durations = np.repeat(lengths[:, 1], lengths[:, 0])
     times = np.cumsum(durations) - durations
@@ -429,8 +428,8 @@ def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def is_closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
-    """Return True if all frames stored before a sync sample are shown before it, and all frames stored after it are
-    shown after it. order: display number of each stored frame, or None, see :func:`_times`."""
+    """Return True if, for every sync sample, the frames stored before it are shown before it, and the frames stored
+    after it are shown after it. order: display index of each stored frame, or None, see :func:`_times`."""
     if order is None:
         return True
     return bool((order[sync] == sync).all() and (np.maximum.accumulate(order)[sync] == sync).all())
@@ -439,13 +438,12 @@ def is_closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
 def _shows_all(edits: bytes, times: np.ndarray, duration: int, ticks: Fraction) -> bool:
     """Return True if the edit list shows all frames in one edit at normal speed, perhaps after a pause.
 
-    duration: duration of a frame. ticks: media ticks per movie tick; the durations of edits are rounded to movie
-    ticks."""
+    duration: duration of a frame. ticks: media ticks per movie tick; edit durations are rounded to movie ticks."""
     table = _inside(edits, b"elst")
     form, step = (">Iihh", 12) if table[0] == 0 else (">Qqhh", 20)
     count = struct.unpack_from(">I", table, 4)[0]
     entries = [struct.unpack_from(form, table, 8 + step * number) for number in range(min(count, 3))]
-    while entries and entries[0][1] == -1:  # an empty edit, that is a pause
+    while entries and entries[0][1] == -1:  # an empty edit is a pause
         entries, count = entries[1:], count - 1
     if count != 1 or len(entries) != 1:
         return False
@@ -455,9 +453,9 @@ def _shows_all(edits: bytes, times: np.ndarray, duration: int, ticks: Fraction) 
 
 
 def _places(tables: dict[bytes, bytes], size: int) -> tuple[Callable[[int], int], np.ndarray]:
-    """Return (a function from the number of a sample to its offset in the file, the sizes of the samples).
+    """Return (function from the index of a sample to its offset in the file, sizes of the samples).
 
-    Raises ValueError if a sample ends after the end of the file."""
+    Raises ValueError if a sample extends beyond the end of the file."""
     same, count = struct.unpack_from(">II", tables[b"stsz"], 4)
     sizes = np.full(count, same) if same else np.frombuffer(tables[b"stsz"], ">u4", count, 12)
     sizes = sizes.astype(np.int64)
@@ -483,7 +481,7 @@ def begins_anew(sample: bytes, length: int, intra: bool = False) -> bool:
 
     Args:
         sample: bytes of the frame, at least up to the beginning of its first slice.
-        length: number of bytes of the size before each NAL unit; 0 if NAL units are separated by start codes.
+        length: number of bytes of the size field before each NAL unit; 0 if NAL units are separated by start codes.
         intra: also accept a slice that refers to no other frame, even though later frames may refer to earlier frames.
     """
     for unit in _units(sample, length):
@@ -511,7 +509,7 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
 
 
 def _messages(data: bytes) -> Iterator[int]:
-    """Yield the type of each message in a NAL unit of supplemental enhancement information."""
+    """Yield the type of each message in a NAL unit of supplemental enhancement information (SEI)."""
     data = data.replace(b"\0\0\3", b"\0\0")
     at = 0
     while at + 2 < len(data):
@@ -539,7 +537,7 @@ def _parameter_sets(configuration: bytes) -> list[bytes]:
 
 
 class _Bits:
-    """Reader of a bit string. Raises IndexError when reading past the end."""
+    """Reads fields from a bit string. Raises IndexError when reading past the end."""
 
     def __init__(self, data: bytes):
         self._bits, self._at = "".join(f"{byte:08b}" for byte in data), 0
@@ -553,7 +551,7 @@ class _Bits:
         return int(self._bits[self._at - bits : self._at], 2)
 
     def golomb(self) -> int:
-        """Read an unsigned Exp-Golomb number. A signed number takes the same bits, but its value is not decoded."""
+        """Read an unsigned Exp-Golomb number. A signed number has the same length, but is not decoded correctly."""
         end = self._bits.index("1", self._at)
         zeros, self._at = end - self._at, end
         return self.number(zeros + 1) - 1
@@ -571,7 +569,7 @@ class _Bits:
 class FrameDescription(NamedTuple):
     """The description of frames in an H.264 sequence parameter set.
 
-    square: True if pixels are square. colours: primaries, transfer and matrix, as numbered in H.273."""
+    square: True if pixels are square. colours: primaries, transfer and matrix, numbered as in H.273."""
 
     square: bool
     colours: tuple[int, int, int]
@@ -592,7 +590,7 @@ def describe_frames(parameters: bytes) -> FrameDescription:
             bits.flag()
         bits.skip("ue", "ue", "u")
         if bits.flag():
-            raise ValueError("scaling lists")  # scaling lists are rare, and this parser does not support them
+            raise ValueError("scaling lists")  # rare, and not supported here
     bits.golomb()
     order = bits.golomb()
     if order == 0:
@@ -629,7 +627,7 @@ def describe_frames(parameters: bytes) -> FrameDescription:
 
 IN_ORDER = "MPEG-4 without B frames"
 ANIMATION = "animation"
-_READ = 2**15  # bytes read from the beginning of an AVI; programs leave gaps of 2 or 4 KB between its parts
+_READ = 2**15  # bytes read from the beginning of an AVI; there may be gaps of 2 or 4 KB between its parts
 _MPEG4 = (b"FMP4", b"XVID", b"DIVX", b"DX50")  # names of MPEG-4 codecs in AVI files
 _PIXEL_SHAPE_FOLLOWS = 15
 
@@ -639,9 +637,8 @@ class ContainerHeader(NamedTuple):
 
     Attributes:
         problem: the reason why the file is invalid, or None.
-        codec: the four-letter codec of an MP4's only video track, or ``FRAGMENTED``; ``IN_ORDER`` for an AVI that
-            declares it has no B frames; ``ANIMATION`` for a picture format with animations; empty if the header does
-            not suffice.
+        codec: for an MP4, the four-letter codec of the only video track, or ``FRAGMENTED``. ``IN_ORDER`` for an AVI
+            that declares that it has no B frames. ``ANIMATION`` for a picture format with animations. Otherwise "".
         track: the only video track of an MP4, if it is plain, see :class:`PlainTrack`.
     """
 
@@ -667,15 +664,13 @@ def read_header(path: str) -> ContainerHeader:
 def has_no_b_frames(file: BinaryIO) -> bool:
     """Return True if the beginning of an AVI declares that its MPEG-4 frames are stored in display order.
 
-    Return False for other formats, and if the first frame is not within ``_READ`` bytes. This function exists because
-    FFmpeg needs as long for the answer as for decoding several frames of a small clip. Raises OSError if the file can't
-    be read.
-    """
+    Return False for other formats, and if the first frame is not within ``_READ`` bytes. To find this out, FFmpeg would
+    need as long as for decoding several frames of a small clip. Raises OSError if the file can't be read."""
     file.seek(0)
     data = memoryview(file.read(_READ))
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"AVI ":
         return False
-    tracks: list[tuple[bytes, bytes]] = []  # for each video track, its codec and the bytes after its description
+    tracks: list[tuple[bytes, bytes]] = []  # (codec, bytes after the description) of each video track
     first = b""
     for kind, inside in _chunks(data[12:]):
         if kind == b"hdrl":
@@ -689,8 +684,8 @@ def has_no_b_frames(file: BinaryIO) -> bool:
 
 
 def _chunks(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (name, contents) of each chunk in ``data``; for a list, the name of the list. The last chunk is truncated
-    at the end of ``data``."""
+    """Yield (name, contents) of each chunk in ``data``. A list has the list's name. The last chunk may be cut off at
+    the end of ``data``."""
     at = 0
     while at + 8 <= len(data):
         kind, length = struct.unpack_from("<4sI", data, at)

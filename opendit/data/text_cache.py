@@ -5,11 +5,11 @@ A shard of n rows with captions has, besides its latents, the tensors
     captions    (bytes,) uint8          the captions in UTF-8, concatenated
     caption_ends (n,) int64             the end of each caption in ``captions``
     tokens      (sum of L_i, D) float16  the tokens of all captions, without padding, concatenated
-    token_ends  (n,) int64
+    token_ends  (n,) int64              the end of each caption's tokens in ``tokens``
     pooled      (n, P) float16
 
-The last three exist only with an encoder. A folder's ``empty-caption.safetensors`` holds tokens (L, D) and pooled (P,)
-of the empty string, which replaces dropped captions. P equals D unless the index has another width: the pooled vector
+The last three exist only with an encoder. A folder's ``empty-caption.safetensors`` has tokens (L, D) and pooled (P,) of
+the empty string, which replaces dropped captions. P equals D unless the index records another width: the pooled vector
 of a public model comes from a separate encoder, or the model has none (P = 0). Embeddings that an encoder of a public
 model computes in bfloat16 are stored in bfloat16, without loss of precision or range. The index records this dtype.
 """
@@ -38,7 +38,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class EmbeddingForm(NamedTuple):
-    """The form of an encoder's embeddings in a cache: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
+    """The format of an encoder's cached embeddings: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
 
     width: int
     pooled: int
@@ -50,7 +50,7 @@ class EmbeddingForm(NamedTuple):
 
 
 def form_of(encoder: AnyEncoder) -> EmbeddingForm:
-    """Return the form in which an encoder's embeddings are stored."""
+    """Return the format in which an encoder's embeddings are stored."""
     if isinstance(encoder, PublishedText):
         half = "bf16" if encoder.dtype == torch.bfloat16 else "fp16"
         return EmbeddingForm(encoder.width, encoder.pooled_width, half)
@@ -68,11 +68,10 @@ def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
 
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return each caption's (tokens (L_i, D) without padding, pooled vector (P,)), on the CPU.
+    """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU.
 
     The dtype is that of :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L)
-    bool and pooled (B, P). Raises DataError if a number doesn't fit the dtype.
-    """
+    bool and pooled (B, P). Raises DataError if a number overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
@@ -84,7 +83,7 @@ def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[T
 
 
 def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> dict[str, Tensor]:
-    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. form: used for a shard without rows."""
+    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. form: used if the shard has no rows."""
     tokens, pooled = [row for row, _ in parts], [vector for _, vector in parts]
     return {
         "tokens": torch.cat(tokens) if parts else torch.empty(0, form.width, dtype=DTYPES[form.dtype]),
@@ -94,7 +93,7 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> 
 
 
 def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
-    """Write the file ``EMPTY`` atomically. Return its SHA-256."""
+    """Write the file ``EMPTY`` atomically, and return its SHA-256."""
     how = {"away": True} if isinstance(encoder, PublishedText) else {}
     tokens, pooled = embed(encoder, [""], **how)[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
@@ -102,11 +101,10 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Read the empty string's embedding from the bytes of its file, padded to ``max_tokens``.
+    """Return the embedding of the empty string, from the bytes of its file, padded to ``max_tokens``.
 
-    text: the ``TextEncoding`` of the cache's index. Raises ValueError, which names the file, if the file is incomplete
-    or its tensors have other shapes.
-    """
+    text: the ``TextEncoding`` of the cache's index. Raises ValueError, naming the file, if the file is incomplete or
+    its tensors have other shapes."""
     try:
         found = load(content)
         if found.keys() != {"tokens", "pooled"}:
@@ -123,7 +121,7 @@ def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embed
 
 
 def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Read the empty string's embedding from a folder. Raises ValueError as :func:`read_empty_caption`."""
+    """Return the embedding of the empty string from a folder. Raises ValueError like :func:`read_empty_caption`."""
     name = f"--data_path {folder}: {EMPTY}"
     try:
         content = read_bounded(folder / EMPTY, MOST_EMPTY)

@@ -26,7 +26,7 @@ def open_source(asked: Request) -> ShardDataset | None:
     if folder.is_dir():
         names, folders = list_folder(str(folder), picture_suffixes() | {".tar"}, ignored)
         tars = [folder / name for name in names if name.lower().endswith(".tar")]
-        # A folder of pictures may also contain tars that have nothing to do with the pictures.
+        # A folder of pictures may also contain unrelated tars.
         if not tars or len(tars) < len(names) + len(folders) and not any(index_of(tar).exists() for tar in tars):
             return None
     elif folder.suffix.lower() == ".tar":
@@ -72,7 +72,7 @@ def _open_remote(asked: Request) -> ShardDataset:
 
 
 def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatents | None:
-    """Open cached latents in tars behind an address; return None if their folder has no index.json.
+    """Open cached latents in tars behind an address. Return None if their folder has no index.json.
 
     Raises ValueError, DataError or OSError."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
