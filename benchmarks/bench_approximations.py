@@ -1,13 +1,18 @@
-"""Approximations of sampling: what they save, and how far the samples are from those of the exact sampler.
+"""Measure what approximations of sampling save, and how far their samples are from those of the exact sampler.
 
     python -m benchmarks.bench_approximations --ckpt outputs/000-DiT-Ti-2 outputs/001-vDiT-Ti-822 --samples 10000
 
-takes checkpoints of the embedded demos, digits and moving digits (docs/images.md, docs/video.md). Every setting draws
-the same samples, of the same seeds. A row has: blocks evaluated by the exact sampler for each that this one evaluates,
-milliseconds a sample (the median of whole batches after the first), the relative error of the latents, the share of
-samples in which a classifier of real ones sees what was asked for (of clips: and that move as asked), and the Fréchet
-distance to real training samples, of the features of ``opendit evaluate --features digits``. Beside
-approximations: the same sampler with fewer steps. benchmarks/plot.py draws the rows of results.csv.
+The checkpoints are those of the embedded demos, digits and moving digits (docs/images.md, docs/video.md). Every setting
+draws the same samples with the same seeds. The table has a row per setting, with these figures:
+
+- the exact sampler's block evaluations, divided by those of this setting;
+- milliseconds per sample, the median over whole batches after the first;
+- the relative error of the latents;
+- the share of samples in which a classifier, trained on real samples, sees what was requested (for clips, moving as
+  requested);
+- the Fréchet distance to real training samples, with the features of ``opendit evaluate --features digits``.
+
+For comparison, further rows use the exact sampler with fewer steps. benchmarks/plot.py draws the rows of results.csv.
 """
 
 import argparse
@@ -19,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import numpy as np
 import torch
@@ -53,7 +58,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one setting. fewer: the exact sampler's block evaluations over this one's."""
+    """The result of one setting. fewer: the exact sampler's block evaluations divided by this setting's."""
 
     setting: str
     fewer: float
@@ -64,7 +69,7 @@ class Row:
 
 
 class Digits:
-    """Pictures of the digits by a model of ten classes."""
+    """Pictures of digits, from a model of ten classes."""
 
     sampler, scale = "ddim", 1.3
 
@@ -78,13 +83,13 @@ class Digits:
         self.real = Moments.of(picture_features(whole(real))["pool"]).gaussian()
 
     def judge(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """(N,) whether each sample is what was asked for; (N, D) features."""
+        """Return (N,) bool, True if a sample is what was requested; and (N, D) features."""
         found = picture_features(pixels_of(self.codec.decode(latents)))
         return named_right(found["digit"], AskedDigits(torch.from_numpy(self.labels))), found["pool"]
 
 
 class Clips:
-    """Moving digits by a model of captions."""
+    """Clips of moving digits, from a model of captions."""
 
     sampler, scale = None, 3.0
 
@@ -107,17 +112,17 @@ class Clips:
 
 
 def pixels_of(decoded: Tensor) -> Tensor:
-    """Convert decoded pixels in -1..1 to uint8 on the CPU."""
+    """Convert decoded pixels in [-1, 1] to uint8 on the CPU."""
     return ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
 
 
 def whole(media: Media) -> Tensor:
-    """uint8 (N, 3, H, W), of clips (N, 3, T, H, W)."""
+    """Return all media as uint8 (N, 3, H, W), or (N, 3, T, H, W) for clips."""
     return torch.from_numpy(media.read_range(range(media.count))).movedim(-1, 1)
 
 
 class Bench:
-    """One checkpoint, whose samples every setting draws."""
+    """A checkpoint, and the samples that every setting draws from it."""
 
     def __init__(self, ckpt: str, args):
         self.args, self.ckpt = args, ckpt
@@ -133,7 +138,7 @@ class Bench:
         )
 
     def engine(self, setting: str) -> SamplingEngine:
-        """Raises ValueError for a setting that this machine or model does not have."""
+        """Build the engine of a setting. Raises ValueError if this machine or model does not support the setting."""
         name, *values = setting.split(":")
         settings, model = {"steps": self.args.steps}, self.pipe.model
         if name == "steps":
@@ -144,7 +149,7 @@ class Bench:
             settings[name] = float(values[0]), float(values[1])
         elif name == "fp8":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is no FP8 is said below
+                warnings.simplefilter("ignore")  # the ValueError below reports missing FP8
                 pipe = opendit.load(self.ckpt, device=self.args.device, precision=self.args.precision, fp8=True)
             if not pipe.model.ops.float8:
                 raise ValueError(next(note for note in pipe.notes if "kernels" in note))
@@ -155,7 +160,7 @@ class Bench:
         return SamplingEngine(model, objective, sampler=self.sampler, cfg_scale=self.scale, **settings)
 
     def draw(self, engine: SamplingEngine) -> tuple[Tensor, float]:
-        """The latents of all samples, and milliseconds a sample."""
+        """Return the latents of all samples, and the milliseconds per sample."""
         args, drawn, seconds = self.args, [], []
         for first in range(0, args.samples, args.batch_size):
             index = torch.arange(first, min(first + args.batch_size, args.samples))
@@ -165,7 +170,7 @@ class Bench:
         return torch.cat(drawn), 1000 * statistics.median(seconds[1:] or seconds)
 
     def rows(self, say: Callable[[Row, Row], None]) -> list[Row]:
-        """A row for each setting, the exact one first; ``say`` is told of each."""
+        """Return a row for each setting, the exact one first. ``say`` is called with each row and the exact one."""
         rows: list[Row] = []
         for setting in dict.fromkeys([EXACT, *self.args.settings]):
             try:
@@ -193,7 +198,7 @@ HEAD = (
 
 
 def line(row: Row, exact: Row) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     accuracy, distance = f"{row.accuracy:.2%}", f"{row.distance:.3f}"
     if row is not exact:
         accuracy += f" ({100 * (row.accuracy - exact.accuracy):+.2f})"

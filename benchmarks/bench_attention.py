@@ -4,9 +4,9 @@
 
 q, k, v are views of one tensor (B, N, 3, H, d), the output of a block's projection. The program first measures errors:
 it compares the outputs and gradients of short sequences with float64, and checks whether the gradients have the same
-bits in every run. It then measures speeds, with as many samples as give about TOKENS tokens: 4 B H N^2 d FLOP forward,
-and 2.5 times as many backward, divided by the median time. All kernels are timed in turn. If a kernel fails, its error
-is printed and the others continue. Cases for which --seconds leaves no time are listed.
+bits in every run. It then measures speeds on batches of about TOKENS tokens: 4 B H N^2 d FLOP forward, and 2.5 times as
+many backward, divided by the median time. All kernels are timed in turn. If a kernel fails, its error is printed and
+the others continue. Cases for which --seconds leaves no time are listed.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from opendit.kernels.attention import BACKENDS, LocalAttention, flash_attn, pack
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128
-LENGTHS = (8192, 74240, 256, 1024, 32768)  # in the order of their interest
-SHORT = (257, 1024)  # tokens whose N x N matrix fits in float64
-TOKENS = 32768  # of all samples of a case, at least
+LENGTHS = (8192, 74240, 256, 1024, 32768)  # the most interesting first
+SHORT = (257, 1024)  # short enough for an N x N matrix in float64
+TOKENS = 32768  # minimum tokens of a case, all samples together
 BASELINE = "cudnn"
-AT_ONCE = 3  # calls that are queued together: few kernels can be, and a call of packs has many
+AT_ONCE = 3  # calls queued together; few, because the queue is short and a call on packs launches many kernels
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def flex_attention() -> Attend:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One line of the tables. lengths: of the timed cases, those it takes part in; None: all."""
+    """A line of the tables. lengths: the timed lengths that this kernel takes part in; None: all."""
 
     name: str
     attend: Callable[[], Attend]
@@ -58,7 +58,7 @@ class Kernel:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Attend]:
-        """Yield the attention function, with torch's deterministic mode set for it."""
+        """Yield the attention function, with torch's deterministic mode as this kernel needs it."""
         before = torch.are_deterministic_algorithms_enabled()
         torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
         torch.use_deterministic_algorithms(self.deterministic)
@@ -73,11 +73,11 @@ def local(backend: str) -> Callable[[], Attend]:
 
 
 def package(head_size: int = 0) -> Callable[[], Attend]:
-    """The package as it is, with heads filled up to at least ``head_size``."""
+    """Return the package's attention, with heads zero-padded to at least ``head_size``."""
 
     def attend() -> Attend:
         if flash_attn() is None:
-            importlib.import_module("flash_attn.cute")  # raises what is wrong with it
+            importlib.import_module("flash_attn.cute")  # raises the reason
         return lambda q, k, v: package_attention(q, k, v, max(q.shape[-1], head_size))
 
     return attend
@@ -91,7 +91,7 @@ KERNELS = {
         Kernel(PACKAGE, package()),
         Kernel(f"{PACKAGE}-deterministic", package(), deterministic=True),
         *(Kernel(f"{PACKAGE}-pad{size}", package(size)) for size in (80, 96, 128)),
-        Kernel("flex", flex_attention, lengths=LENGTHS[:1]),  # compiled anew for every shape, which takes seconds
+        Kernel("flex", flex_attention, lengths=LENGTHS[:1]),  # compiling for each shape takes seconds
     )
 }
 DEFAULT = ("cudnn", "flash", PACKAGE, "flash-deterministic", f"{PACKAGE}-deterministic", "cudnn-deterministic", "flex")
@@ -106,8 +106,8 @@ class Case:
 
     @classmethod
     def of(cls, length: int, head_dim: int, tokens: int = TOKENS) -> "Case":
-        """Build a case. Above ``tokens`` tokens it has a quarter of the heads, like one of four ranks that share a
-        sequence."""
+        """Build a case. If ``length`` exceeds ``tokens``, the case has a quarter of the heads, like one of four ranks
+        that share a sequence."""
         heads = HEADS.get(head_dim, 16)
         return cls(length, head_dim, heads // 4 if length > tokens else heads, max(1, tokens // length))
 
@@ -119,7 +119,7 @@ class Case:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """qkv (B, N, 3, H, d), its views q, k, v (B, H, N, d), and a gradient of the result, which lies as the result."""
+    """Return qkv (B, N, 3, H, d), its views q, k, v (B, H, N, d), and a gradient in the memory format of the result."""
     generator = torch.Generator(device).manual_seed(0)
     random = functools.partial(torch.randn, device=device, generator=generator)
     qkv = random(case.samples, case.length, 3, case.heads, case.head_dim).to(dtype).requires_grad_()
@@ -128,7 +128,8 @@ def inputs(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tuple[T
 
 
 def reference(case: Case, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """The output (B, H, N, d) and the gradients of q, k, v in float64, of the inputs as ``dtype`` has them."""
+    """Return the output (B, H, N, d) and the gradients of q, k, v, computed in float64 from inputs rounded to
+    ``dtype``."""
     qkv, _, grad = inputs(case, dtype, device)
     q, k, v = exact = [x.detach().double().requires_grad_() for x in qkv.permute(2, 0, 3, 1, 4).unbind()]
     out = torch.softmax(q @ k.transpose(-1, -2) / case.head_dim**0.5, dim=-1) @ v
@@ -136,7 +137,7 @@ def reference(case: Case, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def errors(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, exact: list[Tensor]) -> list[float]:
-    """Relative errors (Frobenius) of output, dq, dk, dv."""
+    """Return the relative errors (Frobenius norm) of the output, dq, dk and dv."""
     qkv, (q, k, v), grad = inputs(case, dtype, device)
     with kernel.active() as attend:
         out = attend(q, k, v)
@@ -164,14 +165,14 @@ def median_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
 
 
 def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> float:
-    """Like :func:`median_ms`, without the host's time: the calls are queued while the GPU waits."""
+    """Return the median like :func:`median_ms`, but without the host's time: calls are queued while the GPU waits."""
     if device == "cpu":
         return median_ms(call, milliseconds, device)
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
-    wait = int(2e9 * AT_ONCE * 2 * (time.perf_counter() - start))  # in cycles of about 2 GHz
+    wait = int(2e9 * AT_ONCE * 2 * (time.perf_counter() - start))  # in clock cycles, at about 2 GHz
     torch.cuda.synchronize()
     found: list[float] = []
     while len(found) < 3 * AT_ONCE or (sum(found) < milliseconds and len(found) < 100):
@@ -187,9 +188,9 @@ def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
 
 
 def speeds(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, milliseconds: int) -> tuple[float, float]:
-    """TFLOP/s forward and backward."""
+    """Return TFLOP/s forward and backward."""
     _, views, grad = inputs(case, dtype, device)
-    q, k, v = leaves = [view.detach().requires_grad_() for view in views]  # where they lie; not what stacks dq, dk, dv
+    q, k, v = leaves = [view.detach().requires_grad_() for view in views]  # same memory, but dq, dk, dv stay apart
     with kernel.active() as attend:
         with torch.no_grad():
             forward = median_ms(lambda: attend(q, k, v), milliseconds, device)
@@ -200,11 +201,11 @@ def speeds(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, millisec
 
 
 class Trials:
-    """Runs measurements one after the other: names what fails and what there is no time for."""
+    """Runs measurements in turn, and reports those that fail and those for which no time is left."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
-        self._failed: set[str] = set()  # first lines, each said once
+        self._failed: set[str] = set()  # first lines of errors, each printed once
         self.skipped: list[str] = []
 
     def run(self, name: str, function: Callable, *args):
@@ -214,7 +215,7 @@ class Trials:
             return None
         try:
             return function(*args)
-        except Exception as error:  # of any library: part of the answer
+        except Exception as error:  # a failing kernel is also a result
             text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             if (key := f"{name.split(',')[0]}: {text}") not in self._failed:
                 self._failed.add(key)
@@ -248,7 +249,7 @@ def speed_table(kernels: list[Kernel], args, trials: Trials) -> list[dict]:
     print(f"{'TFLOP/s':58s} {'forward':>8s} {'backward':>8s}")
     for length, head_dim in itertools.product(args.lengths, args.head_dims):
         case, found = Case.of(length, head_dim, args.tokens), {}
-        for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets them all
+        for _ in range(args.rounds):  # in turns, so that clock drift affects all kernels equally
             for kernel in kernels:
                 if kernel.lengths is None or length in kernel.lengths:
                     name = f"{kernel.name}, {case}"
@@ -289,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     installed = flash_attn()[1] if flash_attn() else "not installed"
     print(f"{where}, torch {torch.__version__}, {args.dtype}; {PACKAGE}: {installed}")
-    warnings.filterwarnings("ignore", category=UserWarning)  # of what a kernel that fails was not
+    warnings.filterwarnings("ignore", category=UserWarning)  # warnings about kernels that can't be used
     rows = error_table(kernels, args, trials) + speed_table(kernels, args, trials)
     if trials.skipped:
         print(f"no time left for {len(trials.skipped)}: {'; '.join(dict.fromkeys(trials.skipped))}")

@@ -5,8 +5,8 @@
 
 A product is a combination of sizes of data, tensor, sequence, expert and pipeline parallelism. It is measured by a run
 of train.py under torchrun, on a model of 8 layers and random latents. For each pair of model and length, the products
-that auto ranks best are measured, including its choice. Results are kept in --outputs; a call that reaches --seconds
-stops with a message, and the next call continues.
+that auto ranks best are measured, including its choice. Results are stored in --outputs. If --seconds is reached, the
+program stops with a message, and the next call continues.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 
@@ -42,15 +42,16 @@ LONG = f"--model vDiT-XL/222 --use_video {FAST} --num_classes 1000 --image_size 
 
 @dataclass(frozen=True)
 class Known:
-    """A step of results.csv (its newest row of this bench, case and number of GPUs), and the flags of it. metric: its
-    ms, or samples/s on all GPUs."""
+    """A step in results.csv (the newest row of this bench, case and number of GPUs), and the flags that produced it.
+
+    metric: "ms", or samples/s on all GPUs."""
 
     bench: str
     case: str
     gpus: int
     flags: str
     metric: str = "ms"
-    samples: int = 1  # of a step
+    samples: int = 1  # per step
 
 
 def _recipe(case: str, gpus: int, flags: str) -> Known:
@@ -115,11 +116,12 @@ KNOWN = (
 
 
 def measured(known: Known, path: Path = RESULTS) -> tuple[float, float | None]:
-    """(ms of its step, peak GiB if that was measured). Raises LookupError if results.csv has it not."""
+    """Return (ms of the step, peak GiB or None if it was not measured). Raises LookupError if results.csv has no such
+    row."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if (row["bench"], row["case"]) == (known.bench, known.case)]
     rows = [row for row in rows if int(row["gpus"]) == known.gpus]
-    found = {row["metric"]: float(row["value"]) for row in rows}  # the newest is the last
+    found = {row["metric"]: float(row["value"]) for row in rows}  # the last row is the newest
     if known.metric not in found:
         raise LookupError(f"results.csv has no {known.metric} of {known.bench}, {known.case}, {known.gpus} GPUs")
     value = found[known.metric]
@@ -127,7 +129,7 @@ def measured(known: Known, path: Path = RESULTS) -> tuple[float, float | None]:
 
 
 def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[float, float]:
-    """(ms of a step, GiB of a rank) of train.py with these flags, as --dry_run says."""
+    """Return (ms per step, GiB per rank) that --dry_run predicts for train.py with these flags."""
     flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).resolve(gpus, has_gpu=True)
     config = plan_model(flags, open_data(flags)).config
     setup = resolve_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
@@ -145,12 +147,12 @@ def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[fl
 
 
 def plan() -> list[str]:
-    """A line for each step of results.csv."""
+    """Return a line for each step in ``KNOWN``."""
     lines = [
         f"{'step':76s} {'GPUs':>4s} {'ms':>8s} {'predicted':>9s} {'ratio':>6s} {'GiB':>6s} {'est.':>6s} {'ratio':>6s}"
     ]
     for known in KNOWN:
-        # (Ranks that share a sample alone are as many GPUs as they are.)
+        # In the sequence benchmark each group of ranks is alone, so it uses as many GPUs as the group has ranks.
         gpus = known.samples if known.bench == "sequence model" else known.gpus
         (took, peak), (ms, gib) = measured(known), predicted(known.flags, gpus)
         memory = f"{peak:6.1f} {gib:6.1f} {gib / peak:6.3f}" if peak else f"{'':6s} {gib:6.1f}"
@@ -164,17 +166,17 @@ def plan() -> list[str]:
 # -------------------------------------------------------------------------------------------- products of 8 layers
 
 DEPTH, PRODUCTS = 8, 8
-PAIRS = {  # model of 8 layers and length -> (flags, samples of a step on 4 GPUs)
+PAIRS = {  # model of 8 layers and length -> (flags, samples per step on 4 GPUs)
     "7B, 8k tokens": (f"{JOINT} --model vDiT-7Bx8/122", 16),
     "7B, 74k tokens": ("--recipe mock_pretrain_7b_768p --model vDiT-7Bx8/122", 2),
     "28B, 8k tokens": ("--recipe mock_pretrain_28b_256p_joint --model vDiT-28Bx8/122", 8),
 }
-RUN = (__file__, "run")  # train.py, with the stacks among its models
-TARGET = 1.05  # of the best product's time
+RUN = (__file__, "run")  # train.py with the 8-layer models added
+TARGET = 1.05  # largest acceptable ratio to the best product's time
 
 
 def add_stacks() -> None:
-    """Register models of 8 layers with the widths of the large ones, by name, in this process."""
+    """Register models of 8 layers with the widths of the large models, in this process."""
     for size in ("7B", "28B"):
         width, _, heads = SIZES[size]
         KINDS["vDiT"].sizes[f"{size}x8"] = (width, DEPTH, heads, {})
@@ -182,7 +184,7 @@ def add_stacks() -> None:
 
 @dataclass
 class Trials:
-    """Measured products, in a file that is whole at every moment."""
+    """Measured products, stored in a file that is replaced atomically."""
 
     path: Path
     found: dict[str, dict] = field(default_factory=dict)
@@ -199,7 +201,7 @@ class Trials:
 
 
 def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCTS) -> tuple[str, list[Priced]]:
-    """(the flags of a pair, what auto finds best for it, its choice first)."""
+    """Return (flags of a pair, the best products according to auto, its choice first)."""
     words, samples = PAIRS[pair]
     words += f" --global_batch_size {samples * gpus // 4}"
     flags = parse(TrainConfig, [*words.split(), "--parallel", "auto", "--dry_run", str(gpus)])
@@ -208,13 +210,13 @@ def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCT
 
 
 def typed(words: str, one: Priced) -> str:
-    """Return the flags of a product, instead of those of a recipe."""
+    """Return the flags of a product, which override those of a recipe."""
     recomputed = "" if one.candidate.grad_checkpoint else "--no_grad_checkpoint"
     return f"{words} {recomputed} {one.candidate}"
 
 
 def verdict(pair: str, gpus: int, chosen: list[Priced], trials: Trials) -> list[str]:
-    """Predicted against measured of the products that are done, and auto against the best."""
+    """Return lines that compare predictions with measurements, and auto's choice with the best measured product."""
     lines, done = [f"{pair}, {gpus} GPUs"], []
     for one in chosen:
         found = trials.found.get(key_of(pair, gpus, one), {})
@@ -265,7 +267,7 @@ def measure(args: argparse.Namespace, hardware: HardwareModel) -> None:
 
 
 def rows_of(key: str, ms: float, gib: float, one: Priced) -> list[dict]:
-    """For results.csv."""
+    """Return rows for results.csv."""
     row = {"bench": "auto", "case": key, "baseline": "predicted"}
     return [
         row | {"metric": "ms", "value": f"{ms:.1f}", "baseline_value": f"{1e3 * one.cost.total:.1f}"},

@@ -1,17 +1,23 @@
-"""One ST-DiT block, forward and backward, with a clip's tokens shared by all ranks: what communication costs.
+"""Measure the cost of communication in one ST-DiT block, forward and backward, whose tokens all ranks share.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_axial.py [--full_attention] [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_axial.py --frames 4 --places 12 --hidden 48 --heads 4
 
-*Compute only* is the same block whose exchanges bring numbers that mean nothing, without a pass over memory. The figure
-is its time over the time: 1 is communication that costs nothing (on CPUs, as in the second line, it means nothing).
-*Blocking* is one all-to-all there and one back;
-*collectives x G* cuts them into G parts, *direct x G* goes through symmetric memory; *default* is what a run takes.
-*Ring*, the baseline, lets tokens lie by places and keys and values go round in every attention that needs those of
-other ranks: within frames, and to all tokens with ``--full_attention`` (which in all other variants is shared as
-``--sequence_parallel_type auto`` chooses). On GPUs each is a CUDA graph; every interleaved timing trial stands between
-two of compute only, and the median of its ratio to these is taken. First, on a small grid, output and gradients of each
-are compared with one rank's.
+The variants:
+
+    compute only       the block without exchanges, on meaningless numbers and without an extra pass over memory
+    blocking           one all-to-all before and one after attention
+    collectives x G    these all-to-alls, cut into G parts
+    direct x G         exchanges of G parts through symmetric memory
+    ring               the baseline: tokens are divided by position, and keys and values travel around the ranks in
+                       attention within frames and, with ``--full_attention``, in attention to all tokens
+    default            the variant that a run uses
+
+In all variants but ring, attention to all tokens is shared as ``--sequence_parallel_type auto`` chooses. The figure of
+a variant is the time of compute only divided by its time; 1 means that communication costs nothing. (On CPUs, as in the
+second line, the figure means nothing.) On GPUs each variant is a CUDA graph. Every timing trial is between two trials
+of compute only, and the median of its ratio to these is taken. First, on a small grid, the output and gradients of each
+variant are compared with the results of one rank.
 """
 
 import argparse
@@ -19,7 +25,7 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.distributed as dist
@@ -47,15 +53,15 @@ PARTS = (1, 2, 4)
 
 
 class Nothing:
-    """A rank's tokens taken for as many of the other layout."""
+    """Exchange that uses a rank's tokens in place of those of the other layout, without communication."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.share(grid.away)))
 
 
 class InPlace:
-    """Layout for attention within frames over tokens that lie by places: the attention finds the other places
-    itself."""
+    """Layout for attention within frames when tokens are divided by position: the ring attention fetches the other
+    positions."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.sizes[FRAMES]))
@@ -98,11 +104,12 @@ class Layer:
 
     @property
     def memory(self):
-        """The ranks' symmetric memory; None where there is none."""
+        """The ranks' symmetric memory; None if there is none."""
         return connect(self.group, self.mesh.device)[0]
 
     def step(self, name: str, shards: SharedGrid | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(output, gradient of x, gradients of the weights), of this rank's tokens or, without shards, of all."""
+        """Return (output, gradient of x, gradients of the weights) for this rank's tokens or, without shards, for all
+        tokens."""
         for module in self.block.modules():
             if isinstance(module, Attention):
                 module.attend = self.attend
@@ -118,7 +125,8 @@ class Layer:
         return output.detach(), dx, grads
 
     def error(self, name: str) -> float:
-        """The largest relative error of output, gradient of x and gradients of weights against one rank's."""
+        """Return the largest relative error of the output, the gradient of x and the gradients of weights against one
+        rank's."""
         shards = self.shards(name)
         (output, dx, grads), (want, want_dx, want_grads) = self.step(name, shards), self.step(WHOLE, None)
         for grad in grads:
@@ -137,7 +145,7 @@ def names(layer: Layer) -> list[str]:
 
 
 def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> dict[str, float]:
-    """Return the seconds a step of every variant."""
+    """Return the seconds per step of every variant."""
     mesh, works = layer.mesh, {}
     for name in (COMPUTE_ONLY, *variants):
         works[name] = captured(mesh, functools.partial(layer.step, name, layer.shards(name)))

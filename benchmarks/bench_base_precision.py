@@ -1,12 +1,12 @@
-"""The error that each --base_precision makes in a public model's output and in the gradients of its LoRA.
+"""Measure the error that each --base_precision causes in a public model's output and in the gradients of its LoRA.
 
     python benchmarks/bench_base_precision.py [--blocks 2 4] [--tokens 1024] [--width 3072] [--fp8]
 
-The model is a FLUX.1 with random weights, N(0, 1 / inputs), and a LoRA of rank 16 that has an influence. Errors are RMS
-differences relative to a model that computes in float32 with the same weights; of gradients the median and the largest
-over all matrices A, and over all matrices B. The first row is what bf16 alone does. On a CPU it computes in fp32, and
-the first row is zero. --fp8 adds products in FP8, on GPUs that have them. Prints one table, and the bytes a weight of
-the blocks takes.
+The model is a FLUX.1 with random weights, N(0, 1 / inputs), and a non-zero LoRA of rank 16. Errors are RMS differences
+relative to a model that computes in float32 with the same weights. For gradients, the table has the median and the
+maximum over all matrices A, and over all matrices B. The first row shows the error of bf16 alone; on a CPU, which
+computes in fp32, it is zero. --fp8 adds products in FP8 on GPUs that support them. The table also has the bytes per
+weight of the blocks.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -35,12 +35,12 @@ SEED = 0
 
 
 def drawn(shape: Any, device: torch.device, seed: int = SEED) -> Tensor:
-    """Return normal numbers that depend on the seed and the shape alone."""
+    """Return normal random numbers that depend only on the seed and the shape."""
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 def value_of(name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-    """Return a parameter's fp32 values, the same in every model."""
+    """Return a parameter's fp32 values, which are the same in every model."""
     numbers = drawn(shape, device, seed)
     if len(shape) > 1:
         return numbers / shape[1:].numel() ** 0.5 * (0.3 if "modulation" in name or name.endswith(B) else 1)
@@ -48,7 +48,7 @@ def value_of(name: str, shape: torch.Size, seed: int, device: torch.device) -> T
 
 
 def model_of(config: Any, kind: str, dtype: torch.dtype, device: torch.device, float8: bool) -> PublicDiT:
-    """Return the model in ``dtype``, its frozen blocks stored as ``kind``."""
+    """Return the model in ``dtype``, with its frozen blocks stored as ``kind``."""
     with torch.device("meta"):
         model = PublicDiT(config)
     shapes = {}
@@ -74,7 +74,7 @@ def model_of(config: Any, kind: str, dtype: torch.dtype, device: torch.device, f
 
 
 def results(model: PublicDiT, x: Tensor, y: TextCondition) -> dict[str, Tensor]:
-    """Return the output, named "", and the gradients of LoRA's matrices."""
+    """Return the output, under the name "", and the gradients of the LoRA matrices."""
     output = model(x, torch.full((len(x),), 500.0, device=x.device), y)
     (output.float() * drawn(output.shape, x.device, SEED + 3)).sum().backward()
     found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,14 +1,13 @@
-"""One block of a public model in training, forward and backward, against its matrix products and attention alone; and
-with its tokens shared by ranks.
+"""Compare a public model's training block with its matrix products and attention alone, on one or several GPUs.
 
     python benchmarks/bench_block.py [--model wan-14b] [--size 24 60 104] [--rounds 5] [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_block.py ...
     python benchmarks/bench_block.py --tiny
 
-A block's time is half of the difference between networks of three blocks and of one. The floor is that of the block's
-products, each with those of its two gradients, and of its attention forward and backward, one after the other in the
-order of the network. The three take turns for --rounds rounds in one process; medians count. Ranks share every token of
-one sample by Ulysses; each of them holds all weights, and sums no gradients.
+A block's time, forward and backward, is half of the difference between networks of three blocks and of one. The floor
+is the time of the block's products and its attention, each with its gradients, in the order of the network. The
+networks and the floor are timed in turn for --rounds rounds in one process, and medians are reported. Several ranks
+share the tokens of one sample by Ulysses. Each rank holds all weights, and no gradients are summed.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.nn.functional as F
@@ -64,13 +63,13 @@ class Network:
         self.attend = kernels.attend
 
     def step(self) -> None:
-        """Go forward and backward."""
+        """Run a forward and a backward pass."""
         self.model(self.x, self.t, self.y).float().square().mean().backward()
         self.model.zero_grad(set_to_none=True)
 
 
 def floor_of(one: Network, more: Network, mesh: Mesh) -> Callable[[], None]:
-    """Return a call that makes the products and attention of one block, with those of the gradients."""
+    """Return a function that runs the products and attention of one block, with their gradients."""
     products, attentions = products_of(more.config, one.config.text.max_tokens)
     for found, less in zip((products, attentions), products_of(one.config, one.config.text.max_tokens), strict=True):
         found.subtract(less)
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(args: Any, config: PublicConfig, mesh: Mesh, found: dict[str, float]) -> None:
-    """Print the block's time, and append it to the results."""
+    """Print the block's time and append it to the results."""
     block = (found[str(BLOCKS[1])] - found[str(BLOCKS[0])]) / (BLOCKS[1] - BLOCKS[0])
     case = f"{args.model} block, {config.tokens} tokens, forward and backward"
     case += f", {mesh.world_size} ranks" if mesh.world_size > 1 else ""

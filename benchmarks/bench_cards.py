@@ -1,13 +1,13 @@
-"""LoRA steps of FLUX.1 and Wan-1.3B on one GPU whose memory is capped, as smaller cards have it, through train.py.
+"""Time LoRA steps of FLUX.1 and Wan-1.3B with train.py on one GPU whose memory is capped like that of smaller cards.
 
     python benchmarks/bench_cards.py [--folders FOLDER] [--only 14.5 wan] [--seconds 450] [--results FILE] [--record]
     python benchmarks/bench_cards.py --tiny          small models on a CPU, to try this file
 
-The weights are random, of the published sizes, and so are latents and embeddings (--data_path mock). Every case is a
-process of its own that sets ``torch.cuda.set_per_process_memory_fraction`` to its cap before train.py runs; the context
-is not counted in it, as torch does not. Of STEPS steps the median after WARMUP counts; the peak is what torch had
-allocated at most, and reserved. The estimate is that of memory.py for the same flags. A case that does not fit says so
-in one line, and the others run. After --seconds none is begun.
+The weights are random, in the published sizes; latents and embeddings are random too (--data_path mock). Every case is
+a separate process that calls ``torch.cuda.set_per_process_memory_fraction`` with its cap before train.py runs. Like
+torch's own figures, the cap does not include the CUDA context. The figures are the median of the STEPS steps after
+WARMUP, and the peaks of the memory that torch allocated and reserved. The estimate is that of memory.py for the same
+flags. A case that does not fit prints one line, and the others run. After --seconds no new case begins.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS, WARMUP = 14, 6
 GIB = 2**30
 FLUX = "--lora 16 --image_size 1024 --batch_size 1 --fp8"
-WAN = "--lora 16 --use_video --num_frames 81 --image_size 640 --batch_size 1"  # of as many pixels as 480p
+WAN = "--lora 16 --use_video --num_frames 81 --image_size 640 --batch_size 1"  # as many pixels as 480p
 COMMON = (
     f"--data_path mock --mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn "
     f"--no_save --sample_every 0 --num_workers 2 --log_every 1 --warmup_steps 0 --max_steps {STEPS}"
@@ -43,11 +43,11 @@ GRAPH, RECOMPUTED = "--enable_cuda_graph", "--recompute but_attention"
 
 @dataclass(frozen=True)
 class Case:
-    """A run under a cap.
+    """A run under a memory cap.
 
     Attributes:
-        cap: GiB; None: none.
-        limit: most times the step of the first case of its model; None if nothing is promised.
+        cap: GiB; None: no cap.
+        limit: largest acceptable ratio to the step time of the model's first case; None: no limit.
     """
 
     name: str
@@ -77,7 +77,7 @@ TINY_FLAGS |= {"--fp8": "", "--enable_cuda_graph": "", "--lora 16": "--lora 2", 
 
 
 def run(argv: list[str], cap: float | None) -> None:
-    """Train under the cap, in this process, and print the peaks as the last line."""
+    """Train under the cap in this process, and print the peaks in the last line."""
     import train
 
     if cap is not None:
@@ -90,7 +90,7 @@ def run(argv: list[str], cap: float | None) -> None:
 
 
 def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
-    """Return the step's seconds, peaks and estimate. Raises RuntimeError with the last lines of a run that failed."""
+    """Return a step's seconds, the peaks and the estimate. Raises RuntimeError with the last lines of a failed run."""
     flags = f"{case.flags} {COMMON}"
     for word, other in TINY_FLAGS.items() if tiny else ():
         flags = flags.replace(word, other)

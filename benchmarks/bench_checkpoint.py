@@ -1,11 +1,12 @@
-"""Measure a save with whole tensors and with shards: stall, writing, loading, a rank's host memory.
+"""Measure a save with whole tensors and with shards: stall, write and load times, and host memory per rank.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_checkpoint.py [--formats sharded] [--results FILE] -- \\
         --plugin fsdp --model vDiT-7B/122 --use_video --data_path mock --mixed_precision bf16
     python benchmarks/bench_checkpoint.py -- --model DiT-Ti/2 --image_size 64 --batch_size 4          (a CPU)
 
-After ``--`` stand train.py's flags: the model, the plugin, the averages. ``--blocks N`` takes N blocks of the model,
-for the width of one that does not fit. No step is trained; the moments are made as the first save makes them.
+Flags of train.py follow after ``--``: the model, the plugin, the averages. ``--blocks N`` uses only N blocks of the
+model, so that the width of a model that does not fit can be measured. No step is trained; the moments are created as in
+the first save.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks.bench_state import seconds
 from benchmarks.results import append
@@ -35,13 +36,13 @@ FORMATS = ("whole", "sharded")
 
 
 def local_bytes(engine: Engine, ema: EMA) -> int:
-    """Return the bytes of masters, moments and averages on this rank."""
+    """Return the bytes of master weights, moments and averages on this rank."""
     numel = sum(engine.layout.local(name).numel for name in engine.shapes)
     return 4 * numel * (1 + len(MOMENTS) + len(ema.decays))
 
 
 def measure(args, info: dict, engine: Engine, ema: EMA, mesh: Mesh, folder: Path, kind: str) -> dict[str, float]:
-    """The figures of one kind, by metric; of times the slowest rank's."""
+    """Return the figures of one format, by metric. Each is the maximum over ranks."""
     stalls, writes = [], []
     with Checkpoints(folder, engine, ema, info, keep=1, sharded=kind == "sharded") as checkpoints:
         for step in range(1, args.saves + 1):

@@ -1,10 +1,10 @@
 """Find flags of train.py that give better pictures in the same GPU time: train and measure rows of flags on CIFAR-10.
 
     python benchmarks/bench_cifar10.py --data CIFAR --rows base modern --gpus 2            a row on each GPU at once
-    python benchmarks/bench_cifar10.py --data CIFAR --rows base --seeds 1 2 3 --gpus 3     the band of noise
-    python benchmarks/bench_cifar10.py --data CIFAR --rows "mine=--lr 1e-3 --norm rms"     flags of your own
+    python benchmarks/bench_cifar10.py --data CIFAR --rows base --seeds 1 2 3 --gpus 3     the noise between seeds
+    python benchmarks/bench_cifar10.py --data CIFAR --rows "mine=--lr 1e-3 --norm rms"     a row with your flags
     python benchmarks/bench_cifar10.py --list                                              the rows, with their flags
-    python benchmarks/bench_cifar10.py --outputs FOLDER --plot                             plot what is there again
+    python benchmarks/bench_cifar10.py --outputs FOLDER --plot                             plot existing results again
 
 CIFAR holds train/CLASS/*.jpg and test/CLASS/*.jpg, or train.jpegs with train.npz and test.jpegs with test.npz. A row is
 a run of train.py for --seconds of training, not counting start-up and checkpoints. The training time is divided into
@@ -13,11 +13,12 @@ pictures are drawn with the averaged weights and without guidance, the same numb
 the test pictures:
 
     frechet    Fréchet distance in the penultimate features of a classifier that this program trains once
-    accuracy   share of samples in which the classifier sees the class that was asked for
-    copies     share of samples that are more like a training picture, pixel by pixel, than 99 % of the test pictures
+    accuracy   share of samples in which the classifier sees the requested class
+    copies     share of samples that are more similar to a training picture, pixel by pixel, than 99 % of the test
+               pictures are
 
 Rows with --repa are aligned with a vision transformer that this program trains once, without labels (SimCLR; Chen et
-al. 2020). The accuracy of the transformer's nearest neighbours on the test pictures is written to real.json.
+al. 2020). The transformer's nearest-neighbour accuracy on the test pictures is written to real.json.
 
 OUTPUTS gets classifier.safetensors, a JSON file for each row, results.json with all rows, and recipes.png, which plots
 the distance against pictures seen and against GPU seconds. ``--tiny`` tests the program on a CPU in a minute; its
@@ -49,7 +50,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import opendit
 from benchmarks.results import add_flags, commit, record
@@ -88,7 +89,7 @@ ROWS |= {
     "meanflow": "--objective meanflow --no_enable_cuda_graph",  # measure it with --steps 1 and 2
     "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5 --no_enable_cuda_graph",
 }
-PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values a token, which is 384 wide; enlarged, measured at 32
+PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values per token of width 384; measured at 32 px
 ROWS |= {
     "min_snr": "--flow_min_snr 5",
     "contrast": "--flow_contrast 0.05",
@@ -99,7 +100,7 @@ ROWS |= {
     "64_x_bottleneck": f"{PIXELS_64} --flow_prediction x --patch_bottleneck 128",
     "64_noise": f"{PIXELS_64} --objective ddpm",
 }
-TEACHER = "teacher"  # folder of the encoder below --outputs, which rows name so
+TEACHER = "teacher"  # the encoder's folder in --outputs; rows refer to it by this name
 ROWS |= {
     "repa": f"--repa {TEACHER} --repa_block 4",
     "irepa": f"--repa {TEACHER} --repa_block 4 --repa_projector conv",
@@ -107,7 +108,7 @@ ROWS |= {
     "tread_repa_modern": f"--route 4:10:0.5 --repa {TEACHER} --repa_block 4 {ROWS['modern']}",
 }
 SIDE, CLASSES = 32, 10
-BATCH = 1000  # pictures that are drawn or measured at once
+BATCH = 1000  # pictures drawn or measured at once
 CLASSIFIER_BATCH, RATE, DECAY, SMOOTHING, CUTOUT, AVERAGE = 512, 0.4, 5e-4, 0.1, 8, 0.999
 TEACHER_BATCH, TEACHER_RATE, TEMPERATURE, NEIGHBOURS = 1024, 1e-3, 0.2, 20
 
@@ -117,7 +118,7 @@ TEACHER_BATCH, TEACHER_RATE, TEMPERATURE, NEIGHBOURS = 1024, 1e-3, 0.2, 20
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures uint8 (N, 32, 32, 3), their classes int64 (N,), and the classes' names."""
+    """Pictures uint8 (N, 32, 32, 3), classes int64 (N,), and class names."""
 
     pixels: np.ndarray
     labels: np.ndarray
@@ -128,7 +129,7 @@ def read_pictures(folder: Path, split: str) -> Pictures:
     """Read a split ("train" or "test") of class folders or of a .jpegs file. Raises FileNotFoundError."""
     if (folder / f"{split}.jpegs").exists():
         table, data = np.load(folder / f"{split}.npz"), (folder / f"{split}.jpegs").read_bytes()
-        ends = table["ends"][table["ends"] <= len(data)]  # a prefix of the file will do
+        ends = table["ends"][table["ends"] <= len(data)]  # the file may be truncated
         parts = [data[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         labels, names = table["labels"][: len(ends)], [str(name) for name in table["classes"]]
     elif (folder / split).is_dir():
@@ -143,14 +144,14 @@ def read_pictures(folder: Path, split: str) -> Pictures:
 
 
 def cached(outputs: Path) -> list[Pictures]:
-    """Return both splits from the file that the first call has made."""
+    """Return both splits from the file that ``prepare`` wrote."""
     found = np.load(outputs / "pictures.npz")
     names = found["classes"].tolist()
     return [Pictures(found[f"{split}_pixels"], found[f"{split}_labels"], names) for split in ("train", "test")]
 
 
 class InMemory(MediaDataset):
-    """Pictures in memory, enlarged to ``side``, which a loader process hands out as bytes."""
+    """Pictures in memory, enlarged to ``side``."""
 
     def __init__(self, pictures: Pictures, seed: int, side: int = SIDE):
         self.pixels = torch.from_numpy(pictures.pixels).movedim(-1, 1).contiguous()
@@ -186,10 +187,9 @@ class InMemory(MediaDataset):
 
 
 class Classifier(nn.Module):
-    """A small ResNet: pixels (B, 3, 32, 32) in [-1, 1] to features (B, 5 * width) and logits (B, 10).
+    """A small ResNet from pixels (B, 3, 32, 32) in [-1, 1] to features (B, 5 * width) and logits (B, 10).
 
-    At width 64 it has 3.2 million weights.
-    """
+    At width 64 it has 3.2 million weights."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -218,8 +218,8 @@ def scaled(pixels: Tensor) -> Tensor:
 
 
 def augmented(padded: Tensor, rows: Tensor) -> Tensor:
-    """Return padded[rows] (B, 32, 32, 3) of pictures (N, 40, 40, 3): cropped, mirrored and with a grey square, all at
-    random."""
+    """Return padded[rows] (B, 32, 32, 3) of pictures (N, 40, 40, 3), randomly cropped, mirrored and covered by a grey
+    square."""
     count, device, reach = len(rows), padded.device, torch.arange(SIDE, device=padded.device)
     down, across = torch.randint(9, (2, count, 1), device=device) + reach
     across = torch.where(torch.rand(count, 1, device=device) < 0.5, across, across.flip(1))
@@ -257,9 +257,9 @@ def train_classifier(
             optimizer.step()
             schedule.step()
             average.update_parameters(model)
-    # Augmented pictures have other means and variances than real ones: with theirs, 4 % more are named wrong.
+    # Augmented pictures have other means and variances than real ones; with those, 4 % more are named wrong.
     torch.optim.swa_utils.update_bn((scaled(part) for part in clean.split(BATCH)), average.module)
-    # Only convolutions are large, and half precision does not change what they see.
+    # Store convolutions, the only large weights, in half precision, which does not change the result.
     tensors = {k: v.half() if v.dim() == 4 else v for k, v in average.module.state_dict().items()}
     tensors = {k: v.cpu().contiguous() for k, v in tensors.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def train_classifier(
 
 
 def load_classifier(file: Path, device: torch.device) -> Classifier:
-    """Return the stored classifier in fp32, and compute fp32 in fp32 from here on: TF32 would blur near distances."""
+    """Return the stored classifier in fp32. Switch TF32 off, because it would make small distances inaccurate."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     with safe_open(file, "pt") as stored:
@@ -294,7 +294,7 @@ def features_of(model: Classifier, pixels: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def share_named(model: Classifier, pictures: Pictures) -> float:
-    """Return the share of pictures that the classifier names right."""
+    """Return the share of pictures that the classifier assigns to the right class."""
     _, named = features_of(model, pictures.pixels)
     return float((named.cpu() == torch.from_numpy(pictures.labels)).double().mean())
 
@@ -303,7 +303,8 @@ def share_named(model: Classifier, pictures: Pictures) -> float:
 
 
 def views(pixels: Tensor) -> Tensor:
-    """Return random views of pictures (B, 3, 32, 32) in [-1, 1]: parts of them, mirrored, in other colours or none."""
+    """Return random views of pictures (B, 3, 32, 32) in [-1, 1]: cropped, mirrored, and with changed colours or in
+    grey."""
     count, device = len(pixels), pixels.device
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -321,7 +322,7 @@ def views(pixels: Tensor) -> Tensor:
 
 
 def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> None:
-    """Train a small vision transformer without labels, and store it as transformers does."""
+    """Train a small vision transformer without labels, and store it in the format of transformers."""
     from transformers import Dinov2Config, Dinov2Model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -335,7 +336,7 @@ def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> 
     steps = max(2, epochs * (len(pixels) // batch))
     optimizer = torch.optim.AdamW(parameters, TEACHER_RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TEACHER_RATE, total_steps=steps, pct_start=0.15)
-    same = torch.arange(2 * batch, device=device).roll(batch)  # every picture's other view
+    same = torch.arange(2 * batch, device=device).roll(batch)  # index of the same picture's other view
     for _ in range(epochs):
         for rows in torch.randperm(len(pixels), device=device)[: len(pixels) // batch * batch].view(-1, batch):
             clean = scaled(pixels[rows])
@@ -353,8 +354,8 @@ def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> 
 
 @torch.inference_mode()
 def share_of_neighbours(folder: Path, train: Pictures, test: Pictures) -> float:
-    """Return the share of test pictures whose class most of their nearest training pictures have, in the mean of the
-    encoder's tokens."""
+    """Return the share of test pictures whose class is the most frequent one among their nearest training pictures. The
+    features are the mean of the encoder's tokens."""
     from transformers import Dinov2Model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -376,8 +377,10 @@ def share_of_neighbours(folder: Path, train: Pictures, test: Pictures) -> float:
 
 
 def nearest(pixels: np.ndarray, train: np.ndarray, device: torch.device) -> Tensor:
-    """Return each picture's distance to the nearest training picture or its mirror image, (N, 1): 1 minus the
-    correlation of their pixels, for by Euclidean distance a picture without contrast is near to every other one."""
+    """Return each picture's distance to the nearest training picture or its mirror image, (N, 1).
+
+    The distance is 1 minus the correlation of the pixels. By Euclidean distance, a picture without contrast would be
+    near to every other one."""
 
     def unit(part: Tensor) -> Tensor:
         x = part.to(device).flatten(1).float()
@@ -393,7 +396,7 @@ def nearest(pixels: np.ndarray, train: np.ndarray, device: torch.device) -> Tens
 
 @dataclass(frozen=True)
 class Metric:
-    """Compares pictures with the test pictures."""
+    """Compares samples with the test pictures."""
 
     classifier: Classifier
     test: Gaussian
@@ -402,14 +405,14 @@ class Metric:
 
     @classmethod
     def of(cls, classifier: Classifier, train: Pictures, test: Pictures) -> "Metric":
-        """Make the metric of these pictures."""
+        """Build the metric from the classifier and both splits."""
         pool, _ = features_of(classifier, test.pixels)
         device = classifier.head.weight.device
         held_out = nearest(test.pixels, train.pixels, device)
         return cls(classifier, Moments.of(pool).gaussian(), train.pixels, held_out)
 
     def __call__(self, pixels: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Return the figures of pictures uint8 (N, 32, 32, 3) that should be of these classes (N,)."""
+        """Return the metrics of pictures uint8 (N, 32, 32, 3) whose requested classes are ``labels`` (N,)."""
         pool, named = features_of(self.classifier, pixels)
         near = nearest(pixels, self.train, pool.device)
         return {
@@ -420,9 +423,10 @@ class Metric:
 
 
 def floor(classifier: Classifier, train: Pictures, test: Pictures) -> dict[str, float]:
-    """Return the distances between real pictures: halves of the test split, and as many of the training split."""
+    """Return two distances between real pictures: between halves of the test split, and between equally many training
+    pictures and the test split."""
     pool, _ = features_of(classifier, test.pixels)
-    rows = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))  # in files classes may take turns
+    rows = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))  # may be sorted by class
     halves = [Moments.of(pool[part.to(pool.device)]).gaussian() for part in rows.chunk(2)]
     of_train, _ = features_of(classifier, train.pixels[: len(pool)])
     whole = Moments.of(pool).gaussian()
@@ -436,8 +440,9 @@ def floor(classifier: Classifier, train: Pictures, test: Pictures) -> dict[str, 
 
 
 def seconds_of(lines: Sequence[dict[str, Any]], batch: int, step: int | None = None) -> float:
-    """Return the seconds of training up to a step (None: the last that is logged) at the median speed of the log's
-    lines. The first line, in which kernels are compiled and graphs recorded, counts only if there is no other."""
+    """Return the seconds of training up to a step, at the median speed of the log's lines. None: the last logged step.
+
+    The first line, during which kernels are compiled and graphs recorded, counts only if it is the only one."""
     if not lines:
         return 0.0
     rate = statistics.median(line["samples_per_s"] for line in lines[1:] or lines)
@@ -445,7 +450,7 @@ def seconds_of(lines: Sequence[dict[str, Any]], batch: int, step: int | None = N
 
 
 def read_log(outputs: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of the log of the newest run below ``outputs``."""
+    """Return the complete lines of the log of the newest run in ``outputs``."""
     runs = run_folders(outputs)
     log = runs[-1] / "log.jsonl" if runs else outputs
     if not log.is_file():
@@ -454,7 +459,7 @@ def read_log(outputs: Path) -> list[dict[str, Any]]:
 
 
 def stop_after(seconds: float, outputs: Path, batch: int, ended: threading.Event) -> None:
-    """Signal this process to save and stop once the run below ``outputs`` has trained for ``seconds``."""
+    """Signal this process to save and stop when the run in ``outputs`` has trained for ``seconds``."""
     while not ended.wait(0.2):
         if seconds_of(read_log(outputs), batch) >= seconds:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -466,7 +471,7 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
     speed = TINY if args.tiny else ON_GPU if torch.cuda.is_available() else "--mixed_precision fp32 --num_workers 0"
     words, last = shlex.split(f"{BASE} {speed} {args.more} {own} --ckpt_every {args.every} --global_seed {seed}"), {}
     words = [str(args.outputs / TEACHER) if word == TEACHER else word for word in words]
-    for word in words:  # the last of several counts, without train.py's remark that it does; --no_X is one of --X
+    for word in words:  # keep only the last occurrence of a flag (or of its --no_ form), so that train.py is silent
         if word.startswith("--"):
             values = last[word.replace("--no_", "--").partition("=")[0]] = [word]
         else:
@@ -475,7 +480,7 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
 
 
 def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
-    """Train a row, measure it, and write its JSON."""
+    """Train a row, measure it, and write its JSON file."""
     train, test = cached(args.outputs)
     outputs = args.outputs / "runs" / f"{name}-{seed}"
     config = parse(TrainConfig, [*flags_of(args, own, seed), "--outputs", str(outputs)])
@@ -504,7 +509,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
         drawn = draw(checkpoint, labels, steps, args.guidance, min(BATCH, args.samples))
         also[steps] = metric(drawn, labels)
         print(f"{name} (seed {seed}): {steps} steps: {also[steps]}", flush=True)
-    shutil.rmtree(folder / "checkpoints")  # half a GiB each
+    shutil.rmtree(folder / "checkpoints")  # each takes half a GiB
     image = Image.fromarray(pixels[:100].reshape(-1, 10, SIDE, SIDE, 3).swapaxes(1, 2).reshape(-1, 10 * SIDE, 3))
     image.save(args.outputs / f"{name}-{seed}.png")
     rate = statistics.median(line["samples_per_s"] for line in lines[1:] or lines)
@@ -523,7 +528,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
 
 
 def chosen(checkpoints: Path, count: int) -> list[Path]:
-    """Return the checkpoints nearest to ``count`` equal parts of the run."""
+    """Return the checkpoints nearest to the ends of ``count`` equal parts of the run."""
     found = sorted(checkpoints.glob("step_*"))
     steps = np.array([int(path.name.removeprefix("step_")) for path in found])
     wanted = steps[-1] * (1 + np.arange(count)) / count
@@ -531,7 +536,7 @@ def chosen(checkpoints: Path, count: int) -> list[Path]:
 
 
 def draw(checkpoint: Path, labels: np.ndarray, steps: int, guidance: float, batch: int) -> np.ndarray:
-    """Return samples of the averaged weights, uint8 (N, 32, 32, 3); larger ones are made smaller."""
+    """Return samples of the averaged weights, uint8 (N, 32, 32, 3). Larger ones are scaled down."""
     pipe = opendit.load(checkpoint)
     drawn = pipe(labels.tolist(), steps=steps, guidance=guidance, seed=0, batch_size=batch, progress=False)
     return np.stack(
@@ -543,7 +548,7 @@ def draw(checkpoint: Path, labels: np.ndarray, steps: int, guidance: float, batc
 
 
 def named_rows(asked: Sequence[str]) -> dict[str, str]:
-    """Return the flags of rows by name; NAME=FLAGS is a row of one's own. Raises ValueError for an unknown name."""
+    """Return {name: flags} of the rows; NAME=FLAGS defines a new row. Raises ValueError for an unknown name."""
     found = {}
     for each in asked:
         name, given, flags = each.partition("=")
@@ -554,7 +559,7 @@ def named_rows(asked: Sequence[str]) -> dict[str, str]:
 
 
 def run_rows(args: argparse.Namespace, argv: list[str], rows: dict[str, str]) -> bool:
-    """Run all rows with all seeds, one on each GPU at a time. Return whether all of them succeeded."""
+    """Run all rows with all seeds, one per GPU at a time. Return True if all succeeded."""
     left = [(name, own, seed) for seed in args.seeds for name, own in rows.items()]
     free, running, good = list(range(max(args.gpus, 1))), {}, True
     while left or running:
@@ -583,7 +588,7 @@ def run_rows(args: argparse.Namespace, argv: list[str], rows: dict[str, str]) ->
 
 
 def collect(outputs: Path) -> list[dict[str, Any]]:
-    """Return what every row's JSON says, and write results.json, recipes.png and the table."""
+    """Return the contents of all rows' JSON files, write results.json and recipes.png, and print the table."""
     facts = json.loads((outputs / "real.json").read_text())
     rows = [json.loads(path.read_text()) for path in sorted(outputs.glob("*-*.json"))]
     (outputs / "results.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
@@ -601,7 +606,8 @@ def collect(outputs: Path) -> list[dict[str, Any]]:
 
 
 def csv_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all points for results.csv, beside the base of the same seed after as many seconds, give or take 5 %."""
+    """Return all points as rows for results.csv. The baseline is the base row of the same seed at the same time within
+    5 %."""
     found = []
     for row in rows:
         case = f"{row['name']} {row['flags']} {row['more']} seed {row['seed']}"
@@ -617,7 +623,7 @@ def csv_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(rows: Sequence[dict[str, Any]], lowest: float, file: Path) -> None:
-    """Draw the distance against pictures seen and against GPU seconds; rows of one name share a colour."""
+    """Plot the distance against pictures seen and against GPU seconds. Rows of one name share a colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -645,7 +651,7 @@ def plot(rows: Sequence[dict[str, Any]], lowest: float, file: Path) -> None:
 
 
 def prepare_teacher(args: argparse.Namespace, stored: Path) -> None:
-    """Train the encoder of rows with --repa, and add how good it is to the facts that are ``stored``."""
+    """Train the encoder for rows with --repa, and add its accuracy to the file ``stored``."""
     train, test = cached(args.outputs)
     began = time.perf_counter()
     train_teacher(train, args.outputs / TEACHER, args.teacher_epochs, args.tiny)
@@ -656,7 +662,8 @@ def prepare_teacher(args: argparse.Namespace, stored: Path) -> None:
 
 
 def prepare(args: argparse.Namespace, needs_teacher: bool) -> None:
-    """Read the pictures, train classifier and teacher, and measure the real pictures; each only if it is not there."""
+    """Read the pictures, train the classifier and the teacher, and measure the real pictures. Existing results are
+    reused."""
     args.outputs.mkdir(parents=True, exist_ok=True)
     stored, teacher = args.outputs / "real.json", args.outputs / TEACHER
     if stored.exists():
@@ -711,7 +718,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     parser.add_argument("--plot", action="store_true", help="only collect and plot what is there")
     add_flags(parser)
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)  # a row, in this process
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)  # run one row in this process
     args = parser.parse_args(argv)
     args.outputs = args.outputs.resolve()
     if args.list:
@@ -723,7 +730,7 @@ def main(argv: list[str]) -> int:
     try:
         rows = named_rows(args.rows)
         needs_teacher = any(TEACHER in own.split() for own in rows.values())
-        for own in rows.values():  # a wrong flag fails now, not after the classifier
+        for own in rows.values():  # report wrong flags before training the classifier
             parse(TrainConfig, flags_of(args, own, args.seeds[0]))
         if not args.plot:
             prepare(args, needs_teacher)

@@ -1,12 +1,13 @@
-"""Measure how long steps of train.py wait for data read live from tars: pictures, or latents of pictures or clips.
+"""Measure how long steps of train.py wait for data that is read live from tars: pictures, or latents of pictures or
+clips.
 
     python benchmarks/bench_data_wait.py [--only latents] [--num_workers 12] [--results CSV]
     python benchmarks/bench_data_wait.py --tiny                 small models and few samples: tries it without a GPU
 
-The media are made first, as a user's would be: JPEGs of 512 pixels and MP4 clips of 256 in tars, and their latents by
-a VAE of Stable Diffusion's shape with random weights. "pictures" are decoded, cropped to 256 pixels and encoded as they
-come, by such a VAE of a 32nd of the widths: the work of a whole one would hide the wait. The wait is what log.jsonl has
-as ``data_wait_s``, as a share of the steps' time.
+The program first makes the data like a user: JPEGs of 512 pixels and MP4 clips of 256 in tars, and their latents by a
+VAE of Stable Diffusion's shape with random weights. "pictures" are decoded, cropped to 256 pixels and encoded during
+training. Their VAE has a 32nd of the widths, because a full one would hide the wait. The wait is ``data_wait_s`` in
+log.jsonl, as a share of the steps' time.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks import random_vae
 from benchmarks.bench_decoders import write
@@ -31,14 +32,16 @@ from opendit.checkpoint.run_folders import run_folders
 from opendit.config.recipes import FAST
 from opendit.data.tables import TableRow, write_csv
 
-EVERY, WARMUP = 5, 20  # steps of a line of the log, and steps that are not counted
+EVERY, WARMUP = 5, 20  # steps per line of the log, and steps that are not counted
 FRAMES, NARROWER = 16, 32
 
 
 @dataclass(frozen=True)
 class Case:
-    """model, batch: of a run. tiny: the model without a GPU. flags: of train.py besides. data: the folder that the run
-    reads. about: it in words."""
+    """A run to measure.
+
+    model, batch: of the run. tiny: its model without a GPU. flags: further flags of train.py. data: folder of the data.
+    about: description of the data."""
 
     name: str
     model: str
@@ -76,7 +79,7 @@ def call(program: str, flags: str, log: Path, limit: float) -> None:
 
 
 def make_data(folder: Path, names: set[str], args: argparse.Namespace) -> None:
-    """The tars of these names, each in a folder of its own."""
+    """Write the data of these names, each into a separate folder."""
     vae, log, workers = folder / "vae", folder / "preprocess.txt", args.num_workers
     random_vae.write(vae, narrower=NARROWER if args.tiny else 1)
     random_vae.write(folder / "narrow_vae", NARROWER)
@@ -105,7 +108,7 @@ def make_data(folder: Path, names: set[str], args: argparse.Namespace) -> None:
 
 
 def measure(case: Case, folder: Path, args: argparse.Namespace) -> tuple[float, float]:
-    """(wait as a share of the time, samples a second) of a run's steps after the first ``WARMUP``."""
+    """Return (wait as a share of the time, samples per second) of a run's steps after the first ``WARMUP``."""
     outputs = folder / f"run_{case.name}"
     batch, model = (4, case.tiny) if args.tiny else (case.batch, case.model)
     flags = f"--model {model} --batch_size {batch} --image_size {args.side} --data_path {folder / case.data} "

@@ -3,9 +3,9 @@
     python -m benchmarks.bench_decoders [--rounds 5] [--sizes 64x64 320x240] [--codecs h264 mpeg4 vp9 av1]
 
 decord is ``pip install decord2``, and torchcodec needs FFmpeg's shared libraries. A decoder that can't be loaded, or
-crashes, is told of and left out. Every
-decoder works in a process of its own, as a loader's worker does; they take turns, in each round in the other order.
-Each opens the file and takes 16 frames, every third, as full-size RGB. Time is processor seconds of the process.
+crashes, is reported and left out. Every decoder runs in a separate process, like a loader's worker. The decoders take
+turns, and each round reverses their order. Each opens the file and reads 16 frames, every third one, as full-size RGB.
+Times are the processor seconds of the process.
 """
 
 import argparse
@@ -32,8 +32,8 @@ CODECS = {
 
 
 def write(path: str, width: int, height: int, codec: str, length: int = LENGTH, seed: int = SEED) -> None:
-    """A picture of blurred noise that drifts, with some grain: about what a camera's clip costs to decode."""
-    os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder tells of itself a page a file
+    """Write a clip of drifting, blurred noise with some grain. It takes about as long to decode as a camera's clip."""
+    os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints a page per file
     import av
 
     random, (encoder, options) = np.random.default_rng(seed), CODECS[codec]
@@ -84,7 +84,8 @@ DECODERS = {"decord": by_decord, "av": by_av, "torchcodec": by_torchcodec}
 
 
 def serve(name: str, pipe: Connection) -> None:
-    """A decoder's process: answers a path with (processor seconds, the pixels' hash), or with what went wrong."""
+    """Answer each path with (processor seconds, hash of the pixels), or with an error message. Runs in a decoder's
+    process."""
     importlib.import_module("torchcodec.decoders" if name == "torchcodec" else name)
     indices = [START + i * INTERVAL for i in range(FRAMES)]
     while True:
@@ -93,12 +94,13 @@ def serve(name: str, pipe: Connection) -> None:
             began = time.process_time()
             frames = DECODERS[name](path, indices)
             pipe.send((time.process_time() - began, hashlib.sha256(frames.tobytes()).hexdigest()))
-        except Exception as error:  # decoders raise what they like
+        except Exception as error:  # decoders raise errors of any type
             pipe.send(f"{name}: {str(error).splitlines()[0][:100]}")
 
 
 class Side:
-    """A decoder at work. speeds: frames a processor second of each round. pixels: the hash of what it read."""
+    """A decoder in its process. speeds: frames per processor second in each round. pixels: hash of the pixels that it
+    read."""
 
     def __init__(self, name: str):
         context = multiprocessing.get_context("spawn")
@@ -137,7 +139,7 @@ def compare(size: str, codec: str, rounds: int, folder: str) -> None:
     for number in range(rounds + 1):
         for side in sides if number % 2 else reversed(sides):
             side.read(path)
-    speeds = [median(side.speeds[1:]) if side.speeds[1:] else float("nan") for side in sides]  # the first one warms up
+    speeds = [median(side.speeds[1:]) if side.speeds[1:] else float("nan") for side in sides]  # without the warm-up
     same = len({side.pixels for side in sides if side.pixels}) == 1
     shown = "".join(f"{speed:10.0f}" for speed in speeds) + "".join(f"{speed / speeds[0]:8.2f}" for speed in speeds)
     problems = "; ".join(side.problem for side in sides if side.problem)

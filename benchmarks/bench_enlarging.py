@@ -1,7 +1,8 @@
-"""Measure enlarging clips on a GPU beside encoding them by a VAE of Stable Diffusion's shape, and compare the bits with
-a CPU's.
+"""Time enlarging clips on a GPU against encoding them by a VAE of Stable Diffusion's shape, and compare it with a CPU.
 
     python benchmarks/bench_enlarging.py [--clips 16] [--results CSV]
+
+The exit code is 1 unless the GPU's result is bit-identical to the CPU's.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch.nn.functional import interpolate
@@ -23,7 +24,7 @@ from opendit.encoders.video_vae import FrameCodec
 
 
 def milliseconds(work, device: torch.device, trials: int) -> float:
-    """The median of some trials, after two that are not counted."""
+    """Return the median time of ``trials`` calls, after two calls that are not counted."""
     times = []
     for _ in range(trials + 2):
         start = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Pictures of an .npz to FID, sFID, Inception score, precision, recall and KID, with Inception of random weights.
+"""Time FID, sFID, Inception score, precision, recall and KID of pictures in an .npz, with an Inception of random
+weights.
 
     python benchmarks/bench_evaluation.py [--pictures 10000] [--side 256] [--results FILE]
 
-Every precision computes the features of the same two files, through the parts on disk that the program writes; then
-each metric is timed by itself. The shift of the Fréchet distance between fp32 and tf32 is of the same pictures.
+Every precision computes the features of the same two files, with the same feature files on disk as the real program.
+Then each metric is timed separately. The program also prints how much tf32 changes the Fréchet distance.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ METRICS = ("fid", "sfid", "is", "pr", "kid")
 
 
 def write_pictures(path: Path, count: int, side: int, seed: int) -> Path:
-    """Smooth noise, some of it brighter: pictures that a network tells apart. An .npz as sample.py writes it."""
+    """Write smooth noise of varying brightness, which a network can tell apart, as an .npz like sample.py's."""
     rng = np.random.default_rng(seed)
     small = rng.normal(128 + 5 * seed, 60, (count, 8, 8, 3)).clip(0, 255).astype(np.uint8)
     np.savez(path, arr_0=small.repeat(side // 8, axis=1).repeat(side // 8, axis=2))
@@ -39,7 +40,7 @@ def write_pictures(path: Path, count: int, side: int, seed: int) -> Path:
 
 
 def write_inception(path: Path) -> Path:
-    """Weights that keep the size of activations."""
+    """Write random weights that preserve the scale of activations."""
     torch.manual_seed(0)
     network = FIDInception()
     for module in network.modules():

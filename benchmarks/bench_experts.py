@@ -1,12 +1,12 @@
-"""Training steps of EC-DiT by fsdp, with every expert on every rank, and with the experts divided among all ranks.
+"""Time training steps of EC-DiT with fsdp: all experts on every rank, against experts divided among the ranks.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_experts.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_experts.py --tokens 32 --model EC-DiT-Ti/2     (CPUs)
 
-The batch is the same, one sample a rank by default. *Nothing sent* are divided experts whose tokens stay where they
-are: what is left of the difference to it are the all-to-alls. Every interleaved timing trial stands between two of the
-first variant, and the median of its ratio to these is taken. A rank gathers the weights of all experts in the first
-variant, and none in the others.
+The batch is the same, by default one sample per rank. In "nothing sent" the experts are divided, but tokens stay on
+their ranks; the difference to "experts divided" is the cost of the all-to-alls. Every timing trial is between two
+trials of the first variant, and the median of its ratio to these is taken. In the first variant a rank gathers the
+weights of all experts, in the others none.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ GIB = 2**30
 
 @contextlib.contextmanager
 def sending(really: bool) -> Iterator[None]:
-    """Inside, tokens travel to the ranks of their experts, or not."""
+    """Send tokens to the ranks of their experts inside the block if ``really``; otherwise tokens stay."""
     stays = mock.patch.object(collectives, "_start_all_to_all", lambda send, *_: collectives.Flight([], send, send))
     with contextlib.nullcontext() if really else stays:
         yield
@@ -79,7 +79,7 @@ def stepper(mesh: Mesh, engine: Engine, config: ECDiTConfig, samples: int, token
 
 
 def timed(mesh: Mesh, step: Callable[[], None], repeats: int) -> float:
-    """Return the seconds a step, the longest of all ranks."""
+    """Return the seconds per step of the slowest rank."""
     mesh.barrier()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -92,7 +92,7 @@ def timed(mesh: Mesh, step: Callable[[], None], repeats: int) -> float:
 
 
 def peak(mesh: Mesh, step: Callable[[], None]) -> float:
-    """GiB that a step allocates beyond what is there before it."""
+    """Return the GiB that a step allocates in addition to the memory in use before it."""
     if mesh.device.type != "cuda":
         return 0.0
     torch.cuda.synchronize()

@@ -1,14 +1,17 @@
-"""Try the faults of a user's bad day, and check what follows each of them.
+"""Cause faults that may happen to users, and check the consequences of each.
 
     python benchmarks/bench_faults.py [--list] [--only NAME ...] [--csv FILE] [--record]
 
-Every fault is brought about in real processes (train.py, sample.py, preprocess.py, the export) with a tiny model on a
-CPU, and judged: does all of it end, within 15 s of the fault unless it goes on; with which exit code and last line; is
-a process left; does it take memory without bound; is the newest checkpoint intact, and does a resume from it end as a
-run that nobody disturbed, to the last bit. Small disks are mounted where only this program sees them; a fault that
-can't be made on this machine is named and left out.
+Every fault is caused in real processes (train.py, sample.py, preprocess.py, the export) with a tiny model on a CPU. The
+program then checks:
 
-The exit code is 1 if anything was lost or hung, or did not end as it should.
+- whether all processes end, within 15 s of the fault unless they should continue;
+- the exit code and the last line;
+- whether a process is left, or takes memory without bound;
+- whether the newest checkpoint is intact, and a resume from it ends bit-identical to an undisturbed run.
+
+Small disks are mounted where only this program sees them. A fault that can't be caused on this machine is reported and
+left out. The exit code is 1 if anything was lost or hung, or did not end as it should.
 """
 
 import argparse
@@ -23,18 +26,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks.faults import GROUPS
 from benchmarks.faults.lab import FAULTS, Fault, Outcome, Shared, judge, register_all
 from benchmarks.faults.processes import Starter
 from benchmarks.results import append, commit
 
-INSIDE = "BENCH_FAULTS_MOUNTS"  # in the environment of the process that may mount disks of its own
+INSIDE = "BENCH_FAULTS_MOUNTS"  # environment variable: may this process mount private disks?
 
 
 def enter_own_mounts() -> None:
-    """Start this program again in a private mount namespace; continue in this one if that is not allowed."""
+    """Restart this program in a private mount namespace, or continue in the current one if that is not allowed."""
     if INSIDE in os.environ:
         return
     unshare = ["unshare", "-rm"]
@@ -48,7 +51,7 @@ def enter_own_mounts() -> None:
 
 
 def run(faults: list[Fault], folder: Path, *, at_once: int, patience: float) -> dict[str, Outcome]:
-    """Cause the faults, some at the same time, and judge them; print each outcome as it comes."""
+    """Cause the faults, ``at_once`` at a time, and judge them. Print each outcome when it is known."""
     starter, results = Starter(), {}
     shared = Shared(starter, folder, patience)
     with ThreadPoolExecutor(at_once) as pool:
@@ -64,7 +67,7 @@ def run(faults: list[Fault], folder: Path, *, at_once: int, patience: float) -> 
 
 
 def table(results: dict[str, Outcome]) -> str:
-    """Markdown: a line a fault, by class."""
+    """Return a Markdown table with a line per fault, grouped by class."""
     lines = ["| fault | ends after | lost | exit code | last line |", "|---|---|---|---|---|"]
     for group, title in GROUPS.items():
         rows = [(FAULTS[name], outcome) for name, outcome in results.items() if FAULTS[name].group == group]
@@ -82,8 +85,10 @@ COLUMNS = ("date", "commit", "class", "fault", "end", "seconds", "lost", "exit_c
 
 
 def write_csv(results: dict[str, Outcome], path: Path) -> None:
-    """A row a fault, as benchmarks/faults.csv has them. end: ends or goes on. seconds: from the fault to the end of the
-    last process; empty if it was left out. verdict: empty where it ended as it should."""
+    """Write a row per fault, as in benchmarks/faults.csv.
+
+    end: ends or goes on. seconds: from the fault to the end of the last process; empty if the fault was left out.
+    verdict: empty if the fault ended as it should."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -98,13 +103,13 @@ def write_csv(results: dict[str, Outcome], path: Path) -> None:
 
 
 def plain(message: str, most: int = 170) -> str:
-    """A message, cut where it is long, without the folders of this run."""
+    """Return a message without the folders of this run, truncated to ``most`` characters."""
     text = re.sub(r"/[^\s()]*/faults-[^/\s]+/[^/\s]+/", "", message)
     return text if len(text) <= most else text[:most].rstrip() + " ..."
 
 
 def cell(message: str) -> str:
-    """A message for a cell of the table."""
+    """Return a message escaped for a cell of the table."""
     return re.sub(r"([|`<>*_\\])", r"\\\1", plain(message))
 
 

@@ -1,11 +1,11 @@
-"""Seconds from the start of sample.py to its first picture on disk, and where they go.
+"""Measure the time from the start of sample.py to its first picture on disk, by stage.
 
     python benchmarks/bench_first_picture.py [--model DiT-XL/2] [--trials 3] [--results CSV]
 
-Writes a checkpoint and a VAE of Stable Diffusion's shape, both with random values, into a folder that is removed again.
-Then it starts ``sample.py --profile`` for one picture --trials times, one after the other, with the folder's files in
-the system's cache. The first of them compiles the kernels where Triton's cache does not hold them yet, and is reported
-apart; of the others the median counts.
+The program writes a checkpoint and a VAE of Stable Diffusion's shape, both with random values, into a temporary folder.
+It then starts ``sample.py --profile`` for one picture --trials times in sequence, with the files in the system's cache.
+The first start may compile kernels that Triton's cache lacks, and is reported separately. For the others the median is
+reported.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 
@@ -26,18 +26,18 @@ from benchmarks.results import add_flags, record
 from opendit.models import model_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST = "first sample on disk"  # the profile's name for it
+FIRST = "first sample on disk"  # name of this mark in the profile
 
 
 def write_model(args: argparse.Namespace, path: Path) -> None:
-    """A state dict in fp32."""
+    """Write a state dict in fp32."""
     side = args.image_size // 8
     config = model_config(args.model, input_size=(side, side), in_channels=CHANNELS, num_classes=CLASSES)
     torch.save(random_model(config).state_dict(), path)
 
 
 def trial(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    """One start of the program, and its profile. Raises CalledProcessError: it failed."""
+    """Start the program once, and return its profile. Raises CalledProcessError if it fails."""
     output = folder / "pictures"
     command = [sys.executable, str(ROOT / "sample.py"), "--model", args.model, "--image_size", str(args.image_size)]
     command += ["--ckpt", str(folder / "model.pt"), "--vae", str(folder / "vae"), "--output", str(output)]

@@ -1,10 +1,11 @@
-"""The parts of a DiT block in float8 as sampling has them: products, and the kernels that make their inputs.
+"""Time the parts of a DiT block in float8 in sampling: products, and the kernels that make their inputs.
 
     python benchmarks/bench_fp8_sampling.py [--samples 2 16 128] [--only PART ...]
 
-Microseconds a call within a CUDA graph of many calls, each with a weight of its own (from memory, not from a cache, as
-in a model). For every product: bf16; float8 with a scale a tensor; float8 with a scale a row. For every activation:
-in bf16; in float8 with a scale a tensor, the pass that looks for it included; in float8 with a scale a row.
+Times are microseconds per call, within a CUDA graph of many calls. Each call uses another weight, so that weights come
+from memory as in a model, not from a cache. Products are timed in bf16, in float8 with one scale per tensor, and in
+float8 with one scale per row. The kernels for activations are timed in the same three ways. With one scale per tensor,
+their time includes the pass that finds the scale.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ from opendit.kernels.gate_residual_layernorm_modulate import (
 )
 from opendit.models.layers import Projection
 
-Work = Callable[[int], object]  # of the number of the weight
+Work = Callable[[int], object]  # argument: index of the weight
 WEIGHTS = 16
 PARTS = ["qkv", "proj", "fc1", "fc1_gelu", "fc2", "gelu", "cast", "norm"]
 
@@ -113,7 +114,7 @@ def norm(samples: int, tokens: int, width: int) -> dict[str, Work]:
 
 
 def norm_launches(samples: int, tokens: int, width: int) -> dict[str, Work]:
-    """The joined residual and norm by how its rows are cut, in bf16 and in float8 with a scale a row, as its branch."""
+    """Return the fused residual and norm with different launch shapes, in bf16 and in float8 with one scale per row."""
     number = random(samples * tokens, 1).float()
     x, branch, bias = random(samples, tokens, width), random(samples, tokens, width), random(width)
     gate, shift, scale = random(samples, 6 * width).chunk(6, dim=1)[:3]
@@ -145,7 +146,7 @@ def microseconds(variants: dict[str, Work], trials: int) -> None:
                 for i in range(2 * WEIGHTS):
                     work(i % WEIGHTS)
             graphs[name] = graph
-        except Exception as error:  # of a compiler, of a kernel that refuses: the others run
+        except Exception as error:  # a kernel failed to compile or run; the others still run
             print(f"  {name} failed: {str(error).splitlines()[0]}", flush=True)
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(trials):

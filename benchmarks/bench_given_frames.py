@@ -1,13 +1,13 @@
-"""Does a model with given frames go on from them? On held-out moving digits, whose next frames are known.
+"""Does a model continue its conditioning frames? Test it on held-out moving digits, whose next frames are known.
 
     python preprocess.py demo --output videos
     python preprocess.py check videos/demo.csv --output videos/checked.csv --num_frames 8 --frame_interval 6
     python train.py --use_video --recipe digits_video --data_path videos/checked.csv --given_frames random
     python -m benchmarks.bench_given_frames --ckpt outputs/000-vDiT-Ti-822 --output given
 
-Given the first K frames of clips of digits that training did not see, the others are drawn. A digit moves in a straight
-line at one speed, so that from two frames on the next ones are decided: their error is compared with that of a clip
-that stands still at its last given frame. From one frame on the caption alone says where it moves.
+The model gets the first K frames of clips of unseen digits, and draws the remaining frames. A digit moves in a straight
+line at constant speed, so two frames determine the next ones. The error is compared with that of a clip that stands
+still after its last conditioning frame. With a single frame, only the caption says where the digit moves.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import opendit
 from opendit.data.clips import resize_and_crop
@@ -28,7 +28,7 @@ FRAMES, FULL, SIZE, INTERVAL, SEED = 8, 48, 64, 6, 1
 
 
 def held_out(count: int, side: int) -> tuple[np.ndarray, list[str]]:
-    """(count, 8, side, side, 3) uint8, the frames that training would take of such files, and their captions."""
+    """Return (count, 8, side, side, 3) uint8, the frames that training would read of such files, and captions."""
     images, labels = digits_split("test")
     random, pairs = np.random.default_rng(SEED), [(digit, way) for digit in range(10) for way in DIRECTIONS]
     clips, captions = [], []
@@ -45,7 +45,7 @@ def held_out(count: int, side: int) -> tuple[np.ndarray, list[str]]:
 
 
 def error(drawn: np.ndarray, real: np.ndarray) -> float:
-    """Root mean square, in levels of 255."""
+    """Return the root mean square difference, in levels of 255."""
     return float(np.sqrt(np.square(drawn.astype(float) - real).mean()))
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     for count in (0, 1, 2, 4, 6):
         what = {} if not count else {"clip": [clip[:count] for clip in real], "clip_frames": count}
         drawn = np.stack([clip.frames for clip in pipe(captions, **how, **what)])
-        assert np.abs(drawn[:, :count].astype(int) - real[:, :count]).max(initial=0) <= 1  # they are in the result
+        assert np.abs(drawn[:, :count].astype(int) - real[:, :count]).max(initial=0) <= 1  # unchanged
         still = np.broadcast_to(real[:, max(0, count - 1) : max(1, count)], real[:, count:].shape)
         print(f"{count:6}  {error(drawn[:, count:], real[:, count:]):6.1f}  {error(still, real[:, count:]):6.1f}")
         both = np.concatenate([drawn, real], axis=3)[:8]  # drawn left, real right

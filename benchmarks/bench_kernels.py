@@ -30,10 +30,10 @@ from opendit.kernels.split_heads import split_heads, split_heads_reference
 from tests.kernels.cases import OPERATORS, Operator, arguments_of, make_inputs, output_gradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Tensors of activations that forward and backward have to read or write, by the operator's function.
+# Function -> number of activation tensors that its (forward, backward) must read or write.
 TENSORS = {
     "layernorm_modulate": (2, 3),
-    "residual_layernorm_modulate": (2, 4),  # x is handed on as it is; its other gradient is added
+    "residual_layernorm_modulate": (2, 4),  # x is passed through; a second gradient of x is added
     "modulate": (2, 3),
     "gate_residual": (3, 3),
     "gate_residual_layernorm_modulate": (4, 6),
@@ -43,11 +43,11 @@ TENSORS = {
     "gate_residual_rmsnorm_modulate": (4, 6),
     "gate_rmsnorm_residual": (3, 3),
     "gate_rmsnorm_residual_rmsnorm_modulate": (4, 6),
-    "swiglu": (3, 5),  # x is two
+    "swiglu": (3, 5),  # x counts as two tensors
 }
-HEADS = 16  # of split_heads, whose forward is a view
-HEAD = 128  # head size of rotate_heads, of public models
-CACHE = 60e6  # bytes of L2 on an H200, and a little
+HEADS = 16  # heads for split_heads, whose forward pass is a view
+HEAD = 128  # head size for rotate_heads, as in public models
+CACHE = 60e6  # bytes, slightly more than an H200's L2 cache
 
 
 def median_ms(function: Callable[[], object], milliseconds: int) -> float:
@@ -58,7 +58,7 @@ def median_ms(function: Callable[[], object], milliseconds: int) -> float:
 
 @dataclass
 class Inputs:
-    """Leaves and output gradients of one operator, in as many sets as it takes to exceed the cache."""
+    """Leaves and output gradients of one operator, in enough sets to exceed the cache."""
 
     op: Operator
     sets: list[tuple[dict[str, Tensor], list[Tensor]]]
@@ -85,7 +85,7 @@ class Inputs:
     def backward(self, function: Callable) -> Callable[[], object]:
         graphs = []
         for leaves, weights in self.sets:
-            # modulation as leaves of its own: the gradient of chunk() is not the kernels' work
+            # Make modulation a leaf, so that the gradient of chunk() is not timed.
             arguments = [
                 a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(self.op, leaves)
             ]  # detach keeps the strides
@@ -101,7 +101,8 @@ class Inputs:
 
 
 def split_heads_calls(args) -> dict[str, Callable[[], object]]:
-    """Backward of split_heads, with the bias's gradient: dq, dk, dv as attention kernels leave them to dqkv."""
+    """Return the backward passes of split_heads, with the bias's gradient. dq, dk, dv have the layout of attention
+    kernels."""
     shape = (args.batch, args.length, HEADS, args.width // HEADS)
     random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
     grads = [random(shape).transpose(1, 2) for _ in range(3)]
@@ -119,7 +120,7 @@ def split_heads_calls(args) -> dict[str, Callable[[], object]]:
 
 
 def rotate_heads_calls(args) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
-    """Forward and backward of rotate_heads on views of one projection, with norms and a rotation."""
+    """Return the forward and backward passes of rotate_heads on views of one projection, with norms and a rotation."""
     heads = max(1, args.width // HEAD)
     random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
     qkv = random(args.batch, args.length, 3, heads, args.width // heads)
@@ -146,7 +147,7 @@ def rotate_heads_calls(args) -> tuple[dict[str, Callable[[], object]], dict[str,
 
 
 def operator_calls(name: str, args) -> Iterator[tuple[str, int, dict[str, Callable[[], object]]]]:
-    """(direction, tensors moved, {variant: call}) of an operator."""
+    """Yield (direction, tensors moved, {variant: call}) for an operator."""
     if name == "split_heads":
         yield "backward", 6, split_heads_calls(args)
         return
@@ -161,7 +162,7 @@ def operator_calls(name: str, args) -> Iterator[tuple[str, int, dict[str, Callab
 
 
 def copy_ms(args) -> float:
-    """A copy of one tensor of activations: what this card's memory can do."""
+    """Return the time of a copy of one tensor of activations, which shows the card's memory bandwidth."""
     shape = (args.batch, args.length, args.width)
     size = args.batch * args.length * args.width * DTYPES[args.dtype].itemsize
     count = max(1, min(16, int(2 * CACHE // size)))
@@ -181,10 +182,10 @@ def compare(args) -> None:
     copies = [copy_ms(args)]
     lines, rows = [], []
     for name in args.operators:
-        torch.compiler.reset()  # references of one code, compiled with and without bias
+        torch.compiler.reset()  # the same reference is compiled with and without bias
         for direction, tensors, calls in operator_calls(name, args):
             rounds = {variant: [] for variant in calls}
-            for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets them all
+            for _ in range(args.rounds):  # in turns, so that clock drift affects all variants equally
                 for variant, call in calls.items():
                     rounds[variant].append(median_ms(call, args.milliseconds))
                 copies.append(copy_ms(args))
@@ -218,7 +219,8 @@ def compare(args) -> None:
 
 
 def row_shapes(tiles: tuple[int, ...], shapes: tuple[tuple[int, int, int, bool], ...]) -> list[Launch]:
-    """Launch shapes from tiles a program times (rows a tile, warps, stages, hold)."""
+    """Return launch shapes for all combinations of ``tiles`` per program and ``shapes`` (rows per tile, warps, stages,
+    hold)."""
     return [Launch(r, t, w, s, h) for t in tiles for r, w, s, h in shapes]
 
 
@@ -279,7 +281,7 @@ SWEEP = {
 
 
 def sweep(args) -> None:
-    """Times of every launch shape, the best first; the first line of each kernel is its default shape."""
+    """Print the times of all launch shapes, the best first. The first line of each kernel is the default shape."""
     copy = copy_ms(args)
     print(f"copy {copy:.4f} ms")
     for kernel, launches in SWEEP.items():
@@ -291,7 +293,7 @@ def sweep(args) -> None:
                 (moved, calls["ours"]) for way, moved, calls in operator_calls(name, args) if way == direction
             )
         else:
-            op = OPERATORS.get(f"{name}_with_bias", OPERATORS[name])  # as models use it
+            op = OPERATORS.get(f"{name}_with_bias", OPERATORS[name])  # the form that models use
             tensors = TENSORS[name][direction == "backward"]
             call = getattr(Inputs.make(op, args), direction)(op.function)
         print(f"\n{kernel}: default {tensors / 2 * copy / median_ms(call, args.milliseconds):.3f} of copy", flush=True)
@@ -300,7 +302,7 @@ def sweep(args) -> None:
             with forced_launch(**{kernel: launch}):
                 try:
                     results.append((median_ms(call, args.milliseconds), launch))
-                except Exception as error:  # out of shared memory or registers: part of the answer
+                except Exception as error:  # too little shared memory or registers is also a result
                     print(f"  {launch}: {type(error).__name__}: {str(error)[:80]}")
         for ms, launch in sorted(results, key=lambda result: result[0]):
             print(

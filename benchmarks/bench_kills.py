@@ -1,13 +1,14 @@
-"""Does a run survive kills? `kill -9` of a random rank at random moments; the end must be that of an undisturbed run.
+"""Does a run survive kills? `kill -9` a random rank at random moments; the result must equal that of an undisturbed
+run.
 
     python benchmarks/bench_kills.py [--kills 30] [--plugin zero2] [--checkpoint_format whole] [--results FILE]
 
-Two gloo ranks train a tiny model on a CPU and save every step. Again and again one of them is killed, then the other,
-as torchrun does, and the run is started anew with ``--load latest``. Every second kill falls into a save, the others
-anywhere between the middle of a start-up and a second after it. A kill counts as inside a save if the folder of an
-incomplete checkpoint was there just before it and still there after the process was gone. The exit code is not 0 if
-weights, moments or average differ from the undisturbed run's in one bit, if a loss does, or if too few kills fell into
-a save.
+Two gloo ranks train a tiny model on a CPU and save every step. Repeatedly, one rank is killed, then the other, as
+torchrun does, and the run is restarted with ``--load latest``. Every second kill happens during a save, the others
+between the middle of a start-up and a second after it. A kill counts as inside a save if the folder of an incomplete
+checkpoint existed just before the kill and still exists after the process has ended. The exit code is not 0 if any bit
+of the weights, moments or average differs from the undisturbed run, if a loss differs, or if too few kills happened
+during a save.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks.faults.lab import differing, newest_step
 from benchmarks.faults.processes import Program, Programs, Starter, free_port
@@ -37,7 +38,7 @@ ARGV += "--log_every 1 --sample_every 0".split()
 
 @dataclass
 class Kill:
-    """One kill: the newest checkpoint before it, and whether a save was under way."""
+    """A kill: the newest checkpoint before it, and whether it happened during a save."""
 
     rank: int
     step: int
@@ -46,12 +47,12 @@ class Kill:
 
 
 def saving(checkpoints: Path) -> set[str]:
-    """The checkpoints that are being written."""
+    """Return the names of the checkpoints that are being written."""
     return {path.name for path in checkpoints.glob(".step_*.incomplete")}
 
 
 def launch(programs: Programs, argv: list[str]) -> list[Program]:
-    """train.py on WORLD ranks."""
+    """Start train.py on WORLD ranks."""
     common = dict(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return [programs.start("train.py", *argv, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(WORLD)]
 
@@ -59,7 +60,9 @@ def launch(programs: Programs, argv: list[str]) -> list[Program]:
 def kill_once(
     programs: Programs, argv: list[str], checkpoints: Path, choose: random.Random, in_save: bool, startup: float
 ) -> Kill:
-    """Start the run and kill one of its ranks: in a save one to three steps later, or around the end of its start-up,
+    """Start the run and kill one of its ranks.
+
+    With ``in_save`` the kill happens during a save one to three steps later, otherwise around the end of the start-up,
     which takes about ``startup`` seconds."""
     ranks, began, run = launch(programs, argv), time.monotonic(), checkpoints.parent
 
@@ -81,7 +84,7 @@ def kill_once(
     programs.wait(lambda: ranks[rank].code() is not None, 10, "the end of what was killed")
     after_s, hit = time.monotonic() - began, bool(before & saving(checkpoints))
     step = newest_step(run)
-    time.sleep(choose.uniform(0, 0.2))  # the other one's last moments: torchrun does not notice at once
+    time.sleep(choose.uniform(0, 0.2))  # the other rank lives on shortly, because torchrun does not notice at once
     programs.kill_all()
     return Kill(rank, step, after_s, hit)
 
@@ -114,7 +117,7 @@ def main() -> None:
     choose, began = random.Random(args.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Programs(starter := Starter(), Path(folder, "cwd")) as programs:
         outputs = {name: Path(folder, name) for name in ("whole", "killed")}
-        # More than the run gets on between the kills; what is left after the last one is trained in one go.
+        # More steps than the run completes between the kills. The rest is trained after the last kill.
         argv = [*ARGV, "--plugin", args.plugin, "--checkpoint_format", args.checkpoint_format]
         argv += ["--max_steps", str(40 + 5 * args.kills), "--ckpt_every", "1", "--ckpt_keep", "2"]
         finish(programs, [*argv, "--outputs", str(outputs["whole"])])
@@ -122,7 +125,7 @@ def main() -> None:
         run = outputs["killed"] / RUN
         checkpoints, kills, startup = run / "checkpoints", [], 0.0
         for number in range(1, args.kills + 1):
-            # The first one falls into a save too: before there is a checkpoint, a restart is another run.
+            # The first kill is during a save too: without a checkpoint, a restart would be a new run.
             in_save = 2 * sum(one.in_save for one in kills) <= len(kills)
             made = kill_once(programs, again, checkpoints, choose, in_save, startup)
             startup = made.after_s if in_save else startup

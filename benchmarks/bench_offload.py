@@ -1,9 +1,10 @@
 """Measure state in host memory: the optimizer's step and the averages, in place and through a ring buffer.
 
     python benchmarks/bench_offload.py --weights 500_000_000 [--results FILE]
-    TRITON_INTERPRET=1 python benchmarks/bench_offload.py --weights 20_000 --repeat 1     (a CPU: that it runs)
+    TRITON_INTERPRET=1 python benchmarks/bench_offload.py --weights 20_000 --repeat 1     (a CPU, to test this program)
 
-Averages are moved alone, and beside matrix products that take longer: what they cost then is what those take more.
+Averages are moved alone, and at the same time as matrix products that take longer. The cost in the second case is the
+time by which the products become slower.
 """
 
 import argparse
@@ -29,7 +30,7 @@ PROGRAMS = (8, 16, 32, 64, 132, 264)
 
 
 class State:
-    """Masters on the device, and moments and averages on it or in host memory."""
+    """Master weights on the device, and moments and averages on the device or in host memory."""
 
     def __init__(self, weights: int, device: torch.device, averages: int):
         self.device, size = device, weights // TENSORS
@@ -65,7 +66,7 @@ class State:
 
 
 def milliseconds(device: torch.device, repeat: int, work: Callable[[], None], finish: Callable[[], None]) -> float:
-    """Median of ``repeat`` calls, each with what it has left to do beside the current stream."""
+    """Return the median time of ``repeat`` calls of ``work``, including its work on other streams (``finish``)."""
     times = []
     for number in range(repeat + 1):
         synchronize(device)
@@ -83,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def link(device: torch.device, repeat: int, numel: int) -> dict[str, float]:
-    """GB/s of copies to the device, back, and of both at once."""
+    """Return the GB/s of copies to the device, back, and in both directions at once."""
     here, there = [torch.empty(numel, device=device) for _ in range(2)], HostMemory(2 * numel, device).numbers
     first, second = there.view(2, numel)
     side = SideStream(device)

@@ -1,16 +1,21 @@
-"""The order of samples of a large data set: how long a start takes, the memory it holds, and a new epoch's first batch.
+"""Measure the order of samples of a large data set: time to start, private memory, and a new epoch's first batch.
 
     python benchmarks/bench_order.py [--rows 100000000] [--global_batch 256] [--save]
 
-Schedules alone, of an index of as many rows as asked for: no sample is read. The key of each row's shape is mapped from
-a file, as ranks of a node share it; this process has read all of it, as another rank would have. Cases "data set" begin
-before that: shapes are found for rows whose sizes are mapped from a file (``shape_media``), which a first start keeps
-on the machine; that start and later ones are measured. Cases "tars" open a data set of indexed tars, of 10,000 samples
-each, and end with its identity, which a run's checkpoints know it by: every tenth sample of "mixed" tars is a clip, and
-"held out" is what --validate_share 0.01 leaves and takes. Every case begins in a process of its own. start: until the
-rows of the first step and the steps of an epoch are known. private: what smaps calls Private_Clean and Private_Dirty,
-beyond what imports take. new epoch: the rows of the step in which the second epoch begins; the slowest of three epochs.
-Packs are planned window after window, as a run goes: theirs is the slowest of 16 windows.
+Only schedules are measured; no sample is read. Every case runs in a separate process. The key of each row's shape is
+mapped from a file that is already in memory, as on a node with other ranks.
+
+Cases "data set" start earlier: they find the shapes of rows whose sizes are mapped from a file (``shape_media``). The
+first start caches the shapes on the machine; that start and later ones are measured. Cases "tars" open a data set of
+indexed tars with 10,000 samples each, and end when its identity, which checkpoints store, is known. In "mixed" tars
+every tenth sample is a clip. "held out" applies --validate_share 0.01.
+
+The figures are:
+
+    start        until the rows of the first step and the number of steps in an epoch are known
+    private      Private_Clean and Private_Dirty of smaps, minus what imports take
+    new epoch    computing the rows of the step in which an epoch begins; the slowest of three epochs. For packs, which
+                 are planned one window after the other, the slowest of 16 windows
 """
 
 import argparse
@@ -28,7 +33,7 @@ from typing import cast
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks import results
 from opendit.data import build_dataset
@@ -44,9 +49,9 @@ from opendit.data.shards.index import ROW, empty_header, index_of, write_index
 from opendit.data.video_readers import choose_reader
 
 SHAPES = 12
-TOKENS = 256 * np.arange(1, SHAPES + 1, dtype=np.int32)  # of a sample of each shape
-PACK_TOKENS, PACKS = 65536, 8  # of a pack; packs of a step
-PARTS = 8  # micro-batches of a step, each of one shape
+TOKENS = 256 * np.arange(1, SHAPES + 1, dtype=np.int32)  # tokens of a sample of each shape
+PACK_TOKENS, PACKS = 65536, 8  # tokens per pack; packs per step
+PARTS = 8  # micro-batches per step, each of one shape
 SIZES = "sizes.npy"
 PLAIN, MIXED = "plain", "mixed"  # folders of tars
 TAR_ROWS = 10_000
@@ -59,7 +64,7 @@ def _blend(rows: int) -> SourceRows:
 
 
 class _Sized(MediaDataset):
-    """Media of many sizes, which are mapped from a file."""
+    """Media of many sizes. The sizes are mapped from a file."""
 
     def __init__(self, sizes: np.ndarray):
         self.sizes = sizes
@@ -87,7 +92,7 @@ def _shaped(keys: np.ndarray) -> ShapedDataset:
 
 
 def _tars(keys: np.ndarray, name: str, use_video: bool = False, share: float | None = None) -> MediaDataset:
-    """With their identities found. share: of what is held out."""
+    """Open tars and compute their identities. share: hold out this share of the samples."""
     folder = Path(str(cast(np.memmap, keys).filename)).with_name(name)
     dataset = build_dataset(str(folder), 256, seed=0, use_video=use_video)
     if share is not None:
@@ -116,7 +121,7 @@ CASES: dict[str, Callable[[np.ndarray, int], BatchSchedule]] = {
         _tars(keys, MIXED, share=0.01), batch, PARTS, 0
     ),
 }
-FIRST = ("data set in buckets", "mixed tars", "mixed tars, held out")  # cases whose first start keeps what it finds
+FIRST = ("data set in buckets", "mixed tars", "mixed tars, held out")  # cases whose first start writes a cache
 
 
 def private_mb() -> float:
@@ -125,8 +130,8 @@ def private_mb() -> float:
 
 
 def measure(case: str, path: str, batch: int) -> tuple[float, float, float]:
-    """(seconds of a start, private MB, milliseconds of a new epoch's first batch)."""
-    choose_reader("auto")  # it imports decoders
+    """Return (seconds of a start, private MB, milliseconds of a new epoch's first batch)."""
+    choose_reader("auto")  # imports decoders
     before, began = private_mb(), time.perf_counter()
     schedule = CASES[case](np.load(path, mmap_mode="r"), batch)
     schedule.rows(0)
@@ -134,7 +139,7 @@ def measure(case: str, path: str, batch: int) -> tuple[float, float, float]:
     start, slowest = time.perf_counter() - began, 0.0
     for first in _first_steps(schedule):
         if not schedule.packed:
-            schedule.rows(first - 2 * WINDOW)  # the rows of some steps are computed together: not those of this one
+            schedule.rows(first - 2 * WINDOW)  # rows of several steps are computed together; drop this step's
         again = time.perf_counter()
         schedule.rows(first)
         slowest = max(slowest, time.perf_counter() - again)
@@ -148,7 +153,7 @@ def _first_steps(schedule: BatchSchedule) -> list[int]:
 
 
 def write_keys(path: Path, rows: int) -> None:
-    """And of each row a size, beside it."""
+    """Write the key of each row's shape, and a file with the sizes of the rows beside it."""
     keys = np.lib.format.open_memmap(path, "w+", np.int16, (rows,))
     sizes = np.lib.format.open_memmap(path.with_name(SIZES), "w+", np.int32, (rows, 3))
     random = np.random.default_rng(0)
@@ -160,7 +165,7 @@ def write_keys(path: Path, rows: int) -> None:
 
 
 def write_tars(folder: Path, rows: int, mixed: bool) -> None:
-    """Tars and their indexes: of the tars, and of records without clips, files of their size alone."""
+    """Write empty tars and their indexes. Tars, and records of pictures only, are sparse files of the right size."""
     folder.mkdir()
     records = np.zeros(TAR_ROWS, ROW)
     records["medium_at"], records["medium_bytes"] = 512 + 1536 * np.arange(TAR_ROWS), 400
@@ -183,7 +188,7 @@ def write_tars(folder: Path, rows: int, mixed: bool) -> None:
 
 
 def share(path: Path, held: ExitStack) -> None:
-    """Read all of a file and keep it mapped, as another rank of the machine would."""
+    """Read a whole file and keep it mapped, like another rank on the machine."""
     file = held.enter_context(open(path, "rb"))
     mapped = held.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     sum(mapped[place] for place in range(0, len(mapped), mmap.PAGESIZE))

@@ -1,13 +1,19 @@
-"""Attention in packs of unequal samples against dense attention of equal ones, on a GPU.
+"""Compare attention in packs of unequal samples with dense attention of equal samples, on a GPU.
 
     python benchmarks/bench_packed_attention.py [--ways runs varlen] [--mixes mix lognormal] [--seconds 170] [--record]
 
-q, k, v are views of one tensor (N, 3, H, d), as a block's projection leaves them. The ways: ``runs`` as models go,
-dense calls for runs of equal lengths and a varlen kernel for what is short; ``dense runs``, a call for each whatever
-its length; ``varlen``, torch's kernel for all at once; ``flash_attn``, FlashAttention 4's, likewise; ``flex``. First
-the errors of output and gradients against float64 on a short pack, then the speeds: 4 H d sum(L^2) FLOP forward, 2.5
-times that backward, over the median time, all ways in turns with the baseline, cuDNN's dense kernel on as many tokens
-in samples of 8,192. A way that fails is named with its error, and the rest goes on.
+q, k, v are views of one tensor (N, 3, H, d), the output of a block's projection. The ways are:
+
+    runs          as in models: dense calls for runs of equal lengths, and a varlen kernel for short samples
+    dense runs    a dense call for each run, whatever its length
+    varlen        torch's varlen kernel for all samples at once
+    flash_attn    the same with FlashAttention 4
+    flex          FlexAttention
+
+The program first compares the output and gradients of a short pack with float64. It then measures speeds: 4 H d
+sum(L^2) FLOP forward, and 2.5 times as many backward, divided by the median time. All ways are timed in turn with the
+baseline, cuDNN's dense kernel on as many tokens in samples of 8,192. A way that fails prints its error, and the others
+continue.
 """
 
 import argparse
@@ -33,18 +39,17 @@ from opendit.models.segments import PlacedSegments, Segments, segment_attention
 
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128
 LONGEST = 8192
-MIX = ((4, 1), (4, 2), (8, 8), (32, 32))  # samples, and the part of the longest that they are
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # (1, H, N, d) each
+MIX = ((4, 1), (4, 2), (8, 8), (32, 32))  # (number of samples, longest length / their length)
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # each tensor is (1, H, N, d)
 
 
 def mixed(longest: int) -> list[int]:
-    """4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens."""
+    """Return the lengths 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256, scaled to ``longest``."""
     return [longest // part for samples, part in MIX for _ in range(samples)]
 
 
 def lognormal(longest: int) -> list[int]:
-    """Draw lengths for as many tokens as :func:`mixed` has, with a median of a sixth of the longest and one sigma of
-    log 2.5."""
+    """Draw lengths with as many tokens in total as :func:`mixed`, a median of longest / 6 and a sigma of log 2.5."""
     drawn = np.random.default_rng(0).lognormal(math.log(longest / 6), math.log(2.5), 10_000)
     left, found = sum(mixed(longest)), []
     for length in np.clip(drawn, longest / 64, 4 * longest).astype(int).tolist():
@@ -64,7 +69,7 @@ def placed(lengths: list[int], device: str) -> PlacedSegments:
 
 
 def inputs(tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor]:
-    """q, k, v (1, H, N, d), leaves that lie in one tensor, and a gradient of the result."""
+    """Return q, k, v (1, H, N, d), leaves in the memory of one tensor, and a gradient of the result."""
     generator, heads = torch.Generator(device).manual_seed(0), HEADS.get(head_dim, 2)
     random = functools.partial(torch.randn, device=device, generator=generator)
     qkv = random(1, tokens, 3, heads, head_dim).to(dtype)
@@ -124,7 +129,7 @@ def forward_flop(lengths: list[int], head_dim: int) -> float:
 
 
 def exact(lengths: list[int], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output and the gradients of q, k, v in float64, segment by segment."""
+    """Return the output and the gradients of q, k, v in float64, computed segment by segment."""
     wide = [x.detach().double().requires_grad_() for x in leaves]
     parts = zip(*(x.split(lengths, dim=2) for x in wide), strict=True)
     scale = leaves[0].shape[-1] ** -0.5
@@ -133,7 +138,7 @@ def exact(lengths: list[int], leaves: list[Tensor], grad: Tensor) -> list[Tensor
 
 
 def errors(make: Callable[..., Way], lengths: list[int], head_dim: int, dtype: torch.dtype, device: str) -> list[float]:
-    """Relative errors (Frobenius) of output, dq, dk, dv."""
+    """Return the relative errors (Frobenius norm) of the output, dq, dk and dv."""
     leaves, grad = inputs(sum(lengths), head_dim, dtype, device)
     out = make(placed(lengths, device), head_dim, dtype, device)(*leaves)
     made, wanted = [out, *torch.autograd.grad(out, leaves, grad)], exact(lengths, leaves, grad)
@@ -141,7 +146,7 @@ def errors(make: Callable[..., Way], lengths: list[int], head_dim: int, dtype: t
 
 
 def tflops(way: Way, lengths: list[int], head_dim: int, args) -> tuple[float, float]:
-    """TFLOP/s forward and backward."""
+    """Return TFLOP/s forward and backward."""
     leaves, grad = inputs(sum(lengths), head_dim, args.type, args.device)
     with torch.no_grad():
         forward = device_ms(lambda: way(*leaves), args.milliseconds, args.device)
@@ -154,7 +159,7 @@ def tflops(way: Way, lengths: list[int], head_dim: int, args) -> tuple[float, fl
 
 
 def equal_lengths(head_dim: int, args) -> tuple[float, float]:
-    """Measure the baseline: as many tokens in samples of the longest length, one batch, one dense call."""
+    """Measure the baseline: the same number of tokens in samples of the longest length, in one dense call."""
     samples = sum(mixed(args.longest)) // args.longest
     attend = LocalAttention("cudnn" if args.device == "cuda" else "math")
     lengths = [args.longest] * samples
@@ -172,7 +177,7 @@ def speed_table(args, trials: Trials) -> list[dict]:
     for head_dim, mix in itertools.product(args.head_dims, args.mixes):
         lengths, found = MIXES[mix](args.longest), {}
         packed, ways = placed(lengths, args.device), {}
-        for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets them all
+        for _ in range(args.rounds):  # in turns, so that clock drift affects all ways equally
             pair = trials.run(f"{BASELINE}, {head_dim}", equal_lengths, head_dim, args)
             found.setdefault(BASELINE, []).append(pair)
             for name in args.ways:

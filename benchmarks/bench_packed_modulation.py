@@ -1,9 +1,10 @@
-"""The fused operations on packs, modulation by segment, against the same operations on samples of one length, on a GPU.
+"""Compare the fused operations on packs, modulated by segment, with the same operations on samples of one length.
 
     python benchmarks/bench_packed_modulation.py [--operators layernorm_modulate] [--width 1152] [--record]
 
-Both have as many tokens, and read and write as many bytes; the ratio is dense time over packed time. The mixes are
-those of bench_packed_attention.py, and segments of 256 tokens alone; the dense samples have 8,192 tokens, or 256.
+Both have the same number of tokens, and read and write the same number of bytes. The ratio is dense time divided by
+packed time. The mixes are those of bench_packed_attention.py, and one of segments of 256 tokens only; the dense samples
+have 8,192 tokens, or 256.
 """
 
 import argparse
@@ -26,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def lengths_of(mix: str, longest: int) -> tuple[list[int], int]:
-    """(the segments' lengths, the length of the dense samples)."""
+    """Return (lengths of the segments, length of the dense samples)."""
     if mix != "short":
         return MIXES[mix](longest), longest
     length = max(1, longest // 32)
@@ -34,7 +35,7 @@ def lengths_of(mix: str, longest: int) -> tuple[list[int], int]:
 
 
 def calls(op: Operator, lengths: list[int], length: int, args) -> dict[str, dict[str, Callable[[], object]]]:
-    """{forward, backward: {packed, dense: call}}."""
+    """Return {"forward", "backward": {"packed", "dense": call}}."""
     found: dict[str, dict] = {"forward": {}, "backward": {}}
     for name in ("packed", "dense"):
         how = {"lengths": tuple(lengths)} if name == "packed" else {}
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.operators:
             for direction, pair in calls(MODULATED[name], lengths, length, args).items():
                 times: dict[str, list[float]] = {"packed": [], "dense": []}
-                for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets both
+                for _ in range(args.rounds):  # in turns, so that clock drift affects both equally
                     for which, call in pair.items():
                         times[which].append(device_ms(call, args.milliseconds, args.device))
                 packed, dense = (statistics.median(times[which]) for which in ("packed", "dense"))

@@ -1,19 +1,21 @@
-"""Training steps of vDiT-XL on pictures and clips of many sizes in packs, against what a run does without packs.
+"""Compare training steps of vDiT-XL on pictures and clips of many sizes with packs and without.
 
     python benchmarks/bench_packed_training.py [--mixes mix lognormal] [--captions] [--record]
 
-Random latents, whole steps: noise, forward, backward, clipping, optimizer, average. A step trains on as many tokens,
-in one of these ways:
+Steps on random latents include noise, forward, backward, clipping, optimizer and average. All steps train on the same
+number of tokens, in one of these ways:
 
-    equal      clips of 8,192 tokens alone, which need no packing: what packs are compared with by executed TFLOP/s
-    packs      the mix, planned as a run plans it; every step has other lengths
-    buckets    the mix by size, micro-batches of as many tokens (``--bucket_tokens``)
-    by size    the mix by size, micro-batches of as many samples as there are longest ones in a step (``--batch_size``)
-    padded     the mix, every sample filled up to the longest: its steps take the time of those of equal samples of that
-               length, which are timed
+    equal      only clips of 8,192 tokens, which need no packing: the reference for executed TFLOP/s
+    packs      the mix, planned as in a run; every step has other lengths
+    buckets    the mix by size, in micro-batches with the same number of tokens (``--bucket_tokens``)
+    by size    the mix by size, in micro-batches with the same number of samples, as many of the longest ones as fit
+               into a step (``--batch_size``)
+    padded     the mix, with every sample padded to the longest. A step takes the time of samples of that length, which
+               is measured
 
-The mixes: 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens, and multiples of 256 with a median of 2,048 and a sigma
-of log 2.5 up to 32,768. Of the ways by size the time of a token is the mean over the sizes, as often as they are drawn.
+The mixes are 4 x 8,192 + 4 x 4,096 + 8 x 1,024 + 32 x 256 tokens; and multiples of 256 up to 32,768 with a median of
+2,048 and a sigma of log 2.5. For the ways by size, the time per token is the mean over sizes, weighted by how often
+they are drawn.
 """
 
 import argparse
@@ -41,8 +43,8 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.training.build import TrainingFlops
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 
-SAMPLES = 20_000  # that are drawn of a mix
-PACK, EQUAL = 256, 32  # lengths in smallest pictures: of a pack, and of the equal clips
+SAMPLES = 20_000  # samples drawn from a mix
+PACK, EQUAL = 256, 32  # lengths of a pack and of equal clips, in units of the smallest picture
 WARMUP = 6
 
 
@@ -54,21 +56,20 @@ def lognormal(random: np.random.Generator) -> np.ndarray:
     return np.clip(np.round(random.lognormal(np.log(8), np.log(2.5), SAMPLES)), 1, 128).astype(np.int64)
 
 
-MIXES = {"mix": mix, "lognormal": lognormal}  # lengths in smallest pictures
+MIXES = {"mix": mix, "lognormal": lognormal}  # lengths in units of the smallest picture
 
 
 def latents_size(tokens: int, place: int, patch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the size of latents (frames, rows, columns) that have ``tokens`` tokens: one of two sizes of frames.
+    """Return a size of latents (frames, rows, columns) that has ``tokens`` tokens. Frames have one of two sizes.
 
-    place: patches along each side of the smallest picture.
-    """
+    place: patches along each side of the smallest picture."""
     side = 2 * place if tokens % (4 * place**2) == 0 else place
     grid = (tokens // side**2, side, side)
     return tuple(n * p for n, p in zip(grid, patch, strict=True))
 
 
 class Samples:
-    """Micro-batches of random latents with the randomness of train.py."""
+    """Micro-batches of random latents, with the randomness of train.py."""
 
     def __init__(self, config: DiTConfig, device: torch.device, place: int):
         self.config, self.device, self.objective = config, device, DDPMObjective()
@@ -85,7 +86,7 @@ class Samples:
         return TextCondition(tokens, mask, tokens.mean(dim=1))
 
     def latents(self, count: int, tokens: int, step: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """(latents, their noise), (count, C, ...) of samples from number ``first`` of a step."""
+        """Return (latents, noise), each (count, C, ...), of the samples from index ``first`` of a step."""
         shape = (self.config.in_channels, *latents_size(tokens, self.place, self.config.patch))
         index = torch.arange(first, first + count, device=self.device)
         found = torch.randn((count, *shape), device=self.device, generator=self._generator)
@@ -109,10 +110,9 @@ class Samples:
 
 
 class Work:
-    """Source of micro-batches for ``engine_step``, which counts the tokens and FLOPs after the warm-up.
+    """Source of micro-batches for ``engine_step``. It counts the tokens and FLOPs after the warm-up.
 
-    make: a step's micro-batch and how many of its tokens are of use.
-    """
+    make: returns a step's micro-batch and how many of its tokens are not padding."""
 
     def __init__(self, samples: Samples, make: Callable[[int], tuple[MicroBatch | PackedMicroBatch, int]]):
         self.objective, self._make, self._flops = samples.objective, make, TrainingFlops(samples.config)
@@ -127,7 +127,7 @@ class Work:
 
 
 def rates(args, mesh: Mesh, samples: Samples, make, steps: int) -> tuple[float, float]:
-    """(tokens/s, executed TFLOP/s)."""
+    """Return (tokens/s, executed TFLOP/s)."""
     config = samples.config
     speed = SpeedFlags(True, True, True) if mesh.device.type == "cuda" else SpeedFlags()
     kernels = select_kernels(speed, mesh.device, torch.bfloat16, config.head_dim, EQUAL * args.place**2, packs=True)
@@ -157,8 +157,7 @@ def packs_of(lengths: np.ndarray, args, samples: Samples) -> Callable:
 
 
 def by_size(args, mesh, samples, shares: dict[int, float], count: Callable[[int], int]) -> tuple[float, float]:
-    """Measure micro-batches of ``count(length)`` samples of one length each. shares: of the samples, by their
-    length."""
+    """Measure micro-batches of ``count(length)`` samples of one length. shares: length -> share of the samples."""
     seconds = flops = 0.0
     for tokens, share in shares.items():
         number = count(tokens)
@@ -169,7 +168,7 @@ def by_size(args, mesh, samples, shares: dict[int, float], count: Callable[[int]
 
 
 def ways(args, mesh: Mesh, samples: Samples, mix: str) -> Iterator[tuple[str, tuple[float, float]]]:
-    """(way, (tokens of use a second, executed TFLOP/s)), one after the other."""
+    """Yield (way, (tokens/s without padding, executed TFLOP/s)) for each way."""
     lengths = MIXES[mix](np.random.default_rng(0)) * args.place**2
     longest, equal = int(lengths.max()), EQUAL * args.place**2
 
@@ -185,7 +184,7 @@ def ways(args, mesh: Mesh, samples: Samples, mix: str) -> Iterator[tuple[str, tu
     tokens_a_second, tflops = equal_samples(longest) if longest != equal else (0.0, 0.0)
     if tokens_a_second:
         yield "padded", (tokens_a_second * float(lengths.mean()) / longest, tflops)
-    if mix == "mix":  # of the other there are more sizes than time to measure them
+    if mix == "mix":  # the other mix has too many sizes to measure each
         sizes, counts = np.unique(lengths, return_counts=True)
         shares = dict(zip(sizes.tolist(), (counts / len(lengths)).tolist(), strict=True))
         yield "buckets", by_size(args, mesh, samples, shares, lambda tokens: samples.capacity // tokens)
@@ -231,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def mean_share(mix: str) -> float:
-    """The mean length over the longest."""
+    """Return the mean length divided by the longest."""
     lengths = MIXES[mix](np.random.default_rng(0))
     return float(lengths.mean() / lengths.max())
 

@@ -1,11 +1,11 @@
-"""Measure how full packs are, how evenly ranks work on them, and how long planning takes: numpy alone, on a CPU.
+"""Measure how full packs are, how evenly ranks work on them, and how long planning takes. Uses only numpy, on a CPU.
 
     python benchmarks/bench_packing.py [--pack_tokens 65536] [--packs 8] [--ranks 8] [--steps 200] [--save]
 
-Three mixes of lengths. Beside the plan of training two simple ones of the same samples in the same order: next-fit,
-which closes a pack when the next sample finds no room in it, and first-fit-decreasing of the same windows, which fills
-packs and leaves them as they come. balance: over all micro-batches the mean work of the ranks over that of the rank
-with the most, attention's square counted.
+Three mixes of lengths are packed by training's plan and by two simple ones, from the same samples in the same order.
+Next-fit closes a pack when the next sample does not fit. First-fit-decreasing packs the same windows as training, but
+does not order the packs. balance: mean work of the ranks divided by the work of the busiest rank, over all
+micro-batches. Work includes the quadratic cost of attention.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks import results
 from opendit.data.order.packs import PackSchedule, work_of
 from opendit.data.order.schedule import BatchSchedule
 
-WIDTH = 1152  # of DiT-XL: attention takes as long as the linear layers at 6 x as many tokens
+WIDTH = 1152  # of DiT-XL; attention takes as long as the linear layers at 6 x WIDTH tokens
 SAMPLES = 100_000
 
 
@@ -31,17 +31,17 @@ def _clips(random: np.random.Generator, count: int, low: int, high: int) -> np.n
 
 
 def pictures_and_clips(random: np.random.Generator, count: int) -> np.ndarray:
-    """90 % pictures of 256 tokens, and clips of 2k to 32k."""
+    """Return lengths of 90 % pictures of 256 tokens, and clips of 2k to 32k."""
     return np.where(random.random(count) < 0.9, 256, _clips(random, count, 2048, 32768))
 
 
 def uniform(random: np.random.Generator, count: int) -> np.ndarray:
-    """256 to 32k tokens."""
+    """Return uniform lengths of 256 to 32k tokens."""
     return _clips(random, count, 256, 32768)
 
 
 def lognormal(random: np.random.Generator, count: int) -> np.ndarray:
-    """A median of 2k tokens, a sigma of 1, from 64 to 32k."""
+    """Return lognormal lengths with a median of 2k tokens and a sigma of 1, clipped to 64 to 32k."""
     return np.clip(16 * np.round(random.lognormal(np.log(2048 / 16), 1, count)).astype(np.int64), 64, 32768)
 
 
@@ -53,7 +53,7 @@ MIXES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 def balance(schedule: PackSchedule, lengths: np.ndarray, steps: range, ranks: int, attention: float) -> float:
-    """Return the balance of micro-batches of one pack a rank."""
+    """Return the balance of micro-batches with one pack per rank."""
     work = work_of(lengths, attention)
     packs = []
     for step in steps:
@@ -63,7 +63,7 @@ def balance(schedule: PackSchedule, lengths: np.ndarray, steps: range, ranks: in
 
 
 def balance_of(work: np.ndarray, ranks: int) -> float:
-    """work: of packs, (n,), of which ``ranks`` at a time make a micro-batch."""
+    """Return the balance. work: (n,) work of each pack; ``ranks`` consecutive packs form a micro-batch."""
     together = work[: len(work) // ranks * ranks].reshape(-1, ranks)
     return float(together.mean(axis=1).sum() / together.max(axis=1).sum())
 
@@ -76,7 +76,7 @@ def next_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
             room = capacity
         packs[-1].append(number)
         room -= tokens
-    return packs[:-1]  # the last is not closed
+    return packs[:-1]  # the last pack is not closed
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int, window: int) -> list[list[int]]:

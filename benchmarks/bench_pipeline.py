@@ -1,14 +1,14 @@
-"""A training step's forward and backward passes on the stages of a pipeline: how long ranks wait for each other.
+"""Measure how long pipeline ranks wait for each other in a training step's forward and backward passes.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py --hidden 48 --heads 4 --depth 4 \\
         --latents 2 8 8                                                                                         (CPUs)
 
-*Alone* is the work of the slowest rank: the same passes of the same stages on numbers that mean nothing, without a
-message. The figure is its time over the step's: 1 is a pipeline whose ranks never wait. Of P ranks, M micro-batches and
-V stages a rank a schedule allows no more than M / (M + (P - 1) / V). The optimizer's step, which the stages do beside
-each other, is left out; the sum of the condition's gradients is in the step. Schedules are measured in interleaved
-timing trials, each between two of its ranks alone, and the median of its ratio to these is taken.
+"Alone" is the work of the slowest rank: the same passes of its stages without messages, on meaningless numbers. The
+figure is the time alone divided by the time of the step; 1 means that ranks never wait. With P ranks, M micro-batches
+and V stages per rank, a schedule can reach at most M / (M + (P - 1) / V). The step includes the sum of the condition's
+gradients, but not the optimizer's step, which all stages do at the same time. Every timing trial of a schedule is
+between two trials of its ranks alone, and the median of its ratio to these is taken.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from opendit.training.pipeline_runner import PipelineRunner
 
 
 class NoLinks:
-    """In the place of ``Links``: every message is there at once, and means nothing."""
+    """Replacement for ``Links`` in which every message is available at once and means nothing."""
 
     def __init__(self, mesh: Mesh, tokens: Tensor):
         self.rank, self.ranks, self._tokens = mesh.pp_rank, mesh.pp_size, tokens
@@ -68,7 +68,7 @@ class Done:
 
 
 class PassesAlone:
-    """The methods of an engine that a runner calls; a step only sums the condition's gradients."""
+    """The methods of an engine that a runner calls. A step only sums the condition's gradients."""
 
     def __init__(self, module, mesh: Mesh):
         self.module, self.mesh = module, mesh
@@ -93,7 +93,7 @@ class PassesAlone:
 
 
 class Step:
-    """The passes of a step by one schedule, with messages or without."""
+    """The passes of a step with one schedule, with or without messages."""
 
     def __init__(self, mesh: Mesh, schedule: str, args: argparse.Namespace, dtype: torch.dtype):
         size, shape = tuple(args.latents), (args.hidden, args.depth, args.heads)
@@ -129,8 +129,8 @@ class Step:
 
 
 def measure(mesh: Mesh, step: Step, rounds: int) -> dict[str, float]:
-    """Return the seconds of a rank's work alone, of the slowest one's, and of the step."""
-    for work in (step.together, step.alone) * 2:  # kernels are compiled, links made, memory found
+    """Return the seconds of the slowest rank's work alone, and of the step."""
+    for work in (step.together, step.alone) * 2:  # compile kernels, create links, allocate memory
         timed(mesh, work, 1)
     alone, ratios = [timed(mesh, step.alone, 1)], []
     for _ in range(rounds):

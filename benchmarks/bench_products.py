@@ -1,16 +1,16 @@
-"""The products of a block without gradients: torch's call, and cuBLASLt's other proposals for it (kernels/cublaslt.py).
+"""Compare torch's matrix products of a block without gradients with other algorithms of cuBLASLt (kernels/cublaslt.py).
 
     python benchmarks/bench_products.py [--rows 512 4096 32768] [--width 1152] [--results FILE]
 
-Weights are walked over, so that they come from memory as in a model; the calls take turns, and medians count. "taken"
-is the fastest proposal with torch's bits, or torch's call where none is 2 % faster.
+Each call uses another weight, so that weights come from memory as in a model. The calls take turns, and medians are
+reported. "taken" is the fastest algorithm with torch's bits, or torch's call if no algorithm is 2 % faster.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.nn.functional as F

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,8 @@ from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.sampling.sampling_engine import SamplingEngine
 
-SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # bf16 holds this time, and this scale times 1000
-COMPILE_SECONDS = 45  # that must be left to begin compiling
+SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # this time, and the guidance times 1000, are exact in bf16
+COMPILE_SECONDS = 45  # compiling starts only if this much time is left
 OURS, RECORDED, PLAIN = "ours", "ours recorded", "ours without kernels"
 BEFOREHAND, FLOAT8 = "ours modulated beforehand", "ours in FP8 modulated beforehand"
 ENGINE, ENGINE_FLOAT8 = "sampling engine", "sampling engine in FP8"
@@ -73,23 +73,23 @@ FLOOR = "products and attention alone"
 EAGER, COMPILED = "diffusers eager", "diffusers compiled"
 INFERENCE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 TRAINING = INFERENCE[1:]
-Network = Callable[[Tensor, Tensor], Tensor]  # latents (B, C, ...) and times in [0, 1000] to noise - data
+Network = Callable[[Tensor, Tensor], Tensor]  # (latents (B, C, ...), times in [0, 1000]) -> noise - data
 
 # ------------------------------------------------------------------------------------------------------------- models
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A public model, and the sizes that it is measured at.
+    """A public model, and the sizes at which it is measured.
 
     Attributes:
-        values: of its config.json.
+        values: contents of its config.json.
         size: sides of the latents.
-        tokens: of the caption.
-        scheduler: of diffusers: class and settings; None: no latents are drawn.
-        rounds_times: in bf16 diffusers' network rounds times.
-        trains: it is measured by --train.
-        pixels: along a side, per latent.
+        tokens: tokens of the caption.
+        scheduler: diffusers' scheduler, as (class, settings); None: no latents are drawn.
+        rounds_times: True if diffusers' network rounds times in bf16.
+        trains: True if --train measures the model.
+        pixels: pixels per latent along a side.
     """
 
     title: str
@@ -203,7 +203,7 @@ def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> nn
         module = getattr(diffusers, FAMILIES[subject.family].network)(**values).eval()
     if subject.family == "qwen_image":
         module.pos_embed = type(module.pos_embed)(10000, list(values["axes_dims_rope"]), scale_rope=True)
-    if subject.family == "wan":  # its tables are buffers
+    if subject.family == "wan":  # tables of Wan are buffers
         table = values["attention_head_dim"], values["patch_size"], values["rope_max_seq_len"]
         with device:
             module.rope = type(module.rope)(*table)
@@ -229,9 +229,8 @@ QK_NORM = re.compile(r"norm_(added_)?[qk]\.weight")
 def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator) -> Tensor:
     """Fill a parameter with random values.
 
-    Every branch must count in the result: gates are not near 0, and queries and keys are long enough for attention to
-    be more than a mean over all tokens.
-    """
+    Every branch must influence the result. Therefore gates are not near 0, and queries and keys are long enough that
+    attention is not just a mean over all tokens."""
     if QK_NORM.search(name):
         return values.normal_(1.5, 0.1, generator=generator)
     if "Norm" in type(part).__name__ and name.endswith("weight"):
@@ -240,9 +239,9 @@ def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator)
 
 
 def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights, or their gradients, by our names. Parameters that ours holds as rows of one tensor
-    become views of it, so that the weights are in memory once. Raises ValueError unless each of both names is matched
-    once."""
+    """Return published weights, or their gradients, by our names. Parameters that our model stores as rows of one
+    tensor become views of that tensor, so that the weights are in memory once. Raises ValueError unless every name on
+    both sides is matched exactly once."""
     table = FAMILIES[model.config.family].names(model.config.spec)
     matches = [(*names, match.dim) for match in table for names in match.names()]
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -264,7 +263,7 @@ def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def with_weights(config: Any, weights: Mapping[str, Tensor]) -> PublicDiT:
-    """Build our network around these tensors, which it shares."""
+    """Build our network with these tensors, without copying them."""
     with torch.device("meta"):
         model = PublicDiT(config)
     model.load_state_dict(dict(weights), assign=True)
@@ -272,7 +271,7 @@ def with_weights(config: Any, weights: Mapping[str, Tensor]) -> PublicDiT:
 
 
 def caption_of(subject: Subject, config: Any, device: torch.device, dtype: torch.dtype) -> TextCondition:
-    """Return a random caption that fills its tokens."""
+    """Return a random caption of the maximum length."""
     generator = torch.Generator(device).manual_seed(SEED + 1)
     text = config.spec.text
     tokens, pooled = (
@@ -371,10 +370,10 @@ def products_of(config: Any, captions: int) -> tuple[Counter, Counter]:
 
 
 class Calls(TorchFunctionMode):
-    """Records the linear layers of several rows and the attentions that a network calls."""
+    """Records the attentions and the linear layers of more than one row that a network calls."""
 
     def __init__(self):
-        self.linears: list[tuple[tuple[int, ...], Tensor] | None] = []  # None: an attention, which the other list has
+        self.linears: list[tuple[tuple[int, ...], Tensor] | None] = []  # None: an attention, see ``attentions``
         self.attentions: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -388,7 +387,7 @@ class Calls(TorchFunctionMode):
 
 @torch.inference_mode()
 def floor_of(forward: Callable[[], Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Return a call that makes the products and attentions of ``forward`` alone, in its order, on random inputs."""
+    """Return a function that runs only the products and attentions of ``forward``, in order, on random inputs."""
     calls = Calls()
     with calls:
         forward()
@@ -456,7 +455,7 @@ def shown(pair: tuple[float, float]) -> str:
 
 @dataclass
 class Bench:
-    """The settings of a run, its clock, and the lines of the table at its end."""
+    """The settings of a run, its clock, and the lines of the final table."""
 
     args: argparse.Namespace
     device: torch.device
@@ -466,11 +465,11 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return self.args.seconds - (time.perf_counter() - self.start)
 
     def wants(self, part: str, seconds: float = 0.0) -> bool:
-        """Return True to begin a part, which needs ``seconds``; print why not if there is no time for it."""
+        """Return True if a part should begin. It needs ``seconds``; print a message if there is no time for it."""
         if part in self.args.without:
             return False
         if self.left <= seconds:
@@ -483,17 +482,17 @@ class Bench:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Print an exception of this part in one line, and go on."""
+        """Catch an exception of this part and print it in one line."""
         try:
             yield
-        except Exception as error:  # of a compiler, of memory, of a kernel
+        except Exception as error:  # any failure of compiling, memory or a kernel
             lines = str(error).splitlines() or [""]
             self.say(f"{name} failed: {type(error).__name__}: {lines[0][:300]}")
 
     def rows(self, *rows: dict[str, Any]) -> None:
         found = []
         for row in rows:
-            if not float(row.get("baseline_value") or 0):  # no ratio to what is 0
+            if not float(row.get("baseline_value") or 0):  # no ratio to 0
                 row = {key: value for key, value in row.items() if not key.startswith("baseline")}
             found.append({"bench": "public", **row})
         record(found, self.args)
@@ -553,7 +552,7 @@ class Pair:
         return self.diffusers
 
     def recorded(self) -> Network:
-        """Record our forward pass; its result lies in memory that the next call overwrites."""
+        """Record our forward pass. The next call overwrites its result."""
         x, t = self.noise.clone(), self.time.clone()
         out, replay = GraphRecorder().record(lambda: self.ours(x, t))
 
@@ -566,7 +565,7 @@ class Pair:
         return call
 
     def beforehand(self, model: PublicDiT) -> Network:
-        """Record what is left of our forward pass once modulations and captions are ready, for one time."""
+        """Record our forward pass for one time, without the modulations and captions, which are computed beforehand."""
         c, context = model.condition(self.time, self.y)
         ready = list(model.modulations(c))
         return self.always(lambda: model.predict(self.noise, ready, context))
@@ -584,11 +583,11 @@ class Pair:
         )
 
     def always(self, work: Callable[[], Any]) -> Network:
-        """Record work that needs no inputs, where there is a GPU."""
+        """Record work that needs no inputs, if there is a GPU."""
         if self.bench.device.type != "cuda":
             return lambda x, t: work()
         out, replay = GraphRecorder().record(work)
-        self.recorded_work.append(work)  # it holds the memory that the recording reads
+        self.recorded_work.append(work)  # keeps the memory that the recording reads
         return lambda x, t: (replay(), out)[1]
 
     def ways(self) -> dict[str, Callable[[], Network]]:
@@ -599,13 +598,13 @@ class Pair:
         return found | {EAGER: lambda: self.eager, COMPILED: self.compile}
 
     def close(self) -> None:
-        """Let go of both networks."""
+        """Release both networks."""
         self.__dict__.clear()
         free()
 
 
 class Measurement:
-    """What is measured of a pair, part by part; later parts use the ways to run that the first one has found."""
+    """The measurements of a pair, in parts. Later parts use the ways to run that the first part found."""
 
     def __init__(self, bench: Bench, subject: Subject):
         self.bench, self.subject = bench, subject
@@ -620,7 +619,7 @@ class Measurement:
         bench.say(f"kernels: {kernels.ops_note}; attention: {kernels.attention_note}")
 
     def run(self) -> None:
-        """Run all parts, each for itself."""
+        """Run all parts. A part that fails does not stop the others."""
         bench = self.bench
         for name, part, seconds in (
             ("forward", self.measure_forward, 0.0),
@@ -649,7 +648,7 @@ class Measurement:
                 synchronize(bench.device)
                 first = time.perf_counter() - start
                 peak = self.peak(name, lambda network=network: network(x, t))
-                if name in (OURS, PLAIN, EAGER, COMPILED):  # a graph's memory is set aside before
+                if name in (OURS, PLAIN, EAGER, COMPILED):  # a graph's memory is reserved earlier
                     peaks[name] = peak
                 self.networks[name] = network
                 if name != FLOOR:
@@ -677,7 +676,7 @@ class Measurement:
         return torch.cuda.max_memory_allocated() / 2**30 - sum(p.nbytes for p in other.parameters()) / 2**30
 
     def report(self, times: dict[str, float], peaks: dict[str, float], what: str) -> None:
-        """Print and append times in ms, with their ratios to diffusers compiled, or else eager."""
+        """Print and append times in ms, with their ratios to diffusers compiled or, without it, eager."""
         base = next((name for name in (COMPILED, EAGER) if name in times), None)
         for name, value in times.items():
             line = f"{self.case} {what} {name}: {value:.2f} ms"
@@ -697,14 +696,14 @@ class Measurement:
             self.bench.rows(*rows)
 
     def compare_outputs(self) -> None:
-        """Print and append the differences of outputs, those of the weights' mapping among them."""
+        """Print and append the differences of outputs. They also show errors in the mapping of weights."""
         if EAGER not in self.outputs:
             return
         found = {name: difference(y, self.outputs[EAGER]) for name, y in self.outputs.items() if name != EAGER}
         self.differences("output", found)
 
     def differences(self, what: str, found: dict[str, tuple[float, float]], of: str = EAGER) -> None:
-        """Print and append differences from ``of``; the one of diffusers' other way to run is the baseline."""
+        """Print and append differences from ``of``. The baseline is the difference of diffusers' other way to run."""
         yard = COMPILED if of == EAGER else EAGER
         usual = found.get(yard)
         for name, pair in found.items():
@@ -740,7 +739,7 @@ class Measurement:
         for name, fp8 in ((ENGINE, False), (ENGINE_FLOAT8, True)) if bench.device.type == "cuda" else ():
             with bench.part(name):
                 draws[name] = self.engine(fp8)
-                draws[name]()  # which records the steps
+                draws[name]()  # records the steps
         for name in sorted(draws, key=lambda name: name != EAGER):
             if not bench.wants("latents", 3.0):
                 break
@@ -762,7 +761,7 @@ class Measurement:
         self.latents[name] = latents
 
     def scheduler(self) -> Any:
-        """Return diffusers' scheduler with its times set as pipelines do, and its configuration."""
+        """Return diffusers' scheduler with its times set like in pipelines, and its configuration."""
         name, settings = self.subject.scheduler
         module = {
             "FlowMatchEulerDiscreteScheduler": "flow_match_euler_discrete",
@@ -786,13 +785,13 @@ class Measurement:
         return scheduler, config
 
     def objective(self) -> tuple[FlowObjective, str]:
-        """Return the family's objective and its sampler's name."""
+        """Return the family's objective and the name of its sampler."""
         schedule = published_schedule(self.scheduler()[1])
         flux2 = self.subject.family == "flux2"
         return FlowObjective(empirical_tokens=0) if flux2 else schedule.objective, schedule.sampler
 
     def engine(self, fp8: bool) -> Callable[[], Tensor]:
-        """Return what draws as sample.py does: with modulations made for all steps beforehand, and recorded steps."""
+        """Return a function that draws like sample.py, with precomputed modulations of all steps and recorded steps."""
         pair, (objective, sampler) = self.pair, self.objective()
         kernels = pair.select(inference=True, switches=replace(pair.switches, fp8=fp8))
         model = with_weights(pair.config, dict(pair.model.named_parameters()))
@@ -830,7 +829,8 @@ class Measurement:
 
     @torch.inference_mode()
     def compare_with_reference(self) -> None:
-        """Compare outputs and latents with those of diffusers' network in fp32. Lets go of ours, for its memory."""
+        """Compare outputs and latents with those of diffusers' network in fp32. Releases our network, to free its
+        memory."""
         bench, pair = self.bench, self.pair
         if bench.dtype == torch.float32 or not self.outputs:
             return
@@ -848,7 +848,7 @@ class Measurement:
             found = {name: difference(y, wanted) for name, y in self.outputs.items()}
             self.differences("output", found, of="fp32")
             seconds = first
-            if first < 4:  # much of which may be the start of libraries
+            if first < 4:  # may be mostly the initialization of libraries
                 seconds = milliseconds(lambda: pair.eager(pair.noise, pair.time), bench.device) / 1000
             bench.say(f"fp32: first call {first:.1f} s, later ones {seconds:.2f} s")
             total = seconds * self.subject.steps
@@ -864,7 +864,8 @@ class Measurement:
     # ---------------------------------------------------------------------------------------------------- training
 
     def measure_training(self) -> None:
-        """Time forward and backward passes of one sample, blocks recomputed, weights and gradients in bf16."""
+        """Time forward and backward passes of one sample, with recomputed blocks and with weights and gradients in
+        bf16."""
         bench, pair, device = self.bench, self.pair, self.bench.device
         kernels = pair.select(inference=False)
         bench.say(f"training kernels: {kernels.ops_note}; attention: {kernels.attention_note}")
@@ -882,7 +883,7 @@ class Measurement:
 
         def step(name: str) -> None:
             module, network = ways[name]
-            with contextlib.ExitStack() as settings:  # of the blocks that are recomputed, too
+            with contextlib.ExitStack() as settings:  # they must also apply to recomputed blocks
                 if name != OURS:
                     settings.enter_context(pair.attention(TRAINING))
                 if name == EAGER:

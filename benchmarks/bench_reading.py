@@ -31,7 +31,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks import results
 from benchmarks.bench_decoders import CODECS, write
@@ -43,13 +43,13 @@ from opendit.diffusion.random import Stream, uniform
 
 SEED, CLIP_FRAMES = 0, 120
 BASELINES = {"decord": "bare decord", "resized": "decord resizing", "cropped": "decord + crop and resize"}
-LOADERS = ("uint8", "float32", "worker", "small", "small worker")  # worker: uint8, through a worker process
+LOADERS = ("uint8", "float32", "worker", "small", "small worker")  # worker: uint8 from a worker process
 SIDES = (*BASELINES, *LOADERS)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Clips of one kind, and how a run reads them. codec: of ``bench_decoders.CODECS``."""
+    """Clips of one kind, and how a run reads them. codec: a key of ``bench_decoders.CODECS``."""
 
     width: int
     height: int
@@ -67,7 +67,7 @@ class Case:
 
 CASES = (
     *(Case(64, 64, codec, 8, 6, 16, clips=32) for codec in CODECS),
-    Case(320, 240, "mpeg4", 16, 1, 256),  # as UCF101's
+    Case(320, 240, "mpeg4", 16, 1, 256),  # like UCF101
     *(Case(320, 240, codec, 16, 3, 256) for codec in CODECS),
     *(Case(640, 360, codec, 16, 3, 256) for codec in CODECS),
     *(Case(1280, 720, codec, 16, 3, 256, clips=4) for codec in CODECS),
@@ -100,12 +100,13 @@ def cropped_decord(paths: list[str], windows: list[list[int]], size: int) -> Non
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Processor time of processes with all their threads, in nanosecond steps (psutil's are of 10 ms)."""
-    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # as clock_getcpuclockid(3) numbers the clocks
+    """Return the processor time of processes with all their threads, in steps of 1 ns (psutil has steps of 10 ms)."""
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # clock ids of clock_getcpuclockid(3)
 
 
 def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the frames a processor second of every side in each round; none for a side that can't take part."""
+    """Return the frames per processor second of every side in each round; an empty list for a side that can't take
+    part."""
     data = build_dataset(
         str(write_clips(case, folder)),
         case.image_size,
@@ -136,8 +137,8 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
         return [clip_window(CLIP_FRAMES, case.num_frames, case.frame_interval, start) for start in starts]
 
     frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
-    # The worker reads ahead, and its turn must not be the others': it is asked for several batches in a row, and rests
-    # once those it may hold are made.
+    # A worker reads ahead, but must not work while others are timed. After several requests in a row its queue is full,
+    # and it rests when all batches in the queue are made.
     for worker in workers.values():
         for _ in range(4):
             next(worker)
@@ -161,7 +162,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
             start = cpu_seconds([this.pid, *pids[name]])
             next(worker)
             taken = cpu_seconds([this.pid])
-            _rest(pids[name])  # a batch was taken, so one is made; the waiting itself is not counted
+            _rest(pids[name])  # the worker makes one new batch; waiting takes no processor time
             speeds[name].append(frames / (cpu_seconds(pids[name]) + taken - start))
     for loader in (*workers.values(), *inside.values()):
         loader.close()
@@ -198,7 +199,7 @@ def _median(values: list[float]) -> float:
 
 
 def ratio(side: list[float], other: list[float]) -> float:
-    """The median of the rounds': within a round the machine's other work slows both alike."""
+    """Return the median of the rounds' ratios. Within a round, other load on the machine slows both sides equally."""
     return _median([a / b for a, b in zip(side, other, strict=False)])
 
 
@@ -215,7 +216,7 @@ def _row(case: Case, name: str, speeds: dict[str, list[float]], baseline: str) -
 
 
 def broken_clips(folder: Path, good: Path) -> list[TableRow]:
-    """A few files of every kind that can't be read."""
+    """Write a few files of every kind that can't be read, and return their rows."""
     data = good.read_bytes()
     contents = {
         "empty": b"",
@@ -231,19 +232,21 @@ def broken_clips(folder: Path, good: Path) -> list[TableRow]:
 
 
 def anonymous_mib(pid: int) -> float:
-    """Heap and stacks. Not what belongs to one process alone: that grows as pages shared since the fork are written to,
-    and jumps by the size of torch's libraries when another process that maps them ends."""
+    """Return the MiB of heap and stacks.
+
+    Memory private to the process would be no use: it grows as pages shared since the fork are written to, and jumps by
+    the size of torch's libraries when another process that maps them ends."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
 def soak(reads: int, workers: int, sound_only: bool) -> None:
-    """Read clips, some of them broken, for a long time and watch the worker processes."""
+    """Read clips, some of them broken, for a long time, and watch the worker processes."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         demo = make_demo(folder, clips=200)
         rows = [TableRow(path, path.stem) for path in sorted((demo.parent / "clips").iterdir())]
-        if not sound_only:  # decord keeps about 1 KB of every file that it fails to open
+        if not sound_only:  # decord leaks about 1 KB per file that it fails to open
             rows += broken_clips(folder, rows[0].path)
         write_csv(folder / "soak.csv", rows)
         data = build_dataset(str(folder / "soak.csv"), 64, seed=SEED, use_video=True, num_frames=16, frame_interval=3)
@@ -258,7 +261,7 @@ def soak(reads: int, workers: int, sound_only: bool) -> None:
             batch_size=batch,
             end_step=steps,
             num_workers=workers,
-            max_bad=0.5,  # the broken ones are there on purpose
+            max_bad=0.5,  # because some clips are broken on purpose
         )
         children = [child for child in this.children() if child.pid not in before]
         begin, longest, seen = time.monotonic(), 0.0, []

@@ -1,16 +1,16 @@
-"""Training steps of the family's models on random latents, through train.py: tokens/s, memory, work.
+"""Run training steps of the family's models on random latents through train.py: tokens/s, memory, work.
 
     python benchmarks/bench_recipes.py --gpus 1 2 [--only 7B MovieGen-5B] [--results FILE]
     python benchmarks/bench_recipes.py --plan --gpus 1 2 4            what would run, and with which batch; needs no GPU
 
 A case is a run of train.py as its user starts it: torchrun, a mock_ recipe, a few flags. Its micro-batch is the largest
-that fits into --fill of the card by the estimate of opendit/training/memory.py, up to LARGEST_STEP of work. The
-figures are the medians of what the run logs after WARMUP steps. A case that does not fit is left out, one that fails
-says why, and the others run.
+that fits into --fill of the card by the estimate of opendit/training/memory.py, limited to LARGEST_STEP of work. The
+figures are medians of the values that the run logs after WARMUP steps. A case that does not fit is left out. A case
+that fails prints its error, and the others run.
 
-Work is counted in two ways: *executed* are the matrix products, forward x 3, as train.py logs them (what is recomputed
-not counted again); *6 N* is NeMo's, 6 x parameters x tokens. It takes every weight for one that every token meets: too
-much for modulation, experts and what reads captions; and it leaves out attention, which has no weights.
+Work is counted in two ways. "executed" is what train.py logs: forward matrix products x 3, without recomputation. "6 N"
+is NeMo's: 6 x parameters x tokens. It assumes that every token meets every weight, which is too much for modulation,
+experts and layers that read captions; and it leaves out attention, which has no weights.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 
@@ -38,9 +38,9 @@ from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch, resolve_sharding
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, EVERY = 10, 2  # of a run, and of a line of its log
-WARMUP = 4  # kernels get compiled, libraries set up, a CUDA graph recorded
-LARGEST_STEP = 1.5e15  # FLOP a GPU: about 3 s, with nothing to gain from more
+STEPS, EVERY = 10, 2  # steps per run, and per line of its log
+WARMUP = 4  # steps for compiling kernels, initializing libraries and recording a CUDA graph
+LARGEST_STEP = 1.5e15  # FLOP per GPU, about 3 s; more would gain nothing
 NEMO = ("NeMo's published DiT-7B at 8k tokens, H100", 10052)  # tokens/s/GPU
 
 
@@ -49,13 +49,13 @@ class Case:
     name: str
     recipe: str
     flags: str = ""
-    published: tuple[str, float] | None = None  # somebody else's tokens/s/GPU: whose, and how many
+    published: tuple[str, float] | None = None  # (source, tokens/s/GPU) of a published figure
 
     def argv(self, more: list[str]) -> list[str]:
         return ["--recipe", self.recipe, *shlex.split(self.flags), *more]
 
 
-GRAPH = "--enable_cuda_graph"  # for 1152 channels: at 3072 the kernels are so long that the host is far ahead
+GRAPH = "--enable_cuda_graph"  # helps at width 1152; at 3072 kernels are so long that the host is not a limit
 CASES = (
     Case("7B", "mock_pretrain_7b_256p_joint", "", NEMO),
     Case("7B recompute cheap", "mock_pretrain_7b_256p_joint", "--recompute cheap", NEMO),
@@ -76,18 +76,18 @@ CASES = (
     Case("vDiT-XL", "mock_pretrain_xl_256p_joint", GRAPH),
     Case("ST-DiT-XL", "mock_st_dit_xl_256p_joint", GRAPH),
     Case("EC-DiT-1B", "mock_ec_dit_1b", GRAPH),
-    Case("28B", "mock_pretrain_28b_256p_joint"),  # by fsdp and with --grad_checkpoint, as its recipe says
+    Case("28B", "mock_pretrain_28b_256p_joint"),  # its recipe uses fsdp and --grad_checkpoint
     Case("MovieGen-30B", "mock_moviegen_30b_256p_joint"),
 )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians of a run; work in TFLOP/s a GPU, memory in GiB, waited: share of the time in which the data was late."""
+    """Medians of a run. Work is in TFLOP/s per GPU, memory in GiB. waited: share of the time spent waiting for data."""
 
-    case: str  # in results.csv
+    case: str  # name in results.csv
     batch: int
-    tokens: float  # a second and GPU
+    tokens: float  # per second and GPU
     ms: float
     peak: float
     executed: float
@@ -96,8 +96,10 @@ class Figures:
 
 
 def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None = None) -> tuple[int, float]:
-    """(the batch a GPU, GiB by the estimate) of a run: the batch that is asked for, or the largest that fits into
-    ``capacity`` bytes; 0: not even one sample does."""
+    """Return (batch per GPU, estimated GiB) of a run.
+
+    The batch is ``asked_batch`` or, if that is None, the largest that fits into ``capacity`` bytes; 0 if no sample
+    fits."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
     flags, _ = flags.resolve(gpus, has_gpu=True)
     config = plan_model(flags, open_data(flags)).config
@@ -109,8 +111,8 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
 
 
 def train(argv: list[str], gpus: int, outputs: Path, limit: float, program: tuple[str, ...] = ("train.py",)) -> Path:
-    """Runs train.py, or a ``program`` that takes its flags; returns its run folder. Raises RuntimeError with the reason
-    if it fails or takes too long."""
+    """Run train.py, or a ``program`` with the same flags, and return its run folder. Raises RuntimeError with the
+    reason if the run fails or takes longer than ``limit`` seconds."""
     steps = f"--max_steps {STEPS} --log_every {EVERY} --outputs".split()
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *program]
     outputs.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def train(argv: list[str], gpus: int, outputs: Path, limit: float, program: tupl
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"not done in {limit:.0f} s (see {output})") from None
         finally:
-            process.terminate()  # torchrun ends its processes too
+            process.terminate()  # torchrun then ends its processes
             process.wait()
     if process.returncode:
         raise RuntimeError(f"{reason(output.read_text())} (see {output})")
@@ -132,14 +134,14 @@ def train(argv: list[str], gpus: int, outputs: Path, limit: float, program: tupl
 
 
 def reason(output: str) -> str:
-    """The first error that a failed run's output names, of whichever rank."""
+    """Return the first error in the output of a failed run, from any rank."""
     found = re.search(r"^(?:\[rank\d+\]: *)?((?:[\w.]*Error|error): .+)$", output, re.MULTILINE)
     return found[1] if found else "failed without naming an error"
 
 
 def figures(run: Path) -> Figures:
-    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped: they do less work than
-    others."""
+    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped, because skipped steps do
+    less work."""
     stored = json.loads((run / "config.json").read_text())
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     if lines[-1]["skipped"]:
@@ -171,7 +173,8 @@ def figures(run: Path) -> Figures:
 
 
 def rows_of(found: Figures, published: tuple[str, float] | None, estimated: float | None = None) -> list[dict]:
-    """For results.csv. The ratio to a published figure stays empty: another run, and another card. estimated: GiB."""
+    """Return rows for results.csv. estimated: GiB. The ratio to a published figure stays empty, because that figure
+    comes from another run and card."""
     values = {
         "tokens/s/GPU": f"{found.tokens:.0f}",
         "ms": f"{found.ms:.1f}",
@@ -234,7 +237,7 @@ def main(argv: list[str]) -> None:
             except RuntimeError as error:
                 lines.append(f"{name} failed: {error}")
             print(f"{lines[-1]}  [{time.perf_counter() - started:.0f} s]", flush=True)
-    if not args.plan:  # once more without what lies between
+    if not args.plan:  # repeat the table without the lines in between
         print("\n" + "\n".join(lines))
 
 

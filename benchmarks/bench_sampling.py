@@ -1,11 +1,12 @@
-"""Drawing latents with guidance: the sampling engine in bf16 and FP8, the eager reference, and a plain compiled DiT.
+"""Time drawing latents with guidance: the sampling engine in bf16 and FP8, eager sampling, and a plain compiled DiT.
 
     python benchmarks/bench_sampling.py [--batches 1 8 64] [--results FILE] [--profile]
 
-Every variant draws the same samples of a model with random weights, and the variants take turns for --trials trials in
-one process; the median of a variant's trials counts. The plain DiT (benchmarks/plain_dit.py) is compiled as a whole in
-mode reduce-overhead, with torch's operations and the same sampler. The VAE is not part of it. After --seconds no
-variant is built and no trial begun any more. A variant that can't be used on this machine is left out, and said to be.
+Every variant draws the same samples of a model with random weights. The variants take turns for --trials trials in one
+process, and the median of each variant's trials is reported. The plain DiT (benchmarks/plain_dit.py) uses torch's
+operations and the same sampler, and is compiled as a whole in the mode reduce-overhead. The VAE is not included. After
+--seconds no variant is built and no trial begins. A variant that can't be used on this machine is reported and left
+out.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -35,22 +36,22 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0
 PLAIN = "plain compiled"
-PRODUCTS = ("nvjet", "gemm", "cutlass", "sdpa", "flash", "attention")  # in names of kernels
-Draw = Callable[[Tensor, Tensor], Tensor]  # y, index (B,) to latents
+PRODUCTS = ("nvjet", "gemm", "cutlass", "sdpa", "flash", "attention")  # parts of kernel names
+Draw = Callable[[Tensor, Tensor], Tensor]  # (y, index (B,)) -> latents
 
 
 def random_model(config: DiTConfig) -> DiT:
-    """The same values at every call."""
+    """Return a model with random weights, the same at every call."""
     torch.manual_seed(0)
     model = build_model(config)
     for parameter in model.parameters():
-        if not parameter.any():  # zero-initialised: gates of zero would leave the blocks out of the result
+        if not parameter.any():  # zero-initialised gates would remove the blocks from the result
             torch.nn.init.normal_(parameter, std=0.02)
     return model
 
 
 class Bench:
-    """The variants, built when they are asked for. ``draws[name](y, index)`` draws."""
+    """The variants, each built on request. ``draws[name](y, index)`` draws samples."""
 
     def __init__(self, args):
         self.args, self.objective = args, DDPMObjective()
@@ -65,11 +66,12 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return self.args.seconds - (time.perf_counter() - self.start)
 
     def model(self, fp8: bool, sequence=None):
-        """A model with the fused kernels; sequence: how ranks share samples. Raises ValueError where there are none."""
+        """Return a model with the fused kernels. sequence: how ranks share samples. Raises ValueError if there are no
+        kernels."""
         usable, why = (float8_available if fp8 else kernels_available)(self.device, self.dtype)
         if not usable and self.device.type == "cuda":
             raise ValueError(why)
@@ -144,7 +146,7 @@ class Bench:
 
 
 def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]:
-    """Median seconds a batch by variant; the first calls, which compile and record, are not counted."""
+    """Return the median seconds per batch of each variant, without the first calls, which compile and record."""
     times: dict[str, list[float]] = {}
     for name, draw in draws.items():
         if bench.left < 0 or (name == PLAIN and bench.left < bench.args.compile_seconds):
@@ -152,7 +154,7 @@ def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]
             continue
         try:
             first, second = bench.seconds(draw, size), bench.seconds(draw, size)
-        except RuntimeError as error:  # of a compiler, of memory: the others run
+        except RuntimeError as error:  # compiling failed or memory ran out; the others still run
             print(f"batch {size}, {name} failed: {str(error).splitlines()[0]}", flush=True)
             continue
         times[name] = []
@@ -165,8 +167,9 @@ def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]
 
 
 def profile(bench: Bench, draw: Draw, name: str, size: int, count: int, seconds: float) -> None:
-    """Print the kernels that take longest, per step, and the share of matrix products and attention in a batch's time,
-    ``seconds`` without the profiler."""
+    """Print the kernels that take longest, per step, and the share of matrix products and attention in a batch's time.
+
+    seconds: a batch's time without the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -1,11 +1,11 @@
-"""From noise to PNGs on disk: the sampling engine with the VAE and the files beside it, one after the other, and alone.
+"""Time sampling from noise to PNGs on disk: latents only, VAE and files in turn, and VAE and files in parallel.
 
     python benchmarks/bench_sampling_files.py [--pictures 512] [--batch_size 64] [--fp8] [--vae_compile] [--results CSV]
 
-Model and VAE (of Stable Diffusion's shape, in fp16 on a GPU) have random weights. The three variants take turns for
---trials trials in one process after one batch each that is not counted; the median of a variant's trials counts.
-"latents" draws and keeps nothing; "in turn" decodes a batch, brings it to the host and writes its files before the next
-one is drawn; "beside" is what sample.py does (opendit/sampling/output_pipeline.py).
+The model and the VAE (of Stable Diffusion's shape, in fp16 on a GPU) have random weights. After a warm-up batch each,
+the three variants take turns for --trials trials in one process, and the median of each variant's trials is reported.
+"latents" draws latents and discards them. "in turn" decodes a batch, copies it to the host and writes its files before
+it draws the next batch. "beside" is what sample.py does (opendit/sampling/output_pipeline.py).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def make_codec(args, device: torch.device, compiled: bool = False) -> VAECodec:
 
 
 class Variants:
-    """Each draws ``count`` pictures in batches and returns when all of it is done."""
+    """The variants as methods. Each draws ``count`` pictures in batches and returns when all work is done."""
 
     def __init__(self, bench: Bench, codec: VAECodec, engine: SamplingEngine, folder: Path):
         self.bench, self.codec, self.engine, self.folder = bench, codec, engine, folder

@@ -1,12 +1,12 @@
-"""One picture or clip on several GPUs against one: sampler, noise, guidance and VAE included.
+"""Compare sampling one picture or clip on several GPUs with one GPU, including sampler, noise, guidance and VAE.
 
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sampling_parallel.py [--model vDiT-XL/222]
         [--num_frames 16] [--image_size 256] [--steps 50] [--sequence_parallel_size 1] [--results FILE]
 
-The ranks share a sample as sample.py's do: with two groups of --sequence_parallel_size, the halves of guidance; with
-one, the sequence alone. Rank 0 draws by itself, then all of them together, in turns; medians count. Model and VAE (of
-Stable Diffusion's shape, a frame at a time for clips) have random weights. A public model, as ``--model wan-1.3b``, is
-measured at its published size, without a VAE.
+The ranks share a sample as in sample.py. Two groups of --sequence_parallel_size divide the halves of guidance; a single
+group divides only the sequence. Rank 0 alone and all ranks together take turns, and medians are reported. The model and
+the VAE (of Stable Diffusion's shape, a frame at a time for clips) have random weights. A public model, such as
+``--model wan-1.3b``, is measured at its published size without a VAE.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 
 class PublicBench(Bench):
-    """A public model: its network, a caption and an empty one."""
+    """A public model: its network, and a caption that is also used as the empty one."""
 
     def __init__(self, args, device: torch.device):
         self.args, self.objective, self.device = args, FlowObjective(3.0), device
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     for trial in range(args.trials + 2):
         for name in engines:
             taken = seconds(name)
-            if trial > 1:  # compiled, and recorded
+            if trial > 1:  # after compiling and recording
                 times[name].append(taken)
     one, all_ranks = (statistics.median(times[name]) for name in engines)
     if mesh.is_main:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.distributed as dist
@@ -50,14 +50,16 @@ from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence
 from opendit.parallel.sequence.choose import MOST_GROUPS, Shape, StrategyChoice
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 
-LEAST_STEPS = 4  # of a trial, however long it takes then
+LEAST_STEPS = 4  # minimum number of steps of a trial
 WHOLE, COMPUTE_ONLY, SYNCHRONISED = "whole", "compute only", "synchronised"
 PLAIN, PLAIN_ATTENTION, RANKS_ATTENTION = "plain", "plain attention", "a rank's attention"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
 
 class _TakenForAll(torch.autograd.Function):
-    """q, k, v (B, H, n, d) of own tokens and all heads, taken for those (B, h, N, d) of all tokens and own heads."""
+    """View of q, k, v (B, H, n, d) of a rank's tokens and all heads as (B, h, N, d) of all tokens and a rank's heads.
+
+    The numbers then mean nothing."""
 
     @staticmethod
     def forward(ctx, ranks: int, *parts: Tensor):
@@ -76,7 +78,7 @@ class _TakenForAll(torch.autograd.Function):
 
 
 class ComputeOnly:
-    """A single GPU's operations on as much as a rank has: no pass over memory more."""
+    """The computation of a rank without exchanges and without additional passes over memory."""
 
     takes_projection = False
 
@@ -86,7 +88,7 @@ class ComputeOnly:
 
 
 class _Meet(torch.autograd.Function):
-    """Waits for all ranks, forward and backward."""
+    """Waits for all ranks, in the forward and the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, wait: Callable[[Buffer], None], forward: Buffer, backward: Buffer):
@@ -101,7 +103,7 @@ class _Meet(torch.autograd.Function):
 
 
 class InStep(ComputeOnly):
-    """The same with a barrier where inputs and where outputs of attention would be exchanged."""
+    """ComputeOnly with barriers where the inputs and the outputs of attention would be exchanged."""
 
     def __init__(self, group: Group, device: torch.device):
         self.group, (self.memory, _) = group, connect(group, device)
@@ -136,8 +138,8 @@ class Layer:
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
 
     def step(self, shards: SharedSequence | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(output, gradient of x, gradients of the weights), for this rank's tokens or, without shards, for all or the
-        first ``tokens``."""
+        """Return (output, gradient of x, gradients of the weights), for this rank's tokens. Without shards, return them
+        for all tokens or the first ``tokens``."""
         x, weights = (t[:, :tokens] if shards is None else shards.take(t) for t in (self.whole, self.weights))
         x = x.detach().requires_grad_()
         output = self.block(x, self.block.modulate(self.c), None, TokenGrid((x.shape[1],), shards=shards))
@@ -145,7 +147,7 @@ class Layer:
         return output.detach(), dx, grads
 
     def attention(self, heads: int, tokens: int) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v of so many of the layer's heads and tokens, with nothing around attention."""
+        """Return the gradients of q, k, v for attention alone, with this number of heads and tokens."""
         d = self.shape.hidden // self.shape.heads
         qkv = self.whole.new_ones(1, tokens, 3 * heads * d).normal_().requires_grad_()
         parts = head_views(qkv, heads)
@@ -163,12 +165,13 @@ class Layer:
         return sequence_parallel(self.mesh, kind, self.shape, groups=groups, direct=how != ["nccl"])
 
     def error(self, name: str) -> float:
-        """The biggest relative error of output, gradient of x and gradients of weights against one rank's."""
+        """Return the largest relative error of the output, the gradient of x and the gradients of weights against one
+        rank's."""
         shards = self.strategy(name)(self.tokens)
         (output, dx, grads), (want, want_dx, want_grads) = self.step(shards), self.step(None)
         for grad in grads:
             dist.all_reduce(grad, group=self.mesh.sp_group)
-        real = shards.take(torch.ones_like(want))  # padding's output is anything
+        real = shards.take(torch.ones_like(want))  # the output of padding is arbitrary
         pairs = [(output * real, shards.take(want)), (dx, shards.take(want_dx)), *zip(grads, want_grads, strict=True)]
         worst = torch.stack([(a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6) for a, b in pairs]).max()
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh.sp_group)
@@ -176,7 +179,7 @@ class Layer:
 
 
 def names(mesh: Mesh, heads: int) -> list[str]:
-    """The variants that the number of heads and the machine allow."""
+    """Return the variants that are possible with this number of heads and on this machine."""
     found, ranks = [COMPUTE_ONLY, SYNCHRONISED], mesh.world_size
     if heads % ranks == 0:
         found += [*BLOCKING, "fastseq nccl", "ulysses nccl"]
@@ -187,13 +190,15 @@ def names(mesh: Mesh, heads: int) -> list[str]:
 
 @functools.cache
 def capture_stream() -> torch.cuda.Stream:
-    """One for all graphs: torch hands out 32 streams in turn, so after so many variants one of them could be recorded
-    on a stream that it uses itself, and what is meant to run beside its kernels would not."""
+    """Return the stream that records all graphs.
+
+    torch cycles through 32 streams. With a new stream per graph, a graph could be recorded on a stream that it also
+    uses inside, and work that should run in parallel would not."""
     return torch.cuda.Stream()
 
 
 def captured(mesh: Mesh, work: Callable[[], object]) -> Callable[[], object]:
-    """``work`` as one CUDA graph, where there is a GPU."""
+    """Return ``work`` as one CUDA graph if there is a GPU."""
     if mesh.device.type != "cuda":
         return work
     stream = capture_stream()
@@ -203,7 +208,7 @@ def captured(mesh: Mesh, work: Callable[[], object]) -> Callable[[], object]:
             work()
     torch.cuda.synchronize()
     kept, replay = record(work, stream, torch.cuda.graph_pool_handle())
-    return functools.partial(_replay_keeping, replay, kept, work)  # the graph writes to, and reads, their memory
+    return functools.partial(_replay_keeping, replay, kept, work)  # keep alive the memory that the graph uses
 
 
 def _replay_keeping(replay: Callable[[], None], kept: object, _: object) -> object:
@@ -212,7 +217,7 @@ def _replay_keeping(replay: Callable[[], None], kept: object, _: object) -> obje
 
 
 def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
-    """Return the seconds a call, of the slowest rank."""
+    """Return the seconds per call of the slowest rank."""
     cuda = mesh.device.type == "cuda"
     mesh.barrier()
     if cuda:
@@ -228,8 +233,8 @@ def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
 
 
 def interleaved(trial: Callable[[str], float], alone: str, others: list[str], rounds: int) -> dict[str, float]:
-    """Seconds of ``alone`` and of the others: each trial of one of them stands between two of ``alone``, and the median
-    of its ratio to these is taken. All ranks take the same order."""
+    """Return the seconds of ``alone`` and of the others. Each trial of another is between two of ``alone``, and the
+    median of its ratio to these is taken. All ranks use the same order."""
     shuffled, ratios, base = random.Random(0), {name: [] for name in others}, [trial(alone)]
     for _ in range(rounds):
         for name in shuffled.sample(others, len(others)):
@@ -241,7 +246,7 @@ def interleaved(trial: Callable[[str], float], alone: str, others: list[str], ro
 
 
 def trace(work: Callable[[], object], path: str) -> None:
-    """Two steps as a Chrome trace of this rank's kernels and copies."""
+    """Write a Chrome trace of this rank's kernels and copies in two steps."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(2):
             work()
@@ -257,11 +262,11 @@ def measure(
     trace_to: str | None = None,
     clocks: Clocks | None = None,
 ) -> dict[str, float]:
-    """Seconds a step of every variant; in interleaved trials. ``budget``: seconds of a trial, about.
+    """Return the seconds per step of every variant, in interleaved trials of about ``budget`` seconds.
 
-    At its power limit a GPU's clock wanders by several percent within seconds. So compute only has a trial before and
-    after each of the others, whose seconds are the median of their ratio to these two, times compute only's median.
-    """
+    At its power limit a GPU's clock varies by several percent within seconds. Therefore every trial of a variant is
+    between two trials of compute only. The result is the median of its ratio to these two, times the median of compute
+    only."""
     mesh = layer.mesh
     works = {n: captured(mesh, functools.partial(layer.step, layer.strategy(n)(layer.tokens))) for n in variants}
     works[WHOLE] = captured(mesh, functools.partial(layer.step, None))
@@ -279,7 +284,7 @@ def measure(
         with clocks.during(name) if clocks else contextlib.nullcontext():
             return timed(mesh, works[name], times)
 
-    ratios, shuffled = {name: [] for name in works if name != COMPUTE_ONLY}, random.Random(0)  # of all ranks alike
+    ratios, shuffled = {name: [] for name in works if name != COMPUTE_ONLY}, random.Random(0)  # same on all ranks
     unhindered = [turn(COMPUTE_ONLY)]
     for _ in range(rounds):
         for name in shuffled.sample(list(ratios), len(ratios)):
@@ -316,7 +321,7 @@ def main() -> None:
         short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
         errors = {
             name: None if name == SYNCHRONISED else short.error(name) for name in variants[1:]
-        }  # its numbers are any
+        }  # its output is arbitrary
         for tokens in args.tokens:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
             clocks = Clocks(mesh.world_size) if args.clocks and mesh.is_main else None
@@ -328,7 +333,7 @@ def main() -> None:
                 if args.results:
                     append(rows, args.results, gpus=mesh.world_size)
             elif "auto" in variants:
-                layer.strategy("auto")  # collective
+                layer.strategy("auto")  # a collective call
             del layer
             if mesh.device.type == "cuda":
                 torch.cuda.empty_cache()

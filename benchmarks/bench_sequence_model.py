@@ -1,14 +1,14 @@
-"""Whole models whose sequences are shared by 1, 2, 4, ... ranks: training steps, sampling steps, memory.
+"""Measure whole models whose sequences 1, 2, 4, ... ranks share: training steps, sampling steps, memory.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence_model.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence_model.py --small                       (CPUs)
 
-Within one run, groups of every size do the same work, each group on its own (strong scaling; the figure is one rank's
-time over the group's). A training step is forward, backward, the sum of the gradients over the group and AdamW, with
-bf16 weights. A sampling step is the forward pass of both halves of guidance; 250 of them are a clip's latency.
+Within one run, groups of every size do the same work separately (strong scaling). The figure is one rank's time divided
+by the group's. A training step is forward, backward, the sum of the gradients over the group and AdamW, with bf16
+weights. A sampling step is the forward pass of both halves of guidance; 250 such steps are a clip's latency.
 
-The longest clip that trains is found by trying longer and longer ones, the memory that they take being linear in their
-length. There attention keeps all that the real one keeps and computes nothing: at such lengths a step takes minutes.
+The longest clip that trains is found by trying longer and longer clips, because memory is linear in the length. In
+these trials attention stores as much as real attention but computes nothing, because a real step would take minutes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ SMALL = Case("small", (4, 8, 8), 48, 2, 4)
 
 
 class _Keeps(torch.autograd.Function):
-    """In the place of attention: as much memory, forward and backward, and no computation."""
+    """Replacement for attention that uses as much memory, forward and backward, but computes nothing."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor):
@@ -74,7 +74,7 @@ class _Keeps(torch.autograd.Function):
 
 
 class Run:
-    """A model of a case, the same on every rank, whose sequences the ranks of ``mesh`` share."""
+    """A model of a case, the same on every rank. The ranks of ``mesh`` share its sequences."""
 
     def __init__(self, mesh: Mesh, case: Case, *, attend=None):
         self.mesh, config, device = mesh, case.config, mesh.device
@@ -109,7 +109,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def activations(self) -> float:
-        """Peak GiB of a training step beyond what is there before it: after one, weights and AdamW's state."""
+        """Return the peak GiB of a training step in addition to the weights and AdamW's state."""
         self.train()
         if self.mesh.device.type != "cuda":
             return 0.0
@@ -125,7 +125,7 @@ def free(mesh: Mesh) -> None:
 
 
 def scaling(meshes: list[Mesh], case: Case, kind: str, repeats: int) -> list[dict]:
-    """Median seconds of a step for every group size."""
+    """Return rows with the median seconds of a step for every group size."""
     rows, alone = [], None
     for mesh in meshes:
         run = Run(mesh, case)
@@ -154,13 +154,17 @@ def with_frames(case: Case, frames: int) -> Case:
 
 
 def next_try(used: dict[int, float], limit: float) -> int:
-    """The number of frames to try next, of those that took so many GiB; one that has been tried: the search is over.
+    """Return the number of frames to try next. If it has been tried before, the search is over.
 
-    By the slope between the longest that fits and the next longer one, or, as long as all fit, the longest two, and at
-    most twice the longest: short clips leave gaps between tensors.
+    The number follows from the slope of memory between the longest clip that fits and the next longer one. As long as
+    all clips fit, it follows from the two longest, but is at most twice the longest: short clips leave gaps between
+    tensors.
+
+    Args:
+        used: frames -> GiB of the clips tried so far.
 
     Raises:
-        ValueError: none fits.
+        ValueError: no clip fits.
     """
     fit = sorted(frames for frames, gib in used.items() if gib <= limit)
     if not fit:
@@ -177,13 +181,13 @@ def next_try(used: dict[int, float], limit: float) -> int:
 
 
 def longest(mesh: Mesh, case: Case, limit: float) -> list[dict]:
-    """The most frames that train within ``limit`` GiB; see above."""
+    """Return a row with the largest number of frames that train within ``limit`` GiB, see the module's docstring."""
 
     def peak(frames: int) -> float:
         run = Run(mesh, with_frames(case, frames), attend=_Keeps.apply)
         for _ in range(2):
             run.train()
-        free_now, total = torch.cuda.mem_get_info()  # torch gives nothing back, and other ranks' buffers count, too
+        free_now, total = torch.cuda.mem_get_info()  # includes torch's cache and other ranks' buffers
         found = torch.tensor((total - free_now) / 2**30, device=mesh.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         del run
@@ -222,7 +226,7 @@ def main() -> None:
     for part in parts:
         rows = part()
         if meshes[0].is_main and args.results:
-            append(rows, args.results, gpus=world)  # one by one: a run that is cut short leaves what it found
+            append(rows, args.results, gpus=world)  # after each part, so that an interrupted run keeps its results
     close_mesh()
 
 

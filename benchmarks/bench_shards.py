@@ -1,11 +1,12 @@
-"""Pictures a second of one process: from tars by their index, by the webdataset package, and from a plain folder.
+"""Measure the pictures per second that one process reads from indexed tars, with webdataset, and from a plain folder.
 
     python benchmarks/bench_shards.py [--pictures 1000] [--rounds 20] [--save]
 
-JPEGs of 256 pixels a side, cropped and scaled to --image_size and made tensors by the same functions on all sides; the
-indexed tars and the folder are read in a shuffled order, as training does, webdataset's in the order of the tar. The
-sides take turns in every round. Of their processor time the median counts, and of the ratios within a round, whose
-sides the machine's other work slows alike. All files are in the page cache.
+The files are JPEGs of 256 pixels a side. The same functions crop them, scale them to --image_size and make tensors on
+all sides. The indexed tars and the folder are read in a shuffled order, as in training, webdataset in the order of the
+tar. The sides take turns in every round. The figures are the median of each side's processor time, and the median of
+the ratios within a round, because other load on the machine slows all sides of a round equally. All files are in the
+page cache.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks import results
 from opendit.data import MediaDataset, SampleKey, build_dataset
@@ -34,13 +35,13 @@ SIDE = 256
 
 
 def write_pictures(folder: Path, count: int, side: int = SIDE, processes: int = 1) -> None:
-    """JPEGs in folders of ten classes."""
+    """Write JPEGs into folders of ten classes."""
     with ProcessPoolExecutor(processes) as pool:
         list(pool.map(write_picture, [folder] * count, range(count), [side] * count, chunksize=16))
 
 
 def write_picture(folder: Path, number: int, side: int) -> None:
-    """Smooth colours with some noise: about as many bytes as a photograph of this size."""
+    """Write smooth colours with some noise, which take about as many bytes as a photograph of this size."""
     random = np.random.default_rng(number)
     coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((side, side))
     noise = random.integers(0, 24, (side, side, 3), dtype=np.uint8)
@@ -50,14 +51,14 @@ def write_picture(folder: Path, number: int, side: int) -> None:
 
 
 def read_ours(dataset: MediaDataset, seed: int) -> int:
-    """Pictures read, in a shuffled order, as bytes."""
+    """Read the pictures in a shuffled order as bytes, and return their number."""
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
     keys = [SampleKey(row, seed, index) for index, row in enumerate(order)]
     return sum(1 for _ in SampleReader(dataset, as_bytes=True).items(keys))
 
 
 def read_webdataset(folder: Path, image_size: int) -> int:
-    import webdataset  # other benchmarks take the pictures alone
+    import webdataset  # other benchmarks import only write_pictures
 
     tars = sorted(map(str, folder.glob("*.tar")))
     pipeline = (
@@ -93,7 +94,7 @@ def main() -> None:
                 started = time.process_time()
                 if (count := sides[name](turn)) != asked.pictures:
                     raise RuntimeError(f"{name} read {count:,} of {asked.pictures:,} pictures")
-                if turn:  # the first opens files and imports
+                if turn:  # the first turn opens files and imports modules
                     seconds[name].append((time.process_time() - started) / asked.pictures)
     speed = {name: 1 / median(times) for name, times in seconds.items()}
     ratios = {}

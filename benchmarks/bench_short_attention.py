@@ -1,10 +1,10 @@
-"""Attention without gradients of short sequences: opendit/kernels/short_attention.py by its tiles, and torch's kernels.
+"""Compare opendit/kernels/short_attention.py, with different tiles, and torch's kernels: short sequences, no gradients.
 
     python benchmarks/bench_short_attention.py [--batches 2 16 128] [--tokens 256] [--heads 16] [--head_dim 72]
                                               [--rows 64 128]
 
-q, k and v are views of one qkv tensor, as a block has them. A CUDA graph of many calls is timed, the variants taking
-turns; the median counts. It says which tiles to take, and up to which number of programs.
+q, k and v are views of one qkv tensor, as in a block. CUDA graphs of many calls are timed in turn, and the median is
+reported. The results show which tiles to use, and up to which number of programs.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from torch import Tensor
 from opendit.kernels.attention import LocalAttention
 from opendit.kernels.short_attention import AttentionTiles, short_attention, short_attention_reference
 
-CALLS = 50  # of a graph
+CALLS = 50  # calls per graph
 
 
-WARPS = {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}  # by queries of a program
+WARPS = {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}  # queries per program -> warps
 
 
 def variants(rows: list[int]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
             except torch.AcceleratorError:
                 print(f"{name} failed, and nothing runs on the GPU after it", flush=True)
                 raise
-            except Exception as error:  # of a compiler, of a kernel that refuses: the others run
+            except Exception as error:  # a kernel failed to compile or run; the others still run
                 print(f"{name} failed: {str(error).splitlines()[0]}", flush=True)
         times = {name: [] for name in graphs}
         for _ in range(args.trials):

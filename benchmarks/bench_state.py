@@ -1,10 +1,10 @@
-"""Measure the cost of state: EMA's share of a step and its memory, the stall of a save, writing, resuming.
+"""Measure the cost of state: EMA's share of a step and its memory, and the time of saving, writing and resuming.
 
     python benchmarks/bench_state.py --model DiT-XL/2 --batch_size 128 [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_state.py --batch_size 32 --plugin ddp --full_ema
     python benchmarks/bench_state.py --model DiT-Ti/2 --image_size 64 --batch_size 4 --precision fp32      (a CPU)
 
---full_ema keeps the whole average on every rank, as plain training loops do: for comparing peak memory.
+--full_ema stores the whole average on every rank, as plain training loops do, to compare peak memory.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from train import EagerPasses
 
 
 class FullEMA:
-    """The average of all weights on every rank, from weights that are whole there (ddp)."""
+    """Average of all weights on every rank, for engines with whole weights (ddp)."""
 
     def __init__(self, engine: Engine, decay: float):
         self.weights, self.decay = list(engine.module.parameters()), decay
@@ -52,7 +52,7 @@ class FullEMA:
 
 
 def seconds(mesh: Mesh, work) -> float:
-    """Wall time of ``work()``, all ranks and the device included."""
+    """Return the wall time of ``work()``, including all ranks and the device."""
     cuda = mesh.device.type == "cuda"
     mesh.barrier()
     if cuda:
@@ -76,7 +76,7 @@ def build(args, config, mesh: Mesh) -> Engine:
 
 
 def measure(args, config, mesh: Mesh, folder: Path) -> dict[str, float]:
-    """The figures, by metric."""
+    """Return the figures, by metric."""
     cuda = mesh.device.type == "cuda"
     data, engine = Latents(config, args.batch_size, mesh), build(args, config, mesh)
     runner, ema = build_runner(EagerPasses(engine, data.objective)), None

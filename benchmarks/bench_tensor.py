@@ -3,11 +3,11 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_tensor.py --tokens 64 --hidden 48 --heads 4       (CPUs)
 
-*Compute only* is the same layer, whose exchanges give numbers that mean nothing without a pass over memory. The figure
-is its time over the time: 1 is communication that costs nothing. *Blocking* is what ``--tensor_parallel_size`` does;
-*modulation on every rank* is the same with whole modulations on all ranks, in place of gathered shares. On GPUs each is
-a CUDA graph; every interleaved timing trial stands between two of compute only, and the median of its ratio to these is
-taken.
+*Compute only* is the same layer without exchanges, whose results are meaningless. The figure is the time of compute
+only divided by the time of a variant: 1 means that communication costs nothing. *Overlapped* is what
+``--tensor_parallel_size`` does between GPUs that reach each other's memory, *blocking* what it does elsewhere.
+*Modulation on every rank* is blocking, and every rank computes the complete modulation instead of gathering it. On GPUs
+each variant is a CUDA graph. Every timing trial runs between two of compute only; the result is the median ratio.
 """
 
 import argparse
@@ -30,13 +30,14 @@ from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, build_model
 from opendit.models.attention import TokenGrid
-from opendit.parallel import collectives
+from opendit.parallel import collectives, tensor
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.tensor import divide, tensor_group
 
 COMPUTE_ONLY = "compute only"
-VARIANTS = {COMPUTE_ONLY: {}, "blocking": {}, "modulation on every rank": {"column_modulation": False}}
+OVERLAPPED = "overlapped"
+VARIANTS = {COMPUTE_ONLY: {}, OVERLAPPED: {}, "blocking": {}, "modulation on every rank": {"column_modulation": False}}
 
 
 class _Here:
@@ -72,6 +73,13 @@ def exchanging(really: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def overlapping(really: bool) -> Iterator[None]:
+    """Within this context, products overlap with their communication where they can, or never."""
+    with contextlib.nullcontext() if really else mock.patch.object(tensor, "overlaps", lambda *_: False):
+        yield
+
+
 class Layer:
     """A rank's part of a DiT block, on its tokens of ``samples`` sequences, with random weights."""
 
@@ -98,12 +106,12 @@ def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: f
     """Return the seconds a step of every variant."""
     works = {}
     for name, how in VARIANTS.items():
-        with exchanging(name != COMPUTE_ONLY):
+        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):
             works[name] = captured(mesh, Layer(mesh, *shape, dtype, **how).step)
     repeats = max(LEAST_STEPS, min(50, int(budget / max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2)))))
 
     def trial(name: str) -> float:
-        with exchanging(name != COMPUTE_ONLY):  # (a graph does what was recorded)
+        with exchanging(name != COMPUTE_ONLY), overlapping(name == OVERLAPPED):  # (a graph does what was recorded)
             return timed(mesh, works[name], repeats)
 
     return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)

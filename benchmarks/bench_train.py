@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,7 +54,7 @@ COMPILED = f"{PLAIN} compiled"
 
 
 class Latents:
-    """Random latents with the randomness of train.py."""
+    """Random latents, with the randomness of train.py."""
 
     def __init__(self, config, batch_size: int, mesh: Mesh):
         self.config, self.objective = config, DDPMObjective()
@@ -71,12 +71,11 @@ class Latents:
 
 
 def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):
-    """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
+    """Return a step of Meta's recipe in modern form: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
 
-    compiled: by torch.compile, with cuDNN's attention. (Its gradients are wrong there, see
-    docs/log/2026-11-21-cudnn-attention-under-compile.md; its speed is what such a run has.)
-    fused: with the five lines of docs/api.md.
-    """
+    compiled: use torch.compile with cuDNN's attention. (Its gradients are wrong there, see
+    docs/log/2026-11-21-cudnn-attention-under-compile.md, but the speed is that of such a run.) fused: apply the five
+    changed lines of docs/api.md."""
     plain = PlainVDiT if config.is_video else fused_dit().PlainDiT if fused else PlainDiT
     model = plain(
         config.input_size,
@@ -140,7 +139,7 @@ def engine_step(
 
 
 def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], float]:
-    """Return the seconds a step of every timed group, and the peak memory in GiB, of a freshly built variant."""
+    """Return the seconds per step of every timed group, and the peak memory in GiB, of a freshly built variant."""
     cuda = mesh.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -166,14 +165,15 @@ def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], fl
 
 
 def kernels_of(args, config, mesh: Mesh, precision: str, speed: SpeedFlags) -> KernelChoice:
-    """Select the kernels of ``speed``. Raises ValueError if they can't be used, which would measure something else."""
+    """Select the kernels of ``speed``. Raises ValueError if they can't be used, because the variant would be another
+    one."""
     dtype = PRECISIONS[precision]
     if speed != SpeedFlags():
         usable, why = (float8_available if speed.fp8 else kernels_available)(mesh.device, dtype)
         if not usable:
             raise ValueError(why)
     if args.deterministic and mesh.device.type == "cuda":
-        speed = replace(speed, attention="flash")  # as train.py does
+        speed = replace(speed, attention="flash")  # as in train.py
     return select_kernels(speed, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
 
 
@@ -187,7 +187,7 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 
 
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
-    """Return further ways to run a variant, as arguments of engine_step, or with other kernels ("speed"); the first
+    """Return further ways to run a variant, as arguments of engine_step or with other kernels ("speed"). The first way
     changes nothing."""
     graphs = {(): {}}
     if args.graph and plugin == "zero2":
@@ -211,7 +211,7 @@ def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]
 
 
 def variants_of(args, config, mesh: Mesh, data: Latents) -> dict[str, Callable]:
-    """Return a builder of the step of each variant, by name; print its kernels, or why it is left out."""
+    """Return, by name, a function that builds the step of each variant. Print its kernels, or why it is left out."""
     say, found = print if mesh.is_main else lambda _: None, {}
     if not args.no_plain:
         found[PLAIN] = lambda: plain_step(args, config, mesh, data)

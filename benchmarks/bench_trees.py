@@ -1,12 +1,13 @@
-"""Two trees of this project, or two sets of flags, train on the same GPUs in turns: what a change costs, in one run.
+"""Compare the training speed of two trees of this project, or of two sets of flags, in turns on the same GPUs.
 
     git archive COMMIT opendit train.py | tar -x -C .old
     python benchmarks/bench_trees.py --trees .old . --gpus 0 -- --model DiT-XL/2 --batch_size 256 --data_path mock ...
     python benchmarks/bench_trees.py --gpus 0 1 --second="--plugin fsdp" -- --model DiT-XL/2 ...
 
-Each side is a run of its tree's train.py that stands still, its cached memory given back, while the other one trains:
-both must fit a GPU together but for their activations. The first steps of a trial are not timed. Prints the median of
-the ratios of neighbouring turns, first side's time over second's: above 1 the second is faster.
+Each side is a run of its tree's train.py. While one side trains, the other one pauses and has released its cached
+memory. Both must fit into a GPU together, except for their activations. The first steps of a trial are not timed. The
+program prints the median of the ratios of neighbouring turns, the first side's time divided by the second's: above 1
+the second side is faster.
 """
 
 import argparse
@@ -23,14 +24,14 @@ from pathlib import Path
 
 
 def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, warmup: int, ranks: int, argv) -> None:
-    """One side, in a process of its own. The call of ``EMA.update`` ends a step in every version of the project."""
+    """Run one side in a separate process. In every version of the project, the call of ``EMA.update`` ends a step."""
     os.chdir(tree)
     sys.path.insert(0, os.getcwd())
     import torch
 
     import train
 
-    packages = ("opendit.checkpoint", "opendit.state", "opendit")  # today's place of EMA, and those in older trees
+    packages = ("opendit.checkpoint", "opendit.state", "opendit")  # of ema.py, in this tree and in older ones
     package = next(name for name in packages if Path(name.replace(".", "/"), "ema.py").is_file())
     EMA = importlib.import_module(f"{package}.ema").EMA
 
@@ -39,7 +40,7 @@ def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, w
     begin, update = EMA.__init__, EMA.update
 
     def wait() -> None:
-        before = turn - 1 if side == 0 else turn  # the other side's turn that comes before
+        before = turn - 1 if side == 0 else turn  # the other side's preceding turn
         while before >= 0 and not all((folder / f"done.{1 - side}.{before}.{r}").exists() for r in range(ranks)):
             if (folder / "failed").exists():
                 sys.exit("the other side has failed")
@@ -62,7 +63,7 @@ def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, w
             started = synchronize()
         if step == steps:
             ended = synchronize()
-            if turn:  # the first one compiles
+            if turn:  # the first turn compiles
                 times.append((ended - started) / (steps - warmup))
             if cuda:
                 torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Clock and power of the GPUs while something runs: a card at its power limit is as fast as its power allows."""
+"""Record the clock and power of the GPUs: a card at its power limit is only as fast as its power allows."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ EVERY = 0.1  # seconds between two readings
 
 
 class Clocks:
-    """Readings of nvidia-smi, which it takes until :meth:`close`, by what ran meanwhile.
+    """Readings of nvidia-smi until :meth:`close`, grouped by what was running.
 
     Args:
-        gpus: how many of those that this process sees, the first ones.
+        gpus: number of GPUs to read: the first ones that this process sees.
     """
 
     def __init__(self, gpus: int):
@@ -23,7 +23,7 @@ class Clocks:
         fields = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
         command = ["nvidia-smi", "-i", ",".join(seen), *fields, "-lms", str(int(1000 * EVERY))]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._readings: list[tuple[float, float, float]] = []  # (time, MHz, W), one GPU's each
+        self._readings: list[tuple[float, float, float]] = []  # (time, MHz, W) of one GPU
         self._spans: dict[str, list[tuple[float, float]]] = {}
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -35,16 +35,16 @@ class Clocks:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Count the time inside for ``name``."""
+        """Assign the readings inside the block to ``name``."""
         start = time.perf_counter()
         yield
         self._spans.setdefault(name, []).append((start, time.perf_counter()))
 
     def means(self) -> dict[str, tuple[float, float]]:
-        """(MHz, W) of each name, the mean over its GPUs and readings; names that no reading fell into are left out."""
+        """Return name -> (MHz, W), means over GPUs and readings. Names without readings are left out."""
         found = {}
         for name, spans in self._spans.items():
-            # The first reading is of what ran before: nvidia-smi answers late, and a card needs a while, too.
+            # Skip the first reading, which still shows the previous work: nvidia-smi and the card react late.
             inside = [r[1:] for r in self._readings if any(start + 2 * EVERY < r[0] < end for start, end in spans)]
             if inside:
                 found[name] = tuple(map(statistics.fmean, zip(*inside, strict=True)))

@@ -1,13 +1,13 @@
 """Compare two trees of this project bit for bit: the loss, every gradient and all state of each step.
 
     git archive COMMIT opendit train.py | tar -x -C .old
-    python benchmarks/compare_trees.py --trees .old .                  # the cases of one GPU
-    python benchmarks/compare_trees.py --trees .old . --ranks 2        # those of two
-    python benchmarks/compare_trees.py --trees .old . --cpu            # small ones, without a GPU
+    python benchmarks/compare_trees.py --trees .old .                  # the cases for one GPU
+    python benchmarks/compare_trees.py --trees .old . --ranks 2        # the cases for two GPUs
+    python benchmarks/compare_trees.py --trees .old . --cpu            # small cases, without a GPU
 
 For each case both trees run their own `train.py --deterministic --adam_beta1 0` and save a checkpoint after each step.
-With a beta1 of 0 Adam's first moment is the gradient, so the checkpoints hold every gradient, whatever the program
-looks like inside: only flags and the names of tensors on disk must be the same. The exit code is 1 if a number differs.
+With a beta1 of 0 Adam's first moment is the gradient, so the checkpoints hold every gradient. Only the flags and the
+names of tensors on disk must be the same in both trees. The exit code is 1 if a number differs.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def train(tree: Path, ranks: int, steps: int, flags: str, outputs: Path) -> Path
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     words = ["train.py", *shlex.split(f"{COMMON} {flags}"), "--max_steps", str(steps), "--outputs", str(outputs)]
-    # The tree comes first, before an installed opendit; what else the path holds may be packages that it needs.
+    # The tree comes first, before an installed opendit. The rest of the path may contain packages that it needs.
     path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *words], cwd=tree, env=environment, capture_output=True, text=True)
@@ -89,7 +89,8 @@ def train(tree: Path, ranks: int, steps: int, flags: str, outputs: Path) -> Path
 
 
 def state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by set and name. The set is the file's name without the rank that wrote it."""
+    """Return all tensors of a checkpoint by set and name. The set is the file's name without the rank that wrote the
+    file."""
     found = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         name_of_set = re.sub(r"_\d{3}$", "", path.stem)
@@ -99,7 +100,7 @@ def state(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(old: Path, new: Path, steps: int) -> str | None:
-    """Return the first difference between two runs in one line, or None if each number is the same."""
+    """Return the first difference between two runs in one line, or None if all numbers are the same."""
     lines = [[json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()] for run in (old, new)]
     for ours, theirs in zip(*lines, strict=True):
         for key in ("step", "loss", "grad_norm", "lr"):

@@ -1,11 +1,12 @@
-"""Every objective with every kind of model: trains each on the digits, scores it, prints a table.
+"""Train every kind of model with every objective on the digits, score it, and print a table.
 
     python -m benchmarks.digits_table                                       all nine, one after the other
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.digits_table --only ST-DiT  some of them, on one GPU
     python -m benchmarks.digits_table --table                               the table of what has been scored so far
 
-A case is a process of train.py with the demo's recipe (docs/recipes.md), then 500 pictures or 100 clips scored by
-``opendit evaluate --features digits``. A case whose run is there goes on from its checkpoint, or is only scored again.
+A case is a run of train.py with the demo's recipe (docs/recipes.md). Then 500 pictures or 100 clips are scored by
+``opendit evaluate --features digits``. A case with an existing run continues from its checkpoint, or is only scored
+again.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import opendit
 from benchmarks.results import RESULTS, append
@@ -30,12 +31,12 @@ from opendit.data.digits import make_demo, name_digit
 from opendit.data.tables import TableRow, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
-BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # what a model must reach
+BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # minimum that a model must reach
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Flags of training and sampling. EDM needs the data's deviation: 0.75 for the digits, 0.48 for the clips."""
+    """Flags of training and sampling. EDM needs the data's standard deviation: 0.75 for digits, 0.48 for clips."""
 
     title: str
     pictures: str  # flags of train.py
@@ -53,9 +54,9 @@ class Architecture:
 
 
 OBJECTIVES = (
-    # Clips by velocity: the loss of noise prediction has next to no weight where a clip is decided. Frames repeat each
-    # other, so that is at more noise than for a picture: the schedules are shifted, and EDM's noise levels spread
-    # around 6 = exp(1.8) (docs/log/2026-11-21-st-dit-moving-digits.md).
+    # Clips use velocity prediction, because the loss of noise prediction hardly weighs the noise levels that determine
+    # a clip. These are higher than for a picture, because frames repeat each other. Therefore the schedules are
+    # shifted, and EDM's noise levels are centred at 6 = exp(1.8) (docs/log/2026-11-21-st-dit-moving-digits.md).
     Objective(
         "DDPM, DDIM 50",
         "--objective ddpm",
@@ -105,7 +106,7 @@ CASES = [Case(architecture, objective) for architecture in ARCHITECTURES for obj
 
 
 def captioned_digits(folder: Path) -> Path:
-    """The training digits as PNGs with captions like "a seven"; returns the CSV."""
+    """Write the training digits as PNGs with captions like "a seven", and return the CSV."""
     csv = folder / "digits.csv"
     if not csv.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,18 +121,18 @@ def captioned_digits(folder: Path) -> Path:
 
 
 def data_path(case: Case, outputs: Path) -> str:
-    """Make the case's data if they do not exist yet."""
+    """Return the path of the case's data, and make the data if they do not exist yet."""
     if case.moving:
         return str(make_demo(outputs / "moving_digits"))
     return str(captioned_digits(outputs / "captioned_digits")) if "captioned" in case.architecture.data else "digits"
 
 
 def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str]) -> Path:
-    """Train a case in a separate process, or resume it; return its run folder."""
+    """Train a case in a separate process, or resume it. Return its run folder."""
     flags = [*case.architecture.flags.split(), "--data_path", data_path(case, outputs)]
     flags += (case.objective.clips if case.moving else case.objective.pictures).split()
     if torch.cuda.is_available():
-        # Such small kernels are done before the host has enqueued the next, or read the next clips.
+        # Such small kernels end before the host has enqueued the next one or read the next clips.
         flags += ["--enable_cuda_graph", *(["--num_workers", "8"] if case.moving else [])]
     folder = case.folder(outputs)
     command = [sys.executable, "train.py", *flags, "--outputs", str(folder), "--load", "latest", *more]
@@ -140,7 +141,7 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
 
 
 def score(case: Case, run: Path, count: int) -> dict[str, float]:
-    """Return the metrics of BOUNDS that apply; ``count``: clips, or a fifth of the pictures."""
+    """Return the metrics in BOUNDS that apply. count: number of clips, or a fifth of the number of pictures."""
     rows = opendit.evaluate(
         opendit.EvaluateConfig(
             ckpt=str(run),
@@ -161,7 +162,7 @@ def score(case: Case, run: Path, count: int) -> dict[str, float]:
 
 
 def table(outputs: Path) -> str:
-    """Markdown: a row an architecture, a column an objective, of the cases that have been scored."""
+    """Return a Markdown table of the scored cases, with a row per architecture and a column per objective."""
     lines = ["| | " + " | ".join(objective.title for objective in OBJECTIVES) + " |", "|---" * 4 + "|"]
     for architecture in ARCHITECTURES:
         cells = [cell(Case(architecture, objective).folder(outputs) / "score.json") for objective in OBJECTIVES]

@@ -1,4 +1,4 @@
-"""The plain DiT with the five lines of docs/api.md changed: the page itself is applied to plain_dit.py."""
+"""The plain DiT with the five changed lines of docs/api.md: the page itself is applied to plain_dit.py."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def changes() -> list[tuple[str, str]]:
-    """(old lines, new lines) of the page's diff; a new line without an old one belongs at the top."""
+    """Return (old lines, new lines) for each change of the page's diff. New lines without old ones go to the top."""
     page = (HERE.parent / "docs" / "api.md").read_text(encoding="utf-8")
     lines = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines(True)
     groups = re.findall(r"((?:-[^\n]*\n)*)((?:\+[^\n]*\n)+)", "".join(lines))
@@ -16,10 +16,9 @@ def changes() -> list[tuple[str, str]]:
 
 
 def fused_dit(stream: str = "bfloat16") -> ModuleType:
-    """plain_dit with the changes, as a module of its own; ``stream``: dtype of the activations between blocks.
+    """Return plain_dit with the changes as a separate module. stream: dtype of the activations between blocks.
 
-    Raises ValueError if the page no longer fits the file.
-    """
+    Raises ValueError if the page no longer fits the file."""
     source = (HERE / "plain_dit.py").read_text(encoding="utf-8")
     for old, new in changes():
         if old and source.count(old) != 1:

@@ -1,8 +1,8 @@
-"""A plain DiT, and one of clips, as everybody writes them: timm's layers, torch operations, no kernels, no strategy.
+"""A plain DiT and a plain DiT for clips, as most people write them: timm's layers and torch operations, no kernels.
 
-They are the baseline of the benchmarks and the independent reference of the tests: written from the paper with
-timm's attention, MLP and patch embedding and own position tables, they share no code with opendit/models. PlainDiT has
-the parameter names of Meta's release.
+They are the baseline of the benchmarks and the independent reference of the tests. They are written from the paper with
+timm's attention, MLP and patch embedding and separate position tables, and share no code with opendit/models. PlainDiT
+has the parameter names of Meta's release.
 """
 
 import math
@@ -71,7 +71,7 @@ class FinalLayer(nn.Module):
 
 
 def position_table(dim, height, width):
-    """MAE's 2D sine-cosine table, (height * width, dim), in float64."""
+    """Return MAE's 2D sine-cosine table, (height * width, dim), in float64."""
 
     def one_axis(positions):
         omega = 1.0 / 10000 ** (np.arange(dim // 4, dtype=np.float64) / (dim / 4.0))
@@ -83,7 +83,7 @@ def position_table(dim, height, width):
 
 
 def line_table(dim, length):
-    """The 1D table, (length, dim), in float64."""
+    """Return the 1D sine-cosine table, (length, dim), in float64."""
     angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim / 2))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
@@ -115,7 +115,8 @@ class PlainDiT(nn.Module):
 
 
 class PlainVDiT(nn.Module):
-    """forward(x (B, C, T, H, W), t (B,), y (B,)) -> (B, 2C, T, H, W); each patch by one matrix, attention over all."""
+    """forward(x (B, C, T, H, W), t (B,), y (B,)) -> (B, 2C, T, H, W). One matrix embeds each patch; attention is to all
+    tokens."""
 
     def __init__(self, input_size, patch_size, in_channels, hidden_size, depth, num_heads, num_classes, block=Block):
         super().__init__()

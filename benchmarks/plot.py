@@ -1,12 +1,12 @@
-"""The plots of the docs, made from results.csv.
+"""Make the plots of the docs from results.csv.
 
     python benchmarks/plot.py                         all of them, into docs/images
     python benchmarks/plot.py sequence_layer          some of them
     python benchmarks/plot.py --list                  their names, and what each shows
 
-A plot is a function of :data:`PLOTS`: it gets the rows of results.csv, and returns a figure. It takes the newest rows
-of what it shows unless it says otherwise. One picture of the docs has a maker of its own, because it shows more than
-results.csv holds: validation.png (any run with a held-out loss).
+A plot is a function in :data:`PLOTS` that gets the rows of results.csv and returns a figure. It uses the newest rows
+unless it says otherwise. Another program makes validation.png, because it shows more than results.csv contains (any run
+with a held-out loss).
 """
 
 import argparse
@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+from matplotlib.figure import Figure  # pyplot would keep figures in memory and need a display
 
 from benchmarks.results import RESULTS
 
@@ -30,13 +30,13 @@ Row = dict[str, str]
 
 
 def read_rows(path: Path | str = RESULTS) -> list[Row]:
-    """The rows of results.csv, oldest first. Raises OSError if it can't be read."""
+    """Return the rows of results.csv, oldest first. Raises OSError if the file can't be read."""
     with Path(path).open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def plain(axis: Axes, title: str, across: bool = True) -> None:
-    """No frame, a faint grid. across: lines of one value lie horizontally."""
+    """Set the title, remove the frame and draw a faint grid. across: draw horizontal grid lines."""
     axis.set_title(title, fontsize=10.5, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y" if across else "x", alpha=0.3)
@@ -47,8 +47,8 @@ def plain(axis: Axes, title: str, across: bool = True) -> None:
 # ------------------------------------------------------------------------------------------- docs/sequence_parallel.md
 
 LAYER = re.compile(r"layer (\d+)/(\d+) N (\d+) P (\d+) (.+)")
-LAYER_RUN = "8e1d470"  # the run that has every length and width with 2 and with 4 GPUs
-# What was aimed at before the measurement, by (GPUs, width), for 8k, 16k and 64k tokens.
+LAYER_RUN = "8e1d470"  # the run with every length and width on 2 and on 4 GPUs
+# Targets set before the measurement: (GPUs, width) -> values for 8k, 16k and 64k tokens.
 TARGETS = {
     (2, 1152): (0.97, 0.98, 0.99),
     (2, 3072): (0.98, 0.985, 0.99),
@@ -56,7 +56,7 @@ TARGETS = {
     (4, 3072): (0.95, 0.975, 0.985),
 }
 TOKENS = (8192, 16384, 65536)
-# In the order of the legend: a name, the cases whose best it shows, a colour and a marker.
+# For each line of the legend: name, cases (the best is shown), colour and marker.
 SHOWN = (
     ("blocking exchange, best", ("blocking fastseq", "blocking ulysses"), "grey", "s"),
     ("Ulysses", ("ulysses",), "orange", "^"),
@@ -66,8 +66,8 @@ SHOWN = (
 
 
 def layer_shares(rows: list[Row], commit: str = LAYER_RUN) -> dict[tuple[int, int, int, str], float]:
-    """(GPUs, width, tokens, case without its number of head groups) -> the layer's time without communication over its
-    time; of several numbers of groups the best."""
+    """Return (GPUs, width, tokens, case) -> the layer's time without communication divided by its time. The case lacks
+    the number of head groups; the best number is used."""
     found: dict[tuple[int, int, int, str], float] = {}
     for row in rows:
         match = LAYER.fullmatch(row["case"])
@@ -111,7 +111,7 @@ def sequence_layer(rows: list[Row]) -> Figure:
 
 def predicted_steps(rows: list[Row]) -> Figure:
     """Predicted / measured, of the time and the memory of the steps that results.csv has."""
-    from benchmarks.bench_auto import KNOWN, measured, predicted  # with torch, which the other plots do without
+    from benchmarks.bench_auto import KNOWN, measured, predicted  # imports torch, which the other plots don't need
 
     names, times, memories = [], [], []
     for known in KNOWN:
@@ -145,8 +145,8 @@ PEERS = {"torch compile": "orange", "torch eager": "grey"}
 
 
 def kernel_shares(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Operation and direction -> the share of a device copy's bandwidth of "OpenDiT", "torch compile" and
-    "torch eager", each from the newest row."""
+    """Return operation and direction -> {"OpenDiT", "torch compile", "torch eager": share of a device copy's
+    bandwidth}, each from the newest row."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         case = OPERATION.fullmatch(row["case"])
@@ -176,7 +176,8 @@ def kernels(rows: list[Row]) -> Figure:
 
 
 def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, float]]]:
-    """{model and sampler: {setting: (how many times fewer evaluations of blocks, relative error of latents)}}."""
+    """Return {model and sampler: {setting: (factor by which block evaluations are reduced, relative error of
+    latents)}}."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         if row["bench"] == "approximations":
@@ -193,10 +194,10 @@ def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, fl
 
 
 def approximations(rows: list[Row]) -> Figure:
-    """Error of latents over the evaluations saved, a panel a model; a line for each kind of setting."""
+    """Error of latents against saved evaluations, with a panel per model and a line per kind of setting."""
     tables = {title: found for title, found in approximation_errors(rows).items() if "10,000 samples" in title}
     figure = Figure(figsize=(6.4 * len(tables), 4.8), layout="constrained")
-    colours: dict[str, str] = {}  # one for each kind, in all panels
+    colours: dict[str, str] = {}  # kind -> colour, the same in all panels
     for axis, (title, found) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
         kinds: dict[str, list[tuple[float, float, str]]] = {}
         for setting, (fewer, error) in found.items():
@@ -226,7 +227,7 @@ PLOTS: dict[str, Callable[[list[Row]], Figure]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Raises SystemExit for a name that is none of :data:`PLOTS`."""
+    """Draw the plots. Raises SystemExit for a name that is not in :data:`PLOTS`."""
     parser = argparse.ArgumentParser(description="Makes the plots of the docs from benchmarks/results.csv.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which plots (default: all)")
     parser.add_argument("--list", action="store_true", help="print the names and stop")

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from safetensors.torch import save_file
@@ -163,7 +163,7 @@ AROUND = {
     "cosmos2-2b": COSMOS2,
 }
 
-# An encoder's configuration: (the name of its width there, in the network's).
+# Encoder's configuration -> (name of its width there, name of that width in the network's configuration).
 WIDTHS = {
     "flux": {
         "text_encoder": ("hidden_size", "pooled_projection_dim"),
@@ -179,11 +179,11 @@ WIDTHS = {
 
 
 def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool = False, empty: bool = False) -> int:
-    """Write the model and return the bytes of its weights.
+    """Write the model, and return the number of bytes of its weights.
 
     Args:
-        layers: number of blocks (of FLUX.1, of single-stream blocks) in place of the published one.
-        empty: write zeros, as a file without blocks on disk.
+        layers: number of blocks (for FLUX.1, of single-stream blocks) instead of the published one.
+        empty: write zeros in a sparse file.
     """
     import diffusers
 
@@ -192,7 +192,7 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
     values = dict(VALUES[name])
     if tiny:
         smaller = SMALL["wan-1.3b" if kind == "wan" else name]
-        values |= {key: value for key, value in smaller.items() if not key.endswith("channels")}  # the VAE's
+        values |= {key: value for key, value in smaller.items() if not key.endswith("channels")}  # keep the channels
     if layers is not None:
         values[LAYERS.get(name, "num_layers")] = layers
     network = around["model_index.json"]["transformer"][1]
@@ -200,9 +200,9 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
         shapes = {key: tuple(p.shape) for key, p in getattr(diffusers, network)(**values).state_dict().items()}
     for path, content in around.items():
         own, of_network = WIDTHS[kind].get(path.partition("/")[0], ("", ""))
-        joined = 3 if kind == "klein-4b" else 1  # layers of the encoder, side by side
+        joined = 3 if kind == "klein-4b" else 1  # number of encoder layers that are concatenated
         _write_json(folder / path, content | ({own: values[of_network] // joined} if own else {}))
-    if kind == "klein-4b":  # which normalises latents by the statistics among the VAE's weights
+    if kind == "klein-4b":  # normalises latents by statistics in the VAE's weights
         statistics = {"bn.running_mean": torch.zeros(128), "bn.running_var": torch.ones(128)}
         save_file(statistics, folder / "vae" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     _write_json(folder / "transformer" / "config.json", {"_class_name": network, **values})
@@ -210,7 +210,7 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
 
 
 def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Write tensors N(0, 0.02^2), of norms 1 + N(0, 0.02^2), in files of at most FILE_BYTES and their index."""
+    """Write tensors N(0, 0.02^2), or 1 + N(0, 0.02^2) for norms, in files of at most FILE_BYTES, and their index."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
     files: list[dict[str, torch.Tensor]] = [{}]
@@ -238,7 +238,7 @@ def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def _write_zeros(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Write a sparse file."""
+    """Write zeros as a sparse file."""
     ends = [0, *accumulate(2 * math.prod(shape) for shape in shapes.values())]
     header = {
         name: {"dtype": "BF16", "shape": list(shape), "data_offsets": place}

@@ -1,14 +1,16 @@
-"""Writes an AutoencoderKL of Stable Diffusion's shape with random weights: for trying --vae PATH where no hub
-can be reached, and for timing. Its pictures mean nothing.
+"""Write an AutoencoderKL of Stable Diffusion's shape with random weights, to try --vae PATH without a hub, and for
+timing.
 
     python benchmarks/random_vae.py /tmp/vae
+
+Its pictures mean nothing.
 """
 
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 import torch
 from safetensors.torch import save_file
@@ -27,14 +29,14 @@ SD_VAE = {
 
 
 def random_vae(narrower: int = 1) -> AutoencoderKL:
-    """narrower: what the widths are divided by, for a CPU."""
+    """Return the VAE. narrower: divisor of the widths, for a CPU."""
     torch.manual_seed(0)
     widths = [max(1, width // narrower) for width in SD_VAE["block_out_channels"]]
     return AutoencoderKL({**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])})
 
 
 def write(folder: Path, narrower: int = 1) -> None:
-    """A folder as diffusers writes it."""
+    """Write the VAE in the format of diffusers."""
     vae = random_vae(narrower)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **vae.config}, indent=1) + "\n")

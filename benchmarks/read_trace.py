@@ -1,9 +1,10 @@
-"""Read ranks' traces of a layer: the time of every step by kind, and a picture of the one that waits least.
+"""Read ranks' traces of a layer: the time of every step by kind, and a picture of the step that waits least.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py --only auto --trace FOLDER
     python benchmarks/read_trace.py FOLDER/8192-3072-4-rank*.json [--draw step.png]                 (needs matplotlib)
 
-*gaps* is when no kernel runs. Copies are beside kernels, and so may barriers be: a step is less than the sum.
+"gaps" is the time in which no kernel runs. Copies run at the same time as kernels, and barriers may do so too.
+Therefore a step is shorter than the sum of all kinds.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = {  # by what a kernel's name contains; the first that fits
+KINDS = {  # kind -> parts of kernel names; the first match counts
     "barrier": ("barrier",),
     "attention": ("flash", "sdpa", "fmha", "cudnn"),
     "exchange": ("exchange_heads", "send_rows", "ncclDevKernel"),
@@ -25,7 +26,7 @@ COLOURS |= {OTHER: "#b0b0b0", COPIES: "#dd8452"}
 
 @dataclass(frozen=True)
 class Span:
-    """Something on the device: microseconds from the step's first."""
+    """A kernel or copy on the device. Times are microseconds from the first one of the step."""
 
     kind: str
     start: float
@@ -40,10 +41,9 @@ def kind_of(event: dict) -> str:
 
 
 def read_steps(path: Path, steps: int) -> list[list[Span]]:
-    """The equal steps of a Chrome trace, one after the other, each in the order of its beginnings.
+    """Return the equal steps of a Chrome trace, each in the order of start times.
 
-    Raises ValueError if they are not equal: another number of steps, or no trace of so many.
-    """
+    Raises ValueError if the steps are not equal, because the trace has another number of steps."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     found = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")), key=lambda e: e["ts"])
     each, rest = divmod(len(found), steps)
@@ -54,7 +54,7 @@ def read_steps(path: Path, steps: int) -> list[list[Span]]:
 
 
 def times(step: list[Span]) -> Counter:
-    """Microseconds by kind, "gaps" among them, and of the whole step as "step"."""
+    """Return the microseconds by kind, including "gaps", and of the whole step as "step"."""
     found, busy_until = Counter(), 0.0
     for span in step:
         found[span.kind] += span.end - span.start
@@ -65,7 +65,8 @@ def times(step: list[Span]) -> Counter:
 
 
 def draw(step: list[Span], title: str, path: Path, panels: int = 3) -> None:
-    """The step in so many panels, one below the other; what runs beside a kernel is in the second row."""
+    """Draw the step in ``panels`` panels, one below the other. Spans that run at the same time as a kernel are in the
+    second row."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,7 +81,7 @@ def draw(step: list[Span], title: str, path: Path, panels: int = 3) -> None:
             beside = span.kind == COPIES or span.end < busy_until + 1
             if not beside:
                 busy_until = span.end
-            width = max(span.end - span.start, end / panels / 400)  # or it would not be seen
+            width = max(span.end - span.start, end / panels / 400)  # wide enough to be visible
             look = dict(color=COLOURS[span.kind], edgecolor="white", linewidth=0.5)
             axis.barh(0 if beside else 1, width, left=span.start, height=0.8, **look)
         axis.set(xlim=(i * end / panels, (i + 1) * end / panels), ylim=(-0.5, 1.5))

@@ -1,8 +1,8 @@
 """Faults: damaged checkpoints, and forged checkpoints with correct checksums.
 
 If the newest checkpoint is damaged, ``--load PATH`` must refuse it, and ``--load latest`` must resume from the
-checkpoint before. Every program that reads a forged checkpoint must refuse it with one line, before allocating memory
-for it.
+checkpoint before it. Every program that reads a forged checkpoint must refuse it with one line, before allocating
+memory for it.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ MODEL, AVERAGE, MOMENTS, STATE = "model.safetensors", "ema.safetensors", "optimi
 
 
 def flip(path: Path) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -89,7 +89,7 @@ def seal(folder: Path, **more: dict) -> None:
 
 
 def with_header(path: Path, change: Callable[[dict], dict | bytes]) -> None:
-    """Rewrite the header of a safetensors file; ``change`` returns the new one, as JSON or as bytes."""
+    """Rewrite the header of a safetensors file. ``change`` returns the new header, as JSON or as bytes."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     made = change(json.loads(content[8 : 8 + size]))
@@ -109,7 +109,7 @@ def with_metadata(path: Path, change: Callable[[dict], dict | str]) -> None:
 
 
 def config(**changes: object) -> Callable[[dict], dict]:
-    """A change of the model's configuration in the metadata."""
+    """Return a function that changes the model's configuration in the metadata."""
     return lambda info: {**info, "config": {**info["config"], **changes}}
 
 
@@ -117,7 +117,8 @@ READERS = ("load", "sample", "pretrained")
 
 
 def forged(harm: Callable[[Path], None], says: str, readers: Sequence[str] = READERS) -> Callable[[Lab], None]:
-    """``harm`` changes a checkpoint, which is sealed anew and then refused by its readers."""
+    """Return a fault in which ``harm`` changes a checkpoint. The checkpoint gets a new manifest, and all readers must
+    refuse it."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared()
@@ -125,7 +126,7 @@ def forged(harm: Callable[[Path], None], says: str, readers: Sequence[str] = REA
         seal(newest)
         for reader in readers:
             program = lab.sample(newest) if reader == "sample" else lab.train(f"--{reader}", newest)
-            # A resume reads weights when the model is there: what only they show ends a run that has begun.
+            # A resume reads weights after building the model, so errors in the weights end a run that has begun.
             lab.ends(program, {1, 2} if reader == "load" else {2}, f"error: .*({says})")
 
     return make
@@ -160,7 +161,7 @@ METADATA = {
     "vae_is_a_hub_name": ("the VAE is one of a hub", lambda info: {**info, "vae": "stranger/vae"}, "stranger/vae|vae"),
 }
 for _name, (_what, _change, _says) in METADATA.items():
-    # A resume takes the model from the flags, --pretrained the VAE as well.
+    # A resume takes the model from the flags, and --pretrained also takes the VAE from them.
     _only = {
         "vae_is_a_hub_name": ["sample"],
         "config_missing": ["sample"],
@@ -268,7 +269,7 @@ def folder_in_place(folder: Path) -> None:
 
 
 def unsealed(harm: Callable[[Path], None], says: str) -> Callable[[Lab], None]:
-    """Like ``forged``, but with the old manifest."""
+    """Return a fault like ``forged``, but with the old manifest."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared()
@@ -285,7 +286,7 @@ add("folder_in_place", "checkpoints", "folders in place of the weights", unseale
 
 
 def manifest(change: Callable[[dict], object]) -> Callable[[Lab], None]:
-    """A manifest whose own checksum is right; ``change`` makes its list of files."""
+    """Return a fault with a manifest whose own checksum is right. ``change`` changes its list of files."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared()
@@ -318,7 +319,7 @@ for _name, (_what, _change) in MANIFESTS.items():
 
 @fault("--pretrained with a position table that was rounded to bf16, and a resume")
 def rounded_table(lab: Lab) -> None:
-    """The run says that it computes the table, and a resume has the same one: bit for bit."""
+    """Check that the run reports that it computes the table, and that a resume uses the same table bit for bit."""
     given = lab.folder / "base.safetensors"
     state, metadata = load_file(lab.prepared() / MODEL), {}
     with safe_open(lab.run / "checkpoints" / "latest" / MODEL, "pt") as file:

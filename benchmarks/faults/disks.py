@@ -1,4 +1,4 @@
-"""Disks without room or inodes, read-only folders, outputs that nobody can write to any more."""
+"""Faults: disks without space or inodes, read-only folders, and outputs that can't be written any more."""
 
 import os
 import shutil
@@ -12,12 +12,12 @@ from benchmarks.faults.lab import STEPS, TRAIN, Lab, fault, mount
 from benchmarks.faults.materials import random_vae
 from benchmarks.faults.processes import ROOT
 
-GRIDS = "--sample_every 8 --sample_steps 2 --sample_cfg_scale 1".split()  # they change no weight
+GRIDS = "--sample_every 8 --sample_steps 2 --sample_cfg_scale 1".split()  # flags that do not change weights
 FULL, READ_ONLY = "No space left", "Read-only"
 
 
 def fill(folder: Path) -> Path:
-    """Use up all free room of a disk; return the file that has it."""
+    """Use up all free space of a disk, and return the file that occupies it."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
         try:
@@ -90,7 +90,7 @@ def full_in_tensorboard(lab: Lab) -> None:
 
 
 def without_room_for(lab: Lab, file: str, says: str) -> None:
-    """A resume that can't write one file of the run's folder, which it says, and loses nothing else."""
+    """Check a resume that can't write one file of the run's folder: it must report this and lose nothing else."""
     lab.prepared()
     mount("--bind", "/dev/full", lab.run / file)
     lab.goes_on(lab.train("--load", "latest"), 1, says)

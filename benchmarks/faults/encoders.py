@@ -1,4 +1,4 @@
-"""Text encoders, VAEs, pickles and latents as a stranger would make them: nothing of them is run or fetched."""
+"""Faults: malicious text encoders, VAEs, pickles and latents. Nothing in them may be executed or downloaded."""
 
 import json
 import os
@@ -20,12 +20,12 @@ class Stranger: pass
 
 
 def marker(lab: Lab) -> Path:
-    """A file that is there if a stranger's code was run."""
+    """Return a file that exists if a stranger's code was executed."""
     return lab.folder / "was-run"
 
 
 def evil(lab: Lab, path: Path) -> None:
-    """A pickle that makes the marker when it is loaded."""
+    """Write a pickle that creates the marker when it is loaded."""
 
     class Touch:
         def __reduce__(self):
@@ -90,15 +90,16 @@ def config_list(lab: Lab, folder: Path) -> None:
 
 
 def index_elsewhere(lab: Lab, folder: Path) -> None:
-    """An index of several files that names one outside the folder."""
+    """Write an index of several files that names a file outside the folder."""
     (weights,) = folder.glob("*.safetensors")
-    outside = weights.rename(folder.parent / "outside.tar")
+    outside = weights.rename(folder.parent / "outside.safetensors")
     names = {"x": f"../{outside.name}"}
     (folder / f"{weights.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def with_encoder(make: Callable[[Lab], Path], flag: str, harm: Callable[[Lab, Path], None]) -> Callable[[Lab], None]:
-    """Training with a harmed folder: either refused in a line, or what is wrong was ignored; no code has run."""
+    """Return a fault that trains with a harmed folder: training must refuse it in a line or ignore the harm, without
+    executing code."""
 
     def judge(lab: Lab) -> None:
         folder = make(lab)
@@ -178,7 +179,7 @@ def metadata_names_pickles(lab: Lab) -> None:
 
 
 def latents(lab: Lab) -> Path:
-    """This fault's own copy of cached latents: four shards of small pictures."""
+    """Return a copy of cached latents for this fault: four shards of small pictures."""
 
     def fill(folder: Path) -> None:
         argv = f"latents --data_path {pictures(lab)} --image_size 16 --shard_size 12 --num_workers 1".split()

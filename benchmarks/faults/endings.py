@@ -1,4 +1,4 @@
-"""A process is killed, stopped or told to leave, or an exception is raised in it."""
+"""Faults: a process is killed, stopped or told to leave, or an exception is raised in it."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ import sys
 from benchmarks.faults.lab import TRAIN, Lab, NotHere, fault
 from benchmarks.faults.processes import ROOT, Program
 
-EARLY = 8  # the step after which the faults come
+EARLY = 8  # faults happen after this step
 PICTURES = "--sample_every 8 --sample_steps 2 --sample_cfg_scale 1".split()
 
 
 def trained(lab: Lab, *more: object, world: int = 1, **options) -> list[Program]:
-    """A run that has got to step EARLY."""
+    """Start a run and return when it has reached step EARLY."""
     programs = lab.train(*more, world=world, **options)
     lab.reach(EARLY, programs)
     return programs
@@ -46,7 +46,7 @@ def reader_of_a_rank_killed(lab: Lab) -> None:
     lab.loses_nothing(2)
 
 
-# Digits that can't be read any more from the 60th on.
+# Digits that become unreadable after 60 reads.
 READ = """
 import itertools, opendit.data.digits as digits
 true_read, count = digits.DigitsDataset.read, itertools.count()
@@ -139,7 +139,7 @@ def rank_of_torchrun_killed(lab: Lab) -> None:
     lab.loses_nothing(2)
 
 
-# From step 10 on, on one rank: an exception, or noise that makes loss and gradients infinite.
+# From step 10 on, one rank raises an exception, or gets noise that makes loss and gradients infinite.
 FROM_STEP_10 = """
 import os
 from opendit.training.build import Run

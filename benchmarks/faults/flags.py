@@ -1,6 +1,6 @@
-"""Flags that can't be meant: one line, exit code 2, before anything heavy is imported.
+"""Faults: flags that make no sense. The program must print one line and exit with code 2 before slow imports.
 
-These are interpreters of their own, so the seconds are what a user waits.
+Each fault runs in a new interpreter, so the seconds are what a user waits.
 """
 
 import shlex
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from benchmarks.faults.lab import ENDS_WITHIN, Lab, add, fault
 from benchmarks.faults.processes import ROOT
 
-AT_ONCE = 6.0  # seconds; on two quiet cores an answer takes less than 1.5
+AT_ONCE = 6.0  # seconds; on two idle cores an answer takes less than 1.5
 
 
-LOOKS = ("text_encoder_on_classes", "cfg_channels_99")  # at the data or the checkpoint first, which needs torch
+LOOKS = ("text_encoder_on_classes", "cfg_channels_99")  # need torch, to open data or a checkpoint first
 
 
 def refused(program: str, flags: str, says: str, within: float) -> Callable[[Lab], None]:

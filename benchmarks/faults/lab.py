@@ -18,24 +18,23 @@ from benchmarks.faults.processes import Program, Programs, Starter, TimedOut, fr
 from opendit.checkpoint.files import damage
 from opendit.checkpoint.run_folders import newest_checkpoint
 
-STEPS, HALF = 40, 12  # of an undisturbed run; of a run that a fault finds prepared
+STEPS, HALF = 40, 12  # steps of an undisturbed run, and of a prepared run
 RUN = "000-DiT-Ti-2"
 TRAIN = f"--model DiT-Ti/2 --image_size 8 --vae none --batch_size 4 --mixed_precision fp32 --max_steps {STEPS}".split()
 TRAIN += "--ckpt_every 4 --log_every 1 --sample_every 0 --num_workers 1".split()
 SAMPLE = "--num_samples 3 --num_sampling_steps 2 --cfg_scale 1 --mixed_precision fp32".split()
 ENDS_WITHIN = 15.0  # seconds from an error to the end of the last process
-FOREVER = 90.0  # seconds after which something that goes on is called hanging
-MEMORY_GIB = 4.0  # that no program here may take; torch and the model are 1
+FOREVER = 90.0  # seconds after which a program that should continue counts as hanging
+MEMORY_GIB = 4.0  # maximum for any program; torch and the model take 1
 
 
 class NotHere(Exception):
-    """This machine can't make the fault."""
+    """Raised if this machine can't cause the fault."""
 
 
 @dataclass
 class Outcome:
-    """The outcome of a fault. ``problems``: its deviations from the expected outcome; ``left_out``: why it was not
-    tried."""
+    """The outcome of a fault. problems: deviations from the expected outcome. left_out: why the fault was not tried."""
 
     seconds: float | None = None
     goes_on: bool = False
@@ -51,13 +50,13 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The outcome in words."""
         return f"left out: {self.left_out}" if self.left_out else "; ".join(self.problems) or "as it should be"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``make`` brings a fault about in a lab and judges what follows."""
+    """A fault. ``make`` causes it in a lab and checks the consequences."""
 
     name: str
     group: str
@@ -69,7 +68,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(what: str, *, name: str | None = None) -> Callable:
-    """Register a function as a fault, under its own name, in its module's group."""
+    """Register a function as a fault of its module's group. The fault's name is ``name`` or the function's name."""
 
     def register(make: Callable[["Lab"], None]) -> Callable[["Lab"], None]:
         add(name or make.__name__, make.__module__.rsplit(".", 1)[-1], what, make)
@@ -91,21 +90,21 @@ def register_all() -> None:
 
 
 class Shared:
-    """State that the faults share: the starter, and undisturbed runs, each trained when first asked for."""
+    """State that the faults share: the starter, and undisturbed runs, each trained on first use."""
 
     def __init__(self, starter: Starter, folder: Path, patience: float):
         self.starter, self.folder, self.patience = starter, folder, patience
         self._lock, self._made = threading.RLock(), {}
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
-        """A folder that ``make`` fills, for all faults alike; nobody may change it."""
+        """Return a folder that ``make`` fills on first use. All faults share it, and none may change it."""
         with self._lock:
             if name not in self._made:
                 folder = self.folder / f"shared-{name}"
                 folder.mkdir()
                 try:
                     make(folder)
-                except BaseException:  # the next fault that needs it tries again
+                except BaseException:  # the next fault that needs the folder tries again
                     shutil.rmtree(folder)
                     raise
                 self._made[name] = folder
@@ -113,7 +112,7 @@ class Shared:
 
 
 class Lab:
-    """One fault's folder and programs. A fault says what it does and what must follow; what does not is a problem."""
+    """One fault's folder and programs. A fault states what must follow from it; every deviation becomes a problem."""
 
     def __init__(self, shared: Shared, name: str):
         self.shared, self.outcome = shared, Outcome()
@@ -121,7 +120,7 @@ class Lab:
         self.folder.mkdir()
         self.programs = Programs(shared.starter, self.folder / "cwd")
         self.outputs = self.folder / "outputs"
-        self.said = ""  # all that the programs printed which have ended last
+        self.said = ""  # output of the programs that ended last
         self._began = time.monotonic()
 
     # ---------------------------------------------------------------------------------------- programs
@@ -132,7 +131,7 @@ class Lab:
         return self.outputs / RUN
 
     def train(self, *more: object, world: int = 1, **options) -> list[Program]:
-        """train.py as STEPS says, as one process or several ranks; see ``Programs.start`` for the options."""
+        """Start train.py with the flags TRAIN, as one process or several ranks. options: see ``Programs.start``."""
         if world == 1:
             return [self.start("train.py", *TRAIN, "--outputs", self.outputs, *more, **options)]
         port = str(free_port())
@@ -147,12 +146,12 @@ class Lab:
         return self.start("sample.py", *SAMPLE, "--ckpt", ckpt, *output, *more, **options)
 
     def start(self, script: str, *argv: object, **options) -> Program:
-        """A script or module of this project; the clock starts."""
+        """Start a script or module of this project, and start the clock."""
         self.now()
         return self.programs.start(script, *argv, **options)
 
     def now(self) -> None:
-        """The fault happens now: the seconds count from here."""
+        """Restart the clock, because the fault happens now."""
         self._began = time.monotonic()
 
     def reach(self, step: int, programs: list[Program]) -> None:
@@ -182,11 +181,13 @@ class Lab:
         first: int = 0,
         tracebacks: bool = False,
     ) -> None:
-        """All programs end, each with one of the exit codes, within so many seconds of the fault (None: it goes on).
+        """Check that all programs end with one of ``codes``, within ``within`` seconds of the fault. None: they should
+        continue.
 
-        says: a pattern of the last line of stderr of program number ``first``, or of another one, which then speaks for
-            all of them (``anywhere``: of all that it printed).
-        tracebacks: they are allowed, for the fault is a bug in the program's own code.
+        Args:
+            says: pattern for the last line of stderr of program number ``first``, or of any other program. With
+                ``anywhere``, pattern for the whole output of that program.
+            tracebacks: allow tracebacks, because the fault is a bug in the program's code.
         """
         programs = [programs] if isinstance(programs, Program) else programs
         limit, memory = (within or FOREVER) * self.shared.patience, 0.0
@@ -220,19 +221,20 @@ class Lab:
         self.require(tracebacks or "Traceback (most recent" not in self.said, "a traceback")
 
     def goes_on(self, programs: list[Program] | Program, code: int, says: str = "", *, anywhere: bool = True) -> None:
-        """The programs go on to their end, with this exit code; training ends as if nothing had happened."""
+        """Check that the programs continue to their end with this exit code, as if nothing had happened."""
         self.ends(programs, {code}, says, within=None, anywhere=anywhere)
 
     def refused(self, program: list[Program] | Program, says: str, *, code: int = 2) -> None:
-        """It ends before it has begun, the fault's name in the last line."""
+        """Check that a program ends before it begins its work, and names the fault in the last line."""
         self.ends(program, {code}, says)
 
     def same_weights(self, world: int = 1, *more: object) -> None:
-        """The run's end is the undisturbed one's, bit for bit; ``more``: flags of both."""
+        """Check that the run ends bit-identical to an undisturbed run. more: flags of both runs."""
         self._lost(differing(self.undisturbed(world, *more) / RUN, self.run))
 
     def loses_nothing(self, world: int = 1, *more: object) -> None:
-        """The newest checkpoint is intact, and a resume from it ends as the undisturbed run, bit for bit."""
+        """Check that the newest checkpoint is intact, and that a resume from it ends bit-identical to an undisturbed
+        run."""
         newest = newest_checkpoint(self.run)
         self._lost("all: no checkpoint" if newest is None else damage(newest))
         if newest is None:
@@ -251,7 +253,7 @@ class Lab:
         self.programs.kill_all()
 
     def untouched(self) -> None:
-        """The prepared run's newest checkpoint is there and intact."""
+        """Check that the prepared run's newest checkpoint exists and is intact."""
         newest = newest_checkpoint(self.run)
         self._lost("all: no checkpoint" if newest is None else damage(newest))
 
@@ -263,11 +265,11 @@ class Lab:
     # ---------------------------------------------------------------------------------------- surroundings
 
     def undisturbed(self, world: int = 1, *more: object) -> Path:
-        """The outputs of a run of so many ranks that nobody disturbed; ``more``: its flags beside TRAIN."""
+        """Return the outputs of an undisturbed run with ``world`` ranks. more: flags in addition to TRAIN."""
         return self._trained("whole", STEPS, world, more)
 
     def prepared(self, world: int = 1, *more: object) -> Path:
-        """This fault's own copy of a run that was trained to step HALF; returns its newest checkpoint."""
+        """Copy a run that was trained to step HALF for this fault, and return its newest checkpoint."""
         made = self._trained("half", HALF, world, more)
         shutil.copytree(made, self.outputs, symlinks=True)
         newest = newest_checkpoint(self.run)
@@ -288,7 +290,7 @@ class Lab:
             raise RuntimeError(f"a run that nobody disturbed failed: {programs[0].said()}")
 
     def disk(self, options: str, path: Path | None = None) -> Path:
-        """A small disk (``size=2m``, ``nr_inodes=50``), mounted where only this benchmark sees it.
+        """Mount a small disk (``size=2m``, ``nr_inodes=50``) that only this benchmark sees, and return its path.
 
         Raises NotHere if that can't be done."""
         path = path or self.folder / "disk"
@@ -312,7 +314,7 @@ def mount(*options: object) -> None:
 
 
 def peak_gib(pid: int) -> float:
-    """The most memory that a process held so far; 0 of one that has ended."""
+    """Return the peak memory of a process so far, or 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -321,12 +323,12 @@ def peak_gib(pid: int) -> float:
 
 
 def newest_step(run: Path) -> int:
-    """Return the newest complete checkpoint's step, or 0 without any."""
+    """Return the newest complete checkpoint's step, or 0 if there is none."""
     return max((int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")), default=0)
 
 
 def differing(one: Path, other: Path) -> str | None:
-    """The first tensor in which the newest checkpoints of two runs differ by a bit, or how else; None if they don't."""
+    """Return the first difference between the newest checkpoints of two runs, bit by bit, or None if they are equal."""
     first, second = newest_checkpoint(one), newest_checkpoint(other)
     if second is None or first.name != second.name:
         return f"{first.name} is not {second and second.name}"
@@ -344,7 +346,7 @@ def differing(one: Path, other: Path) -> str | None:
 
 
 def judge(fault: Fault, shared: Shared) -> Outcome:
-    """Cause a fault and return its outcome; nothing of it is left afterwards."""
+    """Cause a fault and return its outcome. Nothing of the fault is left afterwards."""
     lab = Lab(shared, fault.name)
     try:
         fault.make(lab)
@@ -352,7 +354,7 @@ def judge(fault: Fault, shared: Shared) -> Outcome:
         lab.outcome.left_out = str(error)
     except TimedOut as error:
         lab.require(False, str(error))
-    except Exception as error:  # of the benchmark itself: the other faults are made all the same
+    except Exception as error:  # an error of the benchmark itself; the other faults still run
         lab.require(False, f"the benchmark failed: {error!r}")
     finally:
         lab.close()

@@ -1,4 +1,6 @@
-"""Folders of strangers with symbolic links in them: nothing outside is written, and the link is named in one line."""
+"""Faults: folders of strangers that contain symbolic links. Nothing outside may be written, and a line must name the
+link.
+"""
 
 import os
 from collections.abc import Callable
@@ -11,7 +13,7 @@ OLD_NS = 10**18
 
 
 def outside(lab: Lab) -> Path:
-    """A folder with a file, a run's log and another run's checkpoint, all of one old time."""
+    """Create a folder with a file, a run's log and another run's checkpoint, all with the same old time."""
     folder = lab.folder / "outside"
     (folder / "deep").mkdir(parents=True)
     for name in ("file", "deep/file"):
@@ -41,7 +43,7 @@ def planted(folder: Path, name: str, target: Path) -> None:
 
 
 def in_a_run(name: str, target: str) -> Callable[[Lab], None]:
-    """``--load latest`` of a run that has a link to outside under this name."""
+    """Return a fault: ``--load latest`` of a run in which ``name`` is a link to outside."""
 
     def make(lab: Lab) -> None:
         lab.prepared()
@@ -81,7 +83,7 @@ def linked_save(lab: Lab) -> None:
     for step in (16, 20):
         planted(newest.parent, f".step_{step:07d}.incomplete", there / "deep")
         planted(newest.parent, f"step_{step:07d}", there / "deep")
-    lab.goes_on(lab.train("--load", newest), 0)  # left-overs are removed: the links, not what they lead to
+    lab.goes_on(lab.train("--load", newest), 0)  # left-over links are removed, but not their targets
     is_untouched(lab, there)
     lab.same_weights()
 

@@ -13,7 +13,7 @@ from benchmarks.faults.processes import environment
 
 
 def pictures(lab: Lab, count: int = 40) -> Path:
-    """A fault's own folder of two classes of small pictures."""
+    """Create a folder of two classes of small pictures for this fault."""
     folder, draw = lab.folder / "media", random.Random(0)
     if folder.exists():
         return folder
@@ -26,12 +26,12 @@ def pictures(lab: Lab, count: int = 40) -> Path:
 
 
 def text_encoder(lab: Lab) -> Path:
-    """A fault's own copy of a small CLIP text encoder and its tokenizer."""
+    """Return a copy of a small CLIP text encoder and its tokenizer for this fault."""
     return _saved(lab, "clip", "from tests.encoders.test_text import save_clip; save_clip(folder)")
 
 
 def random_vae(lab: Lab) -> Path:
-    """A fault's own copy of a small AutoencoderKL."""
+    """Return a copy of a small AutoencoderKL for this fault."""
     return _saved(lab, "vae", "from tests.encoders.test_vae import small_vae; small_vae().save_pretrained(folder)")
 
 

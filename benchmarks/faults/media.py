@@ -1,5 +1,4 @@
-"""Faults: broken pictures, clips and tables. They must be skipped and named, or refused with a line that says the
-fix."""
+"""Faults: broken pictures, clips and tables. They must be skipped and named, or refused with a line naming the fix."""
 
 import os
 import random
@@ -20,7 +19,7 @@ def train_on(lab: Lab, path: Path, *more: object, **options) -> list:
 
 
 def png(width: int, height: int, rows: bytes | None = None) -> bytes:
-    """A grey PNG of one bit a pixel: its rows compress to nothing."""
+    """Return a grey PNG with one bit per pixel, whose rows compress to almost nothing."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -34,7 +33,8 @@ def png(width: int, height: int, rows: bytes | None = None) -> bytes:
 
 
 def one_among_good(harm: Callable[[Path], None], says: str = "") -> Callable[[Lab], None]:
-    """One odd entry in a folder of good pictures: training goes on without it, and names it where ``says`` asks."""
+    """Return a fault with one odd entry in a folder of good pictures. Training must continue without it, and must print
+    ``says`` if that is given."""
 
     def make(lab: Lab) -> None:
         folder = pictures(lab)
@@ -150,7 +150,8 @@ def empty_class(lab: Lab) -> None:
 
 
 def table(text: str | bytes) -> Callable[[Lab], Path]:
-    """A CSV beside the pictures ``cat/00.png`` and so on; ``{rows}`` stands for eight good lines."""
+    """Return a function that writes a CSV beside the pictures ``cat/00.png`` and so on. ``{rows}`` stands for eight
+    good lines."""
 
     def make(lab: Lab) -> Path:
         folder = pictures(lab)
@@ -173,7 +174,8 @@ def refused_table(text: str | bytes, says: str) -> Callable[[Lab], None]:
 
 
 def accepted_table(text: str, says: str = "") -> Callable[[Lab], None]:
-    """A table of captions that are odd, not wrong: training on it draws them, and ends well. says: what it tells."""
+    """Return a fault with a table of captions that are odd but not wrong: training must use them and end well. says:
+    expected output."""
 
     def make(lab: Lab) -> None:
         path = table(text)(lab)
@@ -213,7 +215,7 @@ for _name, (_what, _text) in CAPTIONS.items():
     _all = _text.replace("{rows}", "") + _text.split("\n{rows}")[1] * 7
     add(_name, "media", f"captions with {_what}", accepted_table(_all))
 
-COUNTED = {  # what a run says of its captions before it starts
+COUNTED = {  # messages of a run about its captions before it starts
     "caption_late": ("200 bytes that tell them apart after the 64th", "x" * 64 + "y" * 200, "bytes takes 320 tokens"),
     "caption_cut": ("more bytes than the encoder takes", "long " * 200, "8 of 8 are longer than the 512 tokens .* cut"),
     "caption_nan": ("nan, as a table writes what is missing", "nan", "8 of 8 are words for a missing value"),
@@ -228,7 +230,7 @@ for _name, (_what, _text, _says) in COUNTED.items():
 
 
 def clips(lab: Lab) -> Path:
-    """This fault's own copy of twelve clips with captions; returns their table."""
+    """Return the table of a copy of twelve clips with captions for this fault."""
 
     def fill(folder: Path) -> None:
         program = lab.start("preprocess.py", "demo", "--output", folder, "--clips", 12, "--size", 16)
@@ -242,7 +244,8 @@ def clips(lab: Lab) -> Path:
 
 
 def one_bad_clip(harm: Callable[[Path], None]) -> Callable[[Lab], None]:
-    """Training on clips of which one is harmed goes on with the others, and names it; ``check`` drops it."""
+    """Return a fault with one harmed clip. Training must continue with the others and name the clip; ``check`` must
+    drop it."""
 
     def make(lab: Lab) -> None:
         table = clips(lab)
@@ -292,14 +295,14 @@ def unknown_colours(path: Path) -> None:
     with av.open(str(path), "w", format="matroska") as file:
         stream = file.add_stream("ffv1", rate=24)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        stream.codec_context.colorspace = 14  # ICtCp, as H.273 numbers it
+        stream.codec_context.colorspace = 14  # ICtCp in H.273
         for _ in range(24):
             file.mux(stream.encode(av.VideoFrame(32, 32, "yuv420p")))
         file.mux(stream.encode())
 
 
 def hide_the_first_frames(path: Path) -> None:
-    """An edit list that begins a second later, as a cut without encoding leaves it."""
+    """Write an edit list that begins a second later, like a cut without re-encoding."""
     content = bytearray(path.read_bytes())
     at = content.index(b"elst") + 4
     length, start = struct.unpack_from(">Ii", content, at + 8)

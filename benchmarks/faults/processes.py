@@ -1,4 +1,4 @@
-"""Programs under test: started, watched, killed; nothing of them may be left."""
+"""Start, watch and kill programs under test, and check that no process of them is left."""
 
 import contextlib
 import json
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What tells a program of torchrun's ranks; those of the process that starts the benchmark are not for it.
+# Variables by which torchrun describes ranks. Programs under test must not inherit the benchmark's.
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TimedOut(Exception):
-    """Something that was waited for did not come."""
+    """Raised if an awaited event did not happen."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -29,7 +29,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Starter:
-    """Starts programs by forking a process that has imported them already; may be used from several threads."""
+    """Starts programs by forking a process that has already imported their modules. Several threads may use it."""
 
     def __init__(self):
         ours, theirs = socket.socketpair()
@@ -42,7 +42,7 @@ class Starter:
         self._socket, self._stream, self._lock = ours, ours.makefile("rw"), threading.Lock()
 
     def __call__(self, request: dict) -> int:
-        """The process id of a fork that becomes what the request says (see ``starter.become``)."""
+        """Fork a process that runs the ``request`` (see ``starter.become``), and return its id."""
         with self._lock:
             if self._stream is not None and not getattr(self, "_ready", False):
                 if self._stream.readline() != "ready\n":
@@ -60,7 +60,7 @@ class Starter:
 
 @dataclass
 class Program:
-    """A process that was started, and the files that it prints to."""
+    """A started process, and the files that it prints to."""
 
     pid: int
     stdout: Path
@@ -68,25 +68,25 @@ class Program:
     _code: Callable[[], int | None]
 
     def code(self) -> int | None:
-        """The exit code, -N if signal N ended it; None while it runs."""
+        """Return the exit code, -N if signal N ended the process, or None while it runs."""
         return self._code()
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
     def said(self) -> str:
-        """All that it printed, errors first."""
+        """Return all output, stderr first."""
         return self.stderr.read_text(errors="replace") + self.stdout.read_text(errors="replace")
 
     def last_line(self) -> str:
-        """The last line of stderr that is not empty, as a terminal would show it: a progress bar goes back to the
-        beginning of its line."""
+        """Return the last non-empty line of stderr as a terminal would show it. (A progress bar returns to the
+        beginning of its line.)"""
         lines = self.stderr.read_text(errors="replace").split("\n")
         shown = [line.split("\r")[-1].strip() for line in lines]
         return next((line for line in reversed(shown) if line), "")
 
     def workers(self) -> list[int]:
-        """The process ids of its children: in training, the processes that read the data."""
+        """Return the ids of the process's children. In training, these read the data."""
         return children(self.pid)
 
 
@@ -94,26 +94,28 @@ def children(pid: int) -> list[int]:
     try:
         tasks = [int(task) for task in os.listdir(f"/proc/{pid}/task")]
         return [int(child) for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-    except OSError:  # it ended meanwhile
+    except OSError:  # the process has ended
         return []
 
 
 def living_in(folder: Path) -> list[int]:
-    """The processes whose working directory is ``folder``: every program of a fault runs in the fault's own, and its
-    children inherit it, whatever session and parent they have by now. Zombies are not counted."""
+    """Return the processes whose working directory is ``folder``, without zombies.
+
+    All programs of a fault run in the fault's folder. Their children inherit it, even in another session or with
+    another parent."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 if os.readlink(f"/proc/{entry}/cwd") == str(folder):
                     found.append(int(entry))
-            except OSError:  # it ended, is a zombie, or is another user's
+            except OSError:  # it has ended, is a zombie, or belongs to another user
                 continue
     return found
 
 
 class Programs:
-    """Starts programs that run in one folder; leaving the ``with`` block kills all that is left of them."""
+    """Starts programs that run in one folder. Leaving the ``with`` block kills all remaining ones."""
 
     def __init__(self, starter: Starter, folder: Path):
         self.folder, self._starter, self._count = folder.resolve(), starter, 0
@@ -126,7 +128,7 @@ class Programs:
         self.kill_all()
 
     def kill_all(self) -> list[int]:
-        """Kill the processes that still run, and wait for them; return their ids."""
+        """Kill the processes that still run, wait for them, and return their ids."""
         found = living = living_in(self.folder)
         end = time.monotonic() + 10
         while living and time.monotonic() < end:
@@ -146,7 +148,7 @@ class Programs:
         stdout: str | None = None,
         **variables: str,
     ) -> Program:
-        """A script of this repository (``train.py``) or a module (``opendit.export``), forked from the starter."""
+        """Start a script of this repository (``train.py``) or a module (``opendit.export``) by forking the starter."""
         paths = self._files()
         request = {
             "argv": [str(ROOT / script) if script.endswith(".py") else script, *map(str, argv)],
@@ -166,7 +168,7 @@ class Programs:
         return Program(pid, paths["stdout"], paths["stderr"], code)
 
     def run(self, *command: object, **variables: str) -> Program:
-        """Any command (an interpreter of its own, torchrun, a shell)."""
+        """Start any command (an interpreter, torchrun, a shell)."""
         paths = self._files()
         with open(paths["stdout"], "wb") as output, open(paths["stderr"], "wb") as errors:
             process = subprocess.Popen(
@@ -181,7 +183,7 @@ class Programs:
         return Program(process.pid, paths["stdout"], paths["stderr"], process.poll)
 
     def wait(self, condition: Callable[[], object], seconds: float, what: str) -> None:
-        """Until the condition holds. Raises TimedOut after so many seconds."""
+        """Wait until the condition holds. Raises TimedOut after ``seconds``."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Data sets of strangers: YAML, tars, their indexes and web servers that would take all time or memory."""
+"""Faults: data sets of strangers (YAML, tars, indexes, web servers) that would take unlimited time or memory."""
 
 import http.server
 import io
@@ -30,7 +30,7 @@ def refused_yaml(text: str, says: str) -> Callable[[Lab], None]:
 
 
 def laughs(line: str) -> str:
-    """Ten lines, each of which has nine aliases of the line before."""
+    """Return ten lines, each with nine aliases of the line before."""
     lines = ["a0: &a0 " + ("{k: 1}" if "<<" in line else "[x]")]
     lines += [f"a{i}: &a{i} " + line.format(", ".join([f"*a{i - 1}"] * 9)) for i in range(1, 10)]
     return "\n".join(lines)
@@ -67,7 +67,7 @@ def metadatasets_wide_and_deep(lab: Lab) -> None:
 
 
 def tars(lab: Lab) -> Path:
-    """This fault's own folder of one tar of eight pictures with classes 0 and 1, without an index."""
+    """Create a folder with one tar of eight pictures with classes 0 and 1, without an index, for this fault."""
     folder, source = lab.folder / "tars", pictures(lab)
     folder.mkdir()
     with tarfile.open(folder / "x.tar", "w") as tar:
@@ -87,7 +87,7 @@ def index(lab: Lab, folder: Path) -> None:
 
 
 def refused_tar(content: Callable[[], bytes], says: str, size: int = 0) -> Callable[[Lab], None]:
-    """A tar of these bytes, followed by a hole up to ``size``, can't be indexed."""
+    """Return a fault: a tar of these bytes, followed by a hole up to ``size``, must be refused by the index command."""
 
     def make(lab: Lab) -> None:
         folder = lab.folder / "tars"
@@ -125,7 +125,7 @@ add("tar_chain", "sets", "a tar of 20,000 headers that extend one another", refu
 
 
 def forged(row: int, says: str, **values: int) -> Callable[[Lab], None]:
-    """One record of an index has other values; training does not begin."""
+    """Return a fault: one record of an index has other values, and training must not begin."""
 
     def make(lab: Lab) -> None:
         from opendit.data.shards.index import TarIndex, index_of, write_index

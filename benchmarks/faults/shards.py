@@ -1,7 +1,7 @@
-"""Checkpoints of shards (two ranks, --plugin fsdp) that are damaged, and kills inside their saves.
+"""Faults: damaged sharded checkpoints (two ranks, --plugin fsdp), and kills during their saves.
 
-A damaged newest checkpoint: ``--load PATH`` refuses it and names the file, and ``--load latest`` goes on from the one
-before to the end of a run that nobody disturbed.
+If the newest checkpoint is damaged, ``--load PATH`` must refuse it and name the file. ``--load latest`` must continue
+from the checkpoint before it and end bit-identical to an undisturbed run.
 """
 
 import json
@@ -13,19 +13,20 @@ from pathlib import Path
 from benchmarks.faults.checkpoints import empty, flip, seal, truncate
 from benchmarks.faults.lab import Lab, add, fault
 
-WORLD, FSDP = 2, ("--plugin", "fsdp")  # which saves shards unless told otherwise
+WORLD, FSDP = 2, ("--plugin", "fsdp")  # saves shards by default
 MODEL, FIRST = (f"{name}-shard-00000-of-00002.safetensors" for name in ("model", "exp_avg"))
 EMA, SECOND = (f"{name}-shard-00001-of-00002.safetensors" for name in ("ema", "exp_avg_sq"))
 INDEX = "model.shards.json"
 
 
 def before(newest: Path) -> Path:
-    """The checkpoint before this one."""
+    """Return the checkpoint before this one."""
     return sorted(newest.parent.glob("step_*"))[-2]
 
 
 def damaged(file: str, harm: Callable[[Path], None], sealed: bool = False) -> Callable[[Lab], None]:
-    """``harm`` gets the path of a file of the newest checkpoint; ``sealed``: the manifest then fits what it left."""
+    """Return a fault. ``harm`` gets the path of a file of the newest checkpoint. sealed: the manifest is then made to
+    fit."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared(WORLD, *FSDP)
@@ -48,7 +49,7 @@ def of_another_set(path: Path) -> None:
 
 
 def in_index(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Changes the line of one tensor, which has a shard on each rank."""
+    """Return a function that changes the entry of one tensor, which has a shard on each rank."""
 
     def harm(path: Path) -> None:
         index = json.loads(path.read_text())

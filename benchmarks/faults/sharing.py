@@ -1,4 +1,4 @@
-"""Two programs that write to one place, and what earlier ones left there."""
+"""Faults: two programs that write to one folder, and files that earlier programs left there."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def second_trainer(lab: Lab) -> None:
 
 
 def killed(lab: Lab) -> None:
-    """A run that was killed while it trained."""
+    """Start a run and kill it while it trains."""
     first = trained(lab, *LONG)
     first[0].send(signal.SIGKILL)
     lab.programs.wait(lambda: first[0].code() is not None, 30, "the kill")
@@ -163,7 +163,7 @@ def strange_neighbours(lab: Lab) -> None:
 
 @fault("lock files with nonsense in them")
 def odd_locks(lab: Lab) -> None:
-    """Every file of the folder that a killed run leaves beside its checkpoints and log, filled with nonsense."""
+    """Fill every file that a killed run leaves beside its checkpoints and log with nonsense."""
     killed(lab)
     for path in lab.run.iterdir():
         if "lock" in path.name and path.is_file():

@@ -1,4 +1,4 @@
-"""Signals: the run finishes its step, saves and leaves; or it ends at once and loses nothing that was saved."""
+"""Faults: signals. The run must finish its step, save and exit; or end at once and lose nothing that was saved."""
 
 import signal
 import time

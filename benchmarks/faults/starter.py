@@ -1,14 +1,13 @@
-"""A process that has imported what the programs import, and forks itself into them.
+"""A process that has imported the programs' modules, and forks to run them.
 
-An interpreter of its own imports torch and Colossal-AI for 5 s, and most faults need two or three programs. A fork
-needs milliseconds. It is a process like any other, and because it leaves the loop below before it runs the script, its
-end is the interpreter's own: threads joined, ``atexit``, exit code.
+A new interpreter imports torch and Colossal-AI for 5 s, and most faults need two or three programs. A fork takes
+milliseconds. The fork leaves the loop below before it runs the script, so it ends like any interpreter: threads joined,
+``atexit``, exit code.
 
     python -m benchmarks.faults.starter FD
 
-FD is a stream socket: a line of JSON in (see ``become``), a process id out.
-
-The exit status, as subprocess has it (-9 of a SIGKILL), is put into the file that the request names.
+FD is a stream socket. The starter reads a line of JSON (see ``become``) and answers with a process id. It writes the
+exit status, as in subprocess (-9 for SIGKILL), into the file that the request names.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ IMPORTED = (
 
 
 def serve(connection: socket.socket) -> dict:
-    """Forks at every request until the other side hangs up. Returns the request in the forks, never in the server."""
-    codes: dict[int, Path] = {}  # of the processes that run
+    """Fork at every request until the other side hangs up. Return the request in each fork, but never in the server."""
+    codes: dict[int, Path] = {}  # process id -> file for the exit status
     stream = connection.makefile("rw")
     stream.write("ready\n")
     stream.flush()
@@ -40,7 +39,7 @@ def serve(connection: socket.socket) -> dict:
         if select.select([connection], [], [], 0.01)[0]:
             line = stream.readline()
             if not line:
-                for pid in codes:  # each leads a group of its own
+                for pid in codes:  # each process leads a separate group
                     os.killpg(pid, signal.SIGKILL)
                 os._exit(0)
             request = json.loads(line)
@@ -57,7 +56,7 @@ def serve(connection: socket.socket) -> dict:
                 break
             path = codes.pop(pid)
             partial = path.with_name(path.name + ".partial")
-            with contextlib.suppress(FileNotFoundError):  # nobody waits for it: its folder is gone
+            with contextlib.suppress(FileNotFoundError):  # nobody waits, the folder is gone
                 partial.write_text(str(os.waitstatus_to_exitcode(status)))
                 partial.rename(path)
 
@@ -66,8 +65,7 @@ def become(request: dict) -> None:
     """Run a script as if ``python`` had been started with it.
 
     request: argv, environment, folder (to run in), stdout, stderr (files), file_limit (RLIMIT_FSIZE in bytes or None),
-    prelude (Python that runs before the script, where a fault can only be made from within).
-    """
+    prelude (Python code that runs before the script, for faults that can only be caused from within)."""
     os.setsid()
     os.chdir(request["folder"])
     for number, (name, mode) in enumerate(

@@ -1,6 +1,7 @@
 """Data sets of pictures, clips and latents, the order of their samples, and the loader.
 
-The module of a name is imported when the name is first used."""
+A name's module is imported when the name is first used.
+"""
 
 from typing import TYPE_CHECKING
 

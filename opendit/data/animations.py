@@ -19,20 +19,21 @@ from opendit.data.files import TIME_LIMIT, problem
 from opendit.data.medium import MAX_FRAMES, Timeline
 from opendit.data.picture_file import PictureFile, on_white, opened_picture, upright, upright_size
 
-# Of files that are pictures or clips depending on their contents.
+# Suffixes of files that may be still pictures or animations.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
-HEAD = 64  # bytes of a file by which :func:`may_be_animation` tells
-_MOST_CHUNKS = 1 << 22  # of a file
+HEAD = 64  # bytes that :func:`may_be_animation` looks at
+_MOST_CHUNKS = 1 << 22  # maximum chunks read of a file
 
 
 def may_be_animation(head: bytes) -> bool:
-    """Return True if a file that begins with ``head`` (``HEAD`` bytes, or all of it) has a format with animations, even
-    if it is a still picture."""
+    """Return True if a file that begins with ``head`` has a format with animations, even if it is a still picture.
+
+    head: the first ``HEAD`` bytes, or the whole file if it is shorter."""
     return _format(head) is not None
 
 
 def is_animation(path: str | Path) -> bool:
-    """Return True if a file holds more than one frame of an animation, False also if it can't be read."""
+    """Return True if a file is an animation with more than one frame; False also if it can't be read."""
     try:
         if problem(path) is not None:
             return False
@@ -43,10 +44,10 @@ def is_animation(path: str | Path) -> bool:
 
 
 def is_animated(file: BinaryIO) -> bool:
-    """Return True if an open file holds more than one frame of an animation, False also if it is broken."""
+    """Return True if an open file is an animation with more than one frame; False also if it is damaged."""
     try:
         return count_frames(file, 2) > 1
-    except Exception:  # Pillow raises nearly every type there is
+    except Exception:  # Pillow raises errors of nearly any type
         return False
 
 
@@ -63,7 +64,7 @@ def _format(head: bytes) -> str | None:
 
 
 def count_frames(file: BinaryIO, most: int) -> int:
-    """Count the frames of a file, up to ``most``."""
+    """Count the frames of a file, up to ``most``; 0 if its format has no animations."""
     at = file.tell()
     try:
         file.seek(0)
@@ -81,8 +82,8 @@ def count_frames(file: BinaryIO, most: int) -> int:
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return the seconds of each frame as the file's tables give them; None for a format that stores them with the
-    frames."""
+    """Return the duration of each frame in seconds, from the file's tables. Return None if the format stores durations
+    with the frames."""
     at = file.tell()
     try:
         file.seek(0)
@@ -94,7 +95,7 @@ def durations_of(file: BinaryIO) -> list[float] | None:
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield the delays of a GIF89a's images, which stand in hundredths of a second in the block before each."""
+    """Yield the delay of each image of a GIF89a. The block before an image has its delay in hundredths of a second."""
     head = file.read(13)
     _pass_over(file, 3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0)
     delay = 0
@@ -110,7 +111,7 @@ def _gif(file: BinaryIO) -> Iterator[float]:
             if len(head) < 9:
                 return
             _pass_over(file, (3 << (head[8] & 7) + 1 if head[8] & 0x80 else 0) + 1)
-            if not file.read(1):  # a picture without data
+            if not file.read(1):  # an image without data
                 return
             file.seek(-1, os.SEEK_CUR)
             yield delay / 100
@@ -127,8 +128,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _png(file: BinaryIO) -> Iterator[float]:
-    """Yield the delays of an APNG's fcTL chunks; none for a PNG whose chunks before the picture announce no
-    animation."""
+    """Yield the delays in an APNG's fcTL chunks. Yield nothing for a PNG without an acTL chunk before the image."""
     file.seek(8)
     left, animated = 0, False
     for _ in range(_MOST_CHUNKS):
@@ -149,7 +149,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
-    """Yield the durations of a WebP's ANMF chunks, which are in milliseconds."""
+    """Yield the durations in a WebP's ANMF chunks, which are in milliseconds."""
     file.seek(12)
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)
@@ -171,21 +171,20 @@ def _pass_over(file: BinaryIO, length: int) -> None:
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
 
 
-_SHORTEST, _USUAL = 0.011, 0.1  # seconds: browsers show frames of 10 ms and less for 100 ms
+_SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show frames of at most 10 ms for 100 ms
 
 
 class AnimationReader:
-    """Reads an animation as the readers of ``opendit.data.video_readers`` read clips, but always from its first frame
-    on, since each frame is composed of those before it.
+    """Reads an animation, with the interface of the readers in ``opendit.data.video_readers``. It always starts at the
+    first frame, because each frame is drawn over the previous ones.
 
-    most_pixels: the largest frame that is read. All methods, and the constructor, raise BadSample, naming the file and
-    the reason.
-    """
+    most_pixels: pixels of the largest frame that is accepted. The constructor and all methods raise BadSample, naming
+    the file and the reason."""
 
     def __init__(self, path: str, most_pixels: int):
         self._path, self._most_pixels = path, most_pixels
         with self._opened() as (file, image):
-            self._first = int(bool(getattr(image, "default_image", False)))  # a PNG's picture for old browsers
+            self._first = int(bool(getattr(image, "default_image", False)))  # 1: an extra picture comes first
             self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
             if self.length == 0:
                 raise ValueError("a still picture, not a clip")
@@ -209,7 +208,7 @@ class AnimationReader:
 
     @cached_property
     def durations(self) -> np.ndarray:
-        """The seconds that each frame is shown, (frames,) float64. 10 ms and less count as 100 ms."""
+        """Duration of each frame in seconds, (frames,) float64. At most 10 ms count as 100 ms."""
         with self._opened() as (file, image):
             found = durations_of(file)
             if found is None:
@@ -224,7 +223,7 @@ class AnimationReader:
             conversion = conversion_of(image)
             for number, frame in enumerate(self._frames(file, image, max(wanted) + 1)):
                 if number in wanted:
-                    # Pillow makes room for a frame of a GIF that goes beyond the canvas; players cut it off.
+                    # Pillow enlarges the canvas for a GIF frame that exceeds it; players crop the frame.
                     shown = upright(frame.convert("RGBA").crop((0, 0, *self._canvas)))
                     colours = shown.convert("RGB")
                     if conversion is not None:

@@ -1,10 +1,10 @@
 """The interface of data sets, and the reading of samples from them.
 
 A data set implements five methods: ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. A combination
-of data sets (a blend, a held-out share, shapes near a sample's own) is itself a data set that wraps other data sets. A
-training step requests a sample with a ``SampleKey``, which says where in the run the sample is used. All random numbers
-of the sample are keyed by the ``SampleKey`` (see ``opendit.diffusion.random``), so the same key gives the same numbers
-in any process, on any number of GPUs and after any resume.
+of data sets (such as a blend or a held-out split) is itself a data set that wraps others. A training step requests a
+sample with a ``SampleKey``, which contains the step and the position in the global batch. The ``SampleKey`` keys all
+random numbers of the sample (see ``opendit.diffusion.random``). The same key thus gives the same numbers in any
+process, on any number of GPUs and after any resume.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,10 +58,10 @@ class View(NamedTuple):
 
     Attributes:
         flip: mirror the sample left to right.
-        place: position of the crop, (down, across), each in [0, 1) of the possible range; None: the middle.
+        place: position of the crop, (down, across), each in [0, 1) of the possible range; None: the centre.
         tags: random key for the order of the caption's tags, see ``recaptioned``.
         start: position in [0, 1) at which a clip's window begins; None: the middle window.
-        shape: (frames, height, width) in pixels instead of the data set's ``sample_shape``; cached latents ignore
+        shape: (frames, height, width) in pixels that replaces the data set's ``sample_shape``; cached latents ignore
             this option.
         as_bytes: return pixels as uint8; ``to_pixels`` later converts the batch to [-1, 1]. Data sets whose samples are
             not made of bytes ignore this option.
@@ -140,12 +140,12 @@ class Description:
         sample_shape: (C, H, W) or (C, T, H, W) of an item.
         clips: settings for reading clips; None if the data set has no clips.
         random_flip: training mirrors half of the samples, keyed by Stream.FLIP.
-        random_window: training starts each clip at a random position, keyed by Stream.CROP, instead of using its
-            middle.
-        random_crop: training crops at a random position, keyed by Stream.PLACE, instead of in the middle.
+        random_window: training starts each clip's window at a random position, keyed by Stream.CROP; otherwise the
+            window is in the middle.
+        random_crop: training crops at a random position, keyed by Stream.PLACE; otherwise at the centre.
         random_tags: training shuffles or drops tags of captions, keyed by Stream.TAGS.
         seed: seed of the run.
-        max_bad: the largest share of unreadable files that training skips.
+        max_bad: the largest fraction of unreadable files that training skips.
         vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
         text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
         cut_captions: lines for the log about captions that were truncated before they were embedded.
@@ -155,8 +155,8 @@ class Description:
         sources: the sources of a blend.
         blend: the weights of a blend as text, for people and for the resume fingerprint.
         files: returns (rows, file number of each row or None) for each source, because several rows may use one file,
-            such as a picture with several captions; None if each row has its own file.
-        largest_label: returns the largest label and the name of a sample that has it; None if they are not known.
+            such as a picture with several captions. None means that each row has a separate file.
+        largest_label: returns the largest label and the name of a sample with that label; None if they are not known.
     """
 
     text: str
@@ -244,12 +244,12 @@ class Fingerprint:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of the rows: of their file names and labels, or of their contents."""
+        """Hash of the rows, from their file names and labels or from their contents."""
         return self._identity()
 
     @cached_property
     def contents(self) -> str | None:
-        """A hash of the files' contents (see ``contents.hash_files``), if :attr:`identity` covers only their names;
+        """Hash of the files' contents (see ``contents.hash_files``), if :attr:`identity` covers only their names;
         None if :attr:`identity` already covers the contents."""
         return self._contents()
 
@@ -295,17 +295,17 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return a preview of a row for people: facts about its file, and its first, middle and last frame, uint8
-        (n, H, W) or (n, H, W, 3), at their original size. May raise any exception."""
+        """Return a preview of a row for people: facts about its file, and its first, middle and last frame at original
+        size, uint8 (n, H, W) or (n, H, W, 3). May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start fetching ``rows``, which are read next and in this order, if the storage has a high latency."""
+        """Start fetching ``rows``, which will be read next in this order, if the storage has a high latency."""
 
     def next_row(self, row: int) -> int:
-        """Return the replacement for an unreadable row: the next row of the same shape. After the last row, the search
-        continues at the first one."""
+        """Return the row that replaces an unreadable row: the next row of the same shape. After the last row comes row
+        0."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -318,11 +318,11 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reader of the samples for given keys. It draws their random numbers, and replaces unreadable rows.
+    """Reads the samples for given keys, draws their random numbers, and replaces unreadable rows.
 
     Args:
         as_bytes, enlarge: see :class:`View`.
-        augment: False disables all random changes: no mirroring, crops and windows in the middle, complete captions.
+        augment: False disables all random changes: no mirroring, centred crops and windows, complete captions.
     """
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
@@ -336,7 +336,8 @@ class SampleReader:
             on_read: called with each row right before the row is read.
 
         Raises:
-            DataError: more consecutive rows are unreadable than a share ``max_bad`` of the data set, and than 100.
+            DataError: too many consecutive rows are unreadable: more than 100, and more than a fraction ``max_bad`` of
+                the data set.
         """
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
@@ -356,8 +357,8 @@ class SampleReader:
     def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []
         row = first
-        # All of the up to max_bad unreadable rows may be consecutive (a broken class folder). Only a longer run of
-        # unreadable rows is fatal.
+        # The tolerated fraction max_bad of unreadable rows may be consecutive (a broken class folder). Only a longer
+        # run of unreadable rows is fatal.
         for _ in range(max(100, int(self.about.max_bad * len(self.dataset))) + 1):
             if on_read is not None:
                 on_read(row)
@@ -379,11 +380,11 @@ def to_pixels(x: Tensor) -> Tensor:
 
 
 class BadFileCounter:
-    """Counter of files and of unreadable files. It reports each unreadable file once, and raises DataError when there
-    are too many.
+    """Counts files and unreadable files. It reports each unreadable file once, and raises DataError if there are too
+    many.
 
     Args:
-        max_bad: largest allowed share of unreadable files, checked once ``minimum`` files were read.
+        max_bad: largest allowed fraction of unreadable files, checked after ``minimum`` files.
         on_skip: called with "path: reason", once per unreadable file.
     """
 
@@ -394,7 +395,7 @@ class BadFileCounter:
         self.files: dict[str, None] = {}  # distinct unreadable files, in order of their first failure
 
     def add(self, good: int, skipped: tuple[str, ...] | list[str]) -> None:
-        """Count ``good`` readable files and the ``skipped`` ones. Raises DataError if the share exceeds ``max_bad``."""
+        """Count ``good`` readable files and the ``skipped`` ones. Raises DataError if too many were skipped."""
         self.read += good + len(skipped)
         self.skipped += len(skipped)
         for file in skipped:

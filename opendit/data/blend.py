@@ -1,4 +1,4 @@
-"""Several data sets as one, in the proportions of their weights: a YAML file of sources, or ``A:0.7,B:0.3``."""
+"""A blend: several data sets as one, mixed by weight. A YAML file or a text like ``A:0.7,B:0.3`` lists the sources."""
 
 import os
 from collections import Counter
@@ -46,14 +46,14 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Data set of the concatenated rows of several data sets. Each source keeps its own settings for mirroring and for
+    """Data set of the concatenated rows of several data sets. Each source keeps its settings for mirroring and for
     windows of clips.
 
     Args:
         names: names of the sources.
         parts: data sets of the sources.
         stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
-        classes: for each source, its class names -> class names in the blend, where the names differ.
+        classes: for each source, a mapping from its class names to the blend's, for names that differ.
         union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 
     Raises:
@@ -95,7 +95,7 @@ class BlendedDataset(MediaDataset):
         return int(self.ends[-1])
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Return (number of the source, row in the source)."""
+        """Return (index of the source, row in the source)."""
         source = int(np.searchsorted(self.ends, row, side="right"))
         return source, row - (int(self.ends[source - 1]) if source else 0)
 
@@ -232,7 +232,7 @@ class BlendedDataset(MediaDataset):
         )
 
     def _named(self, lines: str) -> tuple[str, ...]:
-        """Return the lines of this field of all sources, each with the name of its source."""
+        """Return the lines in the field ``lines`` of all sources, each prefixed with the name of its source."""
         of = zip(self.names, self._abouts, strict=True)
         return tuple(f"{name}: {line}" for name, about in of for line in getattr(about, lines))
 
@@ -270,8 +270,8 @@ def _merged(
     return merged, [np.array([number[each] for each in own], dtype=np.int64) for own in renamed]
 
 
-MOST = 1_000  # most sources, and most changes of weights
-LONGEST = 4096  # most characters of a path
+MOST = 1_000  # maximum number of sources, and of changes of weights
+LONGEST = 4096  # maximum characters of a path
 OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that each source may set separately
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 

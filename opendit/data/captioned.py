@@ -1,4 +1,4 @@
-"""Pictures and clips with captions, from a table or a folder; and the folders that no other source recognises."""
+"""Pictures and clips with captions, from a table or a folder, and folders that no other source recognises."""
 
 import os
 import shlex
@@ -35,7 +35,7 @@ from opendit.data.sources import Request
 from opendit.data.tables import SUFFIXES, USUAL, Columns, TableRow, read_table
 
 CHECKED_FILES = 2000
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # of a folder
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # for folders, see ``_readable``
 
 
 class CaptionedDataset(PicturesAndClips):
@@ -43,8 +43,7 @@ class CaptionedDataset(PicturesAndClips):
 
     columns: names of the table's columns. image_size, options: see ``PicturesAndClips``, which describes the samples.
 
-    Raises ValueError or FileNotFoundError, naming the flag and what to do.
-    """
+    Raises ValueError or FileNotFoundError, naming the flag and the fix."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class CaptionedDataset(PicturesAndClips):
 
     def media_size(self, row: int) -> Size:
         picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())
-        # The table tells how many frames a clip has, but not in how many seconds.
+        # The table has a clip's number of frames, but not its duration.
         usable = min(size) > 0 and (picture or self.fps is None)
         return size if usable else file_size(self.paths[row], picture, self.frames_of)
 
@@ -120,7 +119,7 @@ class CaptionedDataset(PicturesAndClips):
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
     def describe(self) -> Description:
-        counted = ((len(self), 1_000_000),)  # they are in memory
+        counted = ((len(self), 1_000_000),)  # many, because captions are in memory
         more: dict[str, Any] = {"counted_captions": counted, "files": self._files, "notes": self.notes}
         return self.description(self._text(), conditioning="text", **more)
 
@@ -138,12 +137,12 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
     """Return (row, True if it is a picture) for each row. Without ``use_video`` an animation counts as a picture."""
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
-    picture_suffixes()  # else the threads would race to register Pillow's formats
+    picture_suffixes()  # register Pillow's formats before the threads start, because they would race
     return list(zip(rows, in_threads(lambda row: row.is_picture, rows), strict=True))
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
-    """Return the rows except those whose files were found to be unreadable, and a line about the unreadable files.
+    """Return the rows except those whose files turned out to be unreadable, and a line about the unreadable files.
 
     If there are at most 100 files, pictures are decoded. Otherwise the headers of evenly spaced files are read: up to
     2,000 files if all are pictures, up to 200 if there are clips.
@@ -174,9 +173,9 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
 
 
 def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
-    """Check that up to 2,000 files spread evenly over ``paths`` exist and are files, without opening any.
+    """Check that up to 2,000 evenly spaced files of ``paths`` exist and are regular files, without opening them.
 
-    Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
+    Raises FileNotFoundError if none exists, and ValueError if more than the fraction ``max_bad`` is missing."""
     rows = spread(len(paths), CHECKED_FILES)
     found = in_threads(problem, [paths[row] for row in rows])
     missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]

@@ -1,8 +1,8 @@
-"""The pictures and clips of a folder with their captions: from a table in it, or from files beside them.
+"""Find the pictures and clips of a folder and their captions, in a table or in files beside the media.
 
-A table is metadata.jsonl, metadata.csv or metadata.parquet, as the imagefolder of Hugging Face datasets has them:
-``file_name``, relative to the table's folder, and ``text``. Beside name.jpg a caption is in name.txt, name.caption, or
-under "caption" or "text" in name.json.
+The table is metadata.jsonl, metadata.csv or metadata.parquet, as in the imagefolder of Hugging Face datasets. Its
+columns are ``file_name``, relative to the table's folder, and ``text``. The caption of name.jpg may also be in
+name.txt, in name.caption, or in name.json under "caption" or "text".
 """
 
 import json
@@ -18,26 +18,26 @@ from opendit.data.folders import CLIPS, Ignored, files_below, folders_above, ide
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.tables import USUAL, Columns, NoColumns, TableRow, read_table
 
-MAX_CAPTION = 2**20  # bytes of a file beside a clip
+MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-BESIDE = (".txt", ".caption", ".json")  # in the order in which they are asked for a caption
-FILE_NAME = "file_name"  # column of such a table
+BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order in which they are tried
+FILE_NAME = "file_name"  # column of a table
 
-# Kinds of what is left out.
+# Reasons for leaving files out.
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # where the caption of a file without one comes from
+ALONE = "--caption_prefix alone"  # source of captions for files without any
 
 
 @dataclass
 class CaptionedFiles:
-    """The rows of a folder, the sources of their captions, and the files that are left out.
+    """The captioned files of a folder, the sources of their captions, and the files that are left out.
 
     Attributes:
         sources: number of captions from each kind of source.
         left_out: "path" or "path: reason" of left-out files, by kind.
         table: path of the table that was read, if any.
-        has_captions: False if the folder contains nothing that is meant as a caption.
+        has_captions: False if no file in the folder is meant as a caption.
         ignored: other files.
     """
 
@@ -56,7 +56,7 @@ class CaptionedFiles:
         self.left_out.setdefault(kind, []).append(printable(name))
 
     def lines(self) -> list[str]:
-        """Return a line about each kind of left-out file."""
+        """Return one line for each kind of left-out file."""
         return [f"left out {len(names):,} {kind}: {name_few(names)}" for kind, names in self.left_out.items()]
 
     def shown_sources(self) -> str:
@@ -66,14 +66,15 @@ class CaptionedFiles:
 def find_captions(
     root: str | Path, *, columns: Columns = USUAL, folder_names: bool = False, bare: bool = False
 ) -> CaptionedFiles:
-    """Find every clip and picture below ``root`` with its caption, or the rows of the table in it.
+    """Find every clip and picture below ``root`` with its caption, or return the rows of the table in ``root``.
 
-    Without a table and without a caption beside it, a file's caption is the name of its folder if ``folder_names``,
-    with spaces for _ and - (``root``'s name is none); or nothing if ``bare``; else the file is left out. A file whose
-    caption can't be read is always left out.
+    Args:
+        folder_names: if a folder has no table and a file has no caption beside it, use the name of its folder, with
+            spaces for _ and -. This does not apply to ``root`` itself.
+        bare: use an empty caption for files without a caption. By default such files are left out.
 
-    Raises ValueError for a table that is damaged or lacks the columns that were asked for, and for several tables.
-    """
+    A file whose caption can't be read is always left out. Raises ValueError if there are several tables, or if a table
+    is damaged or lacks the requested columns."""
     root, found = Path(root), CaptionedFiles()
     media, beside = _list(root, found.ignored)
     found.table, rows = _read_tables(root, columns)
@@ -101,9 +102,9 @@ def find_captions(
 
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
-    """Return the rows of a table or of a captioned folder, and lines about what was left out of a folder.
+    """Return the rows of a table or of a captioned folder, and lines about files of the folder that were left out.
 
-    name: of the path in messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
+    name: the path's name in messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
     if not os.path.isdir(path):
         return read_table(path, name, columns), []
     found = find_captions(path, columns=columns)
@@ -115,8 +116,7 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
     """Return (media, caption files) below a folder. Each folder is visited once.
 
-    The caption files are a nested dictionary: path without suffix -> suffix -> path.
-    """
+    The caption files are a nested dictionary: path without suffix -> suffix -> path."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -129,8 +129,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return the table of a folder and its rows. A table without the usual columns is ignored, unless the flags name
-    other columns."""
+    """Return the path and the rows of a folder's table. A table without the usual columns is ignored, unless the flags
+    name other columns."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -146,7 +146,7 @@ def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableR
 
 
 def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: bool) -> None:
-    """Add the rows of a table whose files exist; record all other rows and files as left out."""
+    """Add the rows of a table whose files exist. Record all other rows and files as left out."""
     assert found.table is not None
     listed = set(map(os.path.normpath, media))
     for row in rows:
@@ -167,8 +167,9 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
-    """Return a caption on one line, where it comes from, and why it can't be read. files: those beside the medium, by
-    their suffixes."""
+    """Return (the caption on one line, its source, the reason if it can't be read).
+
+    files: suffix -> path of the caption files beside a medium."""
     for suffix in BESIDE:
         if suffix in files:
             path = Path(files[suffix])
@@ -181,7 +182,7 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return "caption" of a JSON object, or else "text"; "" without them. Raises ValueError or OSError."""
+    """Return "caption" of a JSON object, or else "text", or "" if it has neither. Raises ValueError or OSError."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -212,5 +213,5 @@ def _one_line(text: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Return True if a file's name is UTF-8."""
+    """Return True if a file name is valid UTF-8."""
     return name == name.encode("utf-8", "replace").decode()

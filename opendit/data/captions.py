@@ -1,7 +1,7 @@
 """Count captions that a text encoder truncates, and captions without content.
 
-Programs count captions before they start, so that no part of a data set is lost silently. The number of captions that
-are counted depends on how fast a data set can read them (``Description.counted_captions``).
+Programs count captions before they start, so that truncated captions don't go unnoticed. The number of captions counted
+depends on how fast a data set can read them (``Description.counted_captions``).
 """
 
 import math
@@ -18,33 +18,33 @@ from opendit.data.files import printable
 from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens
 from opendit.models.bytes_text import byte_tokens
 
-# Words that tables, spreadsheets and programs write for a missing value (pandas' list, JavaScript's, Python's).
+# Words that pandas, spreadsheets, JavaScript and Python write for a missing value.
 MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # characters of such a word with blanks and quotes around it
-AT_ONCE = 1024  # captions that are measured together
-MOST_TOKENIZED = 10_000  # captions that a tokenizer counts before a start, in a second or two
+MOST_MISSING = 40  # maximum characters of a caption that may be in ``MISSING``, with blanks and quotes
+AT_ONCE = 1024  # captions measured per call
+MOST_TOKENIZED = 10_000  # maximum captions that a tokenizer counts before training, which takes one or two seconds
 
-Measure = Callable[[list[str]], Sequence[int]]  # captions to their numbers of tokens
+Measure = Callable[[list[str]], Sequence[int]]  # maps captions to their numbers of tokens
 
 
 def says_nothing(caption: str) -> bool:
-    """Return True if a caption has no visible character except punctuation."""
+    """Return True if a caption consists of whitespace, punctuation and control characters only."""
     if caption[:1].isalnum():  # fast path for nearly all captions
         return False
     return all(unicodedata.category(char)[0] in "ZP" or unicodedata.category(char) in ("Cc", "Cf") for char in caption)
 
 
 def stands_for_nothing(caption: str) -> bool:
-    """Return True for a word such as ``nan`` or ``None``, which stands for a missing value."""
+    """Return True for a word that means a missing value, such as ``nan`` or ``None``."""
     return len(caption) <= MOST_MISSING and caption.strip().strip("\"'").lower() in MISSING
 
 
 @dataclass
 class CaptionCount:
-    """Statistics of some of a data set's captions.
+    """Statistics of some captions of a data set.
 
     Attributes:
         rows: number of rows of the data set.
@@ -52,8 +52,8 @@ class CaptionCount:
         counted: number of captions that were read.
         tokens, words: number of tokens, or of words -> number of captions with that length.
         longest_at: name of the sample with the longest caption.
-        empty, empty_at: number of captions without visible characters, and the first sample with one.
-        missing, missing_at: counts of words that mean a missing value, by spelling, and the first sample with one.
+        empty, empty_at: number of captions without content (see ``says_nothing``), and the first such sample.
+        missing, missing_at: counts of words that mean a missing value, by spelling, and the first such sample.
         unreadable, unreadable_at: number of captions that can't be read, and the first such sample with the reason.
     """
 
@@ -72,13 +72,12 @@ class CaptionCount:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest caption; 0 if there is none."""
+        """Number of tokens of the longest caption; 0 if there are no captions."""
         return max(self.tokens, default=0)
 
     @property
     def among(self) -> str:
-        """The number of captions that were counted, in words: "of 500", or "of the 10,000 looked at among
-        1,000,000"."""
+        """The counted captions in words: "of 500", or "of the 10,000 looked at among 1,000,000"."""
         if self.counted == self.rows:
             return f"of {self.rows:,}"
         return f"of the {self.counted:,} looked at among {self.rows:,}"
@@ -88,7 +87,7 @@ class CaptionCount:
         return _above(self.tokens, limit)
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
-        """Count the captions of some rows. source: returns where a row comes from."""
+        """Count the captions of some rows. source: returns the name of a row's sample."""
         lengths = measure([*captions.values()])
         if lengths and (most := max(lengths)) > self.longest:
             self.longest_at = printable(source([*captions][lengths.index(most)]))
@@ -104,8 +103,8 @@ class CaptionCount:
                 self.missing[caption.strip()] += 1
 
     def without_words(self) -> list[str]:
-        """Return a line each about captions that say nothing, that are words for a missing value, and that can't be
-        read; none if there are none."""
+        """Return lines about captions without content, captions that mean a missing value, and unreadable captions; at
+        most one line for each kind."""
         lines = []
         if self.empty:
             lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
@@ -123,8 +122,8 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return a line about captions that are longer than the ``limit`` tokens of ``encoder``, which ``advice`` ends;
-        none if all fit."""
+        """Return a line about captions with more than ``limit`` tokens of ``encoder``, or nothing if all fit.
+        ``advice`` is appended to the line."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -133,9 +132,11 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about lengths while no encoder is chosen yet, from a count by :func:`byte_tokens`: the tokens
-        that the bytes encoder of a new run will take, and the captions that CLIP and T5 will cut at least, since every
-        word has one token or more."""
+        """Return lines about caption lengths before an encoder is chosen. The captions must have been counted by
+        :func:`byte_tokens`.
+
+        The lines name the tokens that the bytes encoder of a new run will take, and a lower bound on the captions that
+        CLIP and T5 will truncate, since every word has at least one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -145,7 +146,7 @@ class CaptionCount:
         ]
         lines += self.cut(takes, "bytes", takes_whole(self.longest))
         for encoder, (_, _, (_, _, most)) in HUB.items():
-            ends = 2 if encoder == "clip" else 1  # tokens of the begin and the end
+            ends = 2 if encoder == "clip" else 1  # number of begin and end tokens
             if over := _above(self.words, most - ends):
                 lines.append(
                     f"{self.name}: {over:,} {self.among} at least, by their words, are longer than the {most} tokens "
@@ -159,16 +160,16 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return the end of a line about captions that are cut, the longest at ``tokens`` tokens: the flag that would keep
-    them whole, if there is one."""
+    """Return the flag that would keep the longest caption, of ``tokens`` tokens, from being truncated; "" if none
+    would. The text ends a line about truncated captions."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
     """Return the rows whose captions are counted before training starts, ascending int64.
 
-    Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. The rows are
-    spread evenly in groups of neighbours, because neighbours are usually in the same file."""
+    Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. The rows form
+    evenly spaced groups of neighbours, because neighbours are usually in the same file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)
@@ -185,8 +186,12 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
 def count_captions(
     dataset: MediaDataset, measure: Measure = byte_tokens, most: int | None = None, name: str = "captions"
 ) -> CaptionCount:
-    """Count the captions of :func:`caption_rows`; none in a data set without captions. measure: returns the number of
-    tokens of each of some captions. name: what lines about them begin with."""
+    """Count the captions of :func:`caption_rows`. A data set without captions gives an empty count.
+
+    Args:
+        measure: returns the number of tokens of each caption.
+        name: beginning of every line about these captions.
+    """
     rows = caption_rows(dataset, most).tolist() if dataset.describe().conditioning == "text" else []
     return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
 
@@ -199,9 +204,9 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """Count the captions of ``rows``, out of ``total``; see :func:`count_captions`.
+    """Count the captions of ``rows``, out of ``total`` rows; see :func:`count_captions`.
 
-    caption: returns the caption of a row. source: returns where it comes from, for messages."""
+    caption: returns the caption of a row. source: returns the name of a row's sample, for messages."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

@@ -1,8 +1,8 @@
-"""Clips: choose frames of a file, and read them upright, resized and cropped.
+"""Clips: choose frames of a file, and read them rotated upright, resized and cropped.
 
-A reader of ``opendit.data.video_readers`` decodes only the parts of a file that the chosen frames need. PyAV reads the
-file instead if that reader fails, or if the reader is not known to be right for the file. If frames have no times, PyAV
-decodes the file from its start.
+A reader of ``opendit.data.video_readers`` decodes only the parts of a file that the chosen frames need. If that reader
+fails, or is not known to read the file correctly, PyAV reads the file instead. If frames have no times, PyAV decodes
+the file from its start.
 """
 
 import os
@@ -53,23 +53,23 @@ from opendit.data.video_readers import (
     video_stream,
 )
 
-MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
-WINDOW = 2**28  # bytes of full-size frames that are in memory at once
+MAX_FRAME_PIXELS = 2**26  # about twice the largest frame that H.264 and H.265 allow at any level
+WINDOW = 2**28  # maximum bytes of full-size frames in memory at once
 SHORT_CLIPS = ("skip", "interval")
-REMEMBERED = 4096  # files of each kind below
+REMEMBERED = 4096  # maximum number of files per ``FileMemory``
 
 Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """The result of ``read_clip``. shortened: True if the frames are closer together than requested."""
+    """Result of ``read_clip``. shortened: True if the frames are closer together than requested."""
 
     pixels: Tensor
     shortened: bool
 
 
 class Crop(NamedTuple):
-    """A crop of height x width pixels. place: position of the crop, see ``start_of_crop``."""
+    """A crop to height x width pixels. place: position of the crop, see ``start_of_crop``."""
 
     height: int
     width: int
@@ -77,7 +77,7 @@ class Crop(NamedTuple):
 
 
 class FileMemory(OrderedDict[str, tuple[Any, ...]]):
-    """Facts about the last ``REMEMBERED`` files; the oldest are forgotten first."""
+    """Facts about the last ``REMEMBERED`` files by path. The oldest are dropped first."""
 
     def __setitem__(self, path: str, what: tuple[Any, ...]) -> None:
         super().__setitem__(path, what)
@@ -86,8 +86,8 @@ class FileMemory(OrderedDict[str, tuple[Any, ...]]):
             self.popitem(last=False)
 
 
-# Files that hung, files that could not be opened, and frame counts that needed decoding; one memory per process. A file
-# that hung would cost its time limit again in every epoch.
+# Each process remembers files that hung, files that it could not open, and frame counts that needed decoding.
+# Otherwise a file that hangs would cost its time limit in every epoch.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
@@ -98,13 +98,13 @@ def resize_and_crop(
 
     Args:
         frames: (T, H, W, 3) uint8.
-        size: side of a square, (height, width), or a ``Crop`` with a position; otherwise the middle is used.
-        enlarge: False does not resize a crop that is smaller than ``size``, see ``opendit.data.enlarging``.
+        size: side of a square, (height, width), or a ``Crop`` with a position. The default position is the centre.
+        enlarge: False keeps the size of a crop that is smaller than ``size``, see ``opendit.data.enlarging``.
 
     Returns:
         (3, T, height, width) float32 in [-1, 1]; with ``as_bytes`` uint8, with the colours adjacent in memory.
     """
-    # Crop first, so that both axes have the same scale and a long thin frame costs no more than any other frame.
+    # Crop first, so that both axes have the same scale and a long thin frame is not slower than other frames.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -113,7 +113,7 @@ def resize_and_crop(
     top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
     if (high, wide) != (down, across) and (enlarge or unit > 1):
-        # Resizing uint8 is 3x as fast as float32. If memory is not contiguous, torch rearranges it by colours first.
+        # Resizing uint8 is 3x as fast as float32. torch would copy a non-contiguous tensor to channels-first.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
@@ -121,7 +121,7 @@ def resize_and_crop(
 
 
 def check_window(num_frames: int, frame_interval: int, short_clips: str, fps: float | None = None) -> None:
-    """Raise ValueError, naming the flag, if such windows of clips can't be read."""
+    """Raise ValueError, naming the flag, if these settings are invalid."""
     for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
         if value < 1:
             raise ValueError(f"--{flag} {value}: not positive; give 1 or more")
@@ -148,21 +148,27 @@ def read_clip(
     name: str | None = None,
     reader: str = "auto",
 ) -> Clip:
-    """Read a window of a clip, (3, num_frames, size, size) float32 in [-1, 1] or uint8, turned as the camera was held.
-    size: a side in pixels, (height, width), or a crop. enlarge: see :func:`resize_and_crop`.
+    """Read a window of a clip, rotated upright: (3, num_frames, height, width) float32 in [-1, 1] or, with
+    ``as_bytes``, uint8.
 
-    Frames are chosen by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
-    ``clip_window``. short_clips: how to treat a clip that is too short for the window: "skip" it, or "interval": read
-    it at the largest interval that fits. name: the file's name in messages, if ``path`` is a temporary copy. reader:
-    one of ``video_readers.CHOICES``, which all give the same pixels.
+    Frames are chosen by number, or with ``fps`` by their times (see ``timed_window``). A file that once took too long
+    fails at once for the rest of the process.
 
-    Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is too
-    short. A file that once took too long fails at once from then on, as long as the process lives.
+    Args:
+        size, enlarge: see :func:`resize_and_crop`.
+        start: see ``clip_window``.
+        short_clips: treatment of a clip that is too short for the window. "skip" raises BadSample, "interval" reads it
+            at the largest interval that fits.
+        name: the file's name in messages, if ``path`` is a temporary copy.
+        reader: one of ``video_readers.CHOICES``; all give the same pixels.
+
+    Raises:
+        BadSample: the file is too short, or can't be read within ``time_limit`` seconds.
     """
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     if (limit := _hung.get(name)) is not None:
-        raise BadSample(name, _too_long(*limit))  # in the words of the first time: it is told once
+        raise BadSample(name, _too_long(*limit))  # the same message as at first, so that it is logged once
     shortened = False
 
     def choose(timeline: Timeline) -> list[int]:
@@ -226,7 +232,7 @@ def clip_size(
     """Return (frames, height, width) of a clip as it is shown.
 
     Args:
-        count: returns the number of frames to report instead of the number of frames in the file.
+        count: returns the number of frames to report, from the file's timeline; the default is the number in the file.
         whole: False if ``path`` has only an MP4's tables and the beginning of its first frame, and zeros elsewhere.
 
     Raises:
@@ -249,8 +255,7 @@ def clip_size(
 
 
 def colours_in(path: str) -> str:
-    """Return what a clip's colours are, if they are converted: "HDR (PQ)" and the like. Raises an exception of any
-    kind."""
+    """Return a name such as "HDR (PQ)" if a clip's colours need conversion, else "". May raise any exception."""
     if read_header(path).animation:
         return ""
     with name_for_ffmpeg(path) as name, open_container(name) as file:
@@ -258,8 +263,7 @@ def colours_in(path: str) -> str:
 
 
 def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
-    """Return the frames per second of a clip's file, by the times of its frames; 0 for a single frame. Raises
-    BadSample."""
+    """Return a clip's frames per second, from the times of its frames; 0 for a single frame. Raises BadSample."""
     try:
         return _within(time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
     except TimeoutError:
@@ -267,9 +271,9 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
-    """Return a clip's first, ``middle`` (if asked for) and last frame, (2 or 3, H, W, 3) uint8.
+    """Return facts about a clip, and its first, middle (if ``middle``) and last frame, (2 or 3, H, W, 3) uint8.
 
-    Raises an exception of any kind."""
+    May raise any exception."""
     found: list[Timeline] = []
 
     def choose(timeline: Timeline) -> list[int]:
@@ -284,7 +288,7 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
-        duration = 0.0  # as the frames and their rate imply
+        duration = 0.0  # number of frames / rate gives the duration
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
 
 
@@ -310,18 +314,17 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         del job, work, stop, outcome  # free these objects before waiting for the next job
 
 
-_helpers = threading.local()  # each reading thread has its own helper, so that no thread waits for another's file
+_helpers = threading.local()  # one helper per reading thread, so that no thread waits for another thread's file
 
 
 def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``. Raises TimeoutError if it takes longer than ``seconds``.
 
     ``work`` runs in a separate thread, because decoders and stalled disks hang inside C code, where Python can't run
-    signal handlers. A thread that hangs can't be ended: it remains until the process ends, and the next call uses a new
-    thread. After a timeout ``stop`` is set, so that a thread that does not hang can end its work.
-    """
+    signal handlers. A thread that hangs can't be ended. It remains until the process ends, and the next call uses a new
+    thread. After a timeout ``stop`` is set, so that a thread that is only slow can end its work."""
     helper = getattr(_helpers, "helper", None)
-    if helper is None or not helper.thread.is_alive():  # a forked process has the object and not the thread
+    if helper is None or not helper.thread.is_alive():  # a forked process inherits the object, not the thread
         helper = _helpers.helper = _Helper()
     stop, outcome = threading.Event(), SimpleQueue()
     helper.jobs.put((work, stop, outcome))
@@ -337,7 +340,7 @@ def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result
             raise error
         return result
     finally:
-        del error  # the error refers to this frame; this reference cycle would keep all frames of the error alive
+        del error  # breaks a reference cycle, which would keep all stack frames of the traceback alive
 
 
 def decode_frames(
@@ -347,11 +350,10 @@ def decode_frames(
     size: int | tuple[int, int] | Crop | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Decode the frames that ``choose`` picks of a file's timeline, (T, H, W, 3) uint8. Raises BadSample.
+    """Decode the frames whose indices ``choose`` returns for a file's timeline, (T, H, W, 3) uint8. Raises BadSample.
 
-    With ``size``, frames that would take more than ``WINDOW`` bytes together are cropped and resized to that size by
-    :func:`resize_and_crop` one after the other. reader: see :func:`read_clip`.
-    """
+    With ``size``, if all frames together would take more than ``WINDOW`` bytes, smaller groups of frames are decoded,
+    and cropped and resized by :func:`resize_and_crop`, one after the other. reader: see :func:`read_clip`."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -364,17 +366,17 @@ def decode_frames(
                 return np.concatenate([_shrink(file.read(part), size) for part in parts])
             except Exception as error:
                 if _is_final(error):
-                    raise  # else decoding from the start finds out what is wrong, if anything is
+                    raise  # decoding from the start below finds the error, if there is one
     finally:
-        # Delete the reader now, because an error's traceback would keep it until garbage collection. It would hold its
-        # frames while the other decoder works, and a forked process that collects it would wait for missing threads.
+        # Delete the reader now; an error's traceback would keep it until garbage collection. Until then its frames
+        # would fill memory, and a forked process that collects it would wait for threads that don't exist there.
         del file
     return _decode_in_order(path, indices, stop, size)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if no other reader should be tried: the file is bad, or memory has run out. libav's MemoryError does
-    not count, because damaged files cause it by declaring absurd sizes."""
+    """Return True if no other reader should be tried, because the file is bad or memory has run out. libav's
+    MemoryError does not count, because damaged files cause it by declaring absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -384,12 +386,12 @@ def _shrink(frames: Tensor, size: int | tuple[int, int] | Crop) -> np.ndarray:
 
 
 def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> tuple[Reader, bool]:
-    """Open a file. Return its reader, and True if frames are found by their numbers. Raises BadSample. whole: see
+    """Open a file. Return its reader, and True if the reader finds frames by number. Raises BadSample. whole: see
     :func:`clip_size`."""
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
-        version = state.st_mtime_ns, state.st_size  # a repaired file is another one
+        version = state.st_mtime_ns, state.st_size  # so that a repaired file is tried again
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
         if (kind := kind_of(state.st_mode)) is not None:  # opening a pipe may block
@@ -421,7 +423,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
     except Exception as error:  # RuntimeError, AssertionError and libav's own types
         if _is_final(error):
             raise
-        if not os.path.exists(path):  # it vanished
+        if not os.path.exists(path):  # deleted meanwhile
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
         reason = str(error) if isinstance(error, UnknownColours) else reason
@@ -434,8 +436,9 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 
 
 def _open_with(reader: str, name: str, whole: bool, count: Callable[[str, Contents], Contents]) -> tuple[Reader, bool]:
-    """Open a file with ``reader``, or with PyAV if ``reader`` is not known to be right for the file. count: counts the
-    frames by decoding, if the file does not declare their number."""
+    """Open a file with ``reader``, or with PyAV if ``reader`` is not known to read the file correctly.
+
+    count: counts the frames by decoding, if the file does not declare their number."""
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
@@ -447,8 +450,8 @@ def _open_with(reader: str, name: str, whole: bool, count: Callable[[str, Conten
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Decode a file up to its end, or to the first frame that can't be decoded. Return its contents with the number of
-    frames and their times."""
+    """Return ``contents`` with the number and times of the frames, found by decoding the file up to its end or to the
+    first frame that can't be decoded."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -462,14 +465,13 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
         if _is_final(error):
             raise
         if not times:
-            return contents  # reading finds the same, and says it
+            return contents  # a later read raises the error
     return replace(contents, length=len(times), times=rising_times(times))
 
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a name of the file, in UTF-8, that FFmpeg can only interpret as a path; a file may be called
-    "concat:a|b"."""
+    """Yield a name in UTF-8 that FFmpeg can only interpret as the file's path (a file may be called "concat:a|b")."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path
@@ -481,7 +483,7 @@ def name_for_ffmpeg(path: str) -> Iterator[str]:
 def _decode_in_order(
     path: str, indices: list[int], stop: threading.Event, size: int | tuple[int, int] | Crop | None
 ) -> np.ndarray:
-    """Decode frames with PyAV, from the first frame on; see ``decode_frames``."""
+    """Decode frames with PyAV, starting at the first frame. See ``decode_frames``."""
     kept: dict[int, np.ndarray] = {}
     wanted, count = set(indices), 0
     try:
@@ -512,7 +514,7 @@ def _decode_in_order(
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes that contains ``parts``, (offset, bytes), and zeros
+    """Yield the path of a temporary file of ``size`` bytes that contains ``parts``, as (offset, bytes), and zeros
     elsewhere. The file is in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:

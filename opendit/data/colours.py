@@ -1,14 +1,14 @@
 """Convert HDR and wide-gamut colours to BT.709 and sRGB, the colours that models are trained on.
 
-Primaries and transfers are identified by their numbers in ITU-T H.273. All files are converted by the same rule:
+Primaries and transfers are identified by their numbers in ITU-T H.273. All files are converted in the same steps:
 
-1. The signal becomes light. PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display of 1,000
-   nits, gamma 1.2 (BT.2100); an SDR signal by a power of 2.4 (BT.1886), that of a picture by sRGB's curve.
-2. The unit is the reference white of HDR, 203 nits (BT.2408). It is the white of SDR.
-3. A matrix takes the primaries to those of BT.709. What is negative then lies outside of the gamut and becomes 0.
-4. Above ``KNEE`` of white each colour x is compressed, so that 10,000 nits become white (extended Reinhard):
+1. Decode the signal to linear light: PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display
+   of 1,000 nits, gamma 1.2 (BT.2100); SDR clips by a power of 2.4 (BT.1886), and SDR pictures by sRGB's curve.
+2. Divide by the reference white of HDR, 203 nits (BT.2408). SDR white is 1. 3. Convert the primaries to BT.709's by a
+matrix. Negative values, which are outside the gamut, become 0. 4. Compress each colour x above ``KNEE``, so that 10,000
+nits become 1 (extended Reinhard):
    y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), with t = (x - KNEE) / (1 - KNEE), and T the t of 10,000 nits.
-5. Light becomes an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
+5. Encode the light as an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
 """
 
 import io
@@ -24,10 +24,10 @@ PQ, HLG = 16, 18  # transfers
 WHITE_NITS = 203.0
 KNEE = 0.9
 _MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2
-_CHUNK = 1 << 16  # pixels that are converted at once, so that they stay in the processor's cache
+_CHUNK = 1 << 16  # pixels per step, few enough for the processor's cache
 
 _D65, _DCI = (0.3127, 0.3290), (0.314, 0.351)
-# Number of the primaries: (x, y) of red, green, blue and white.
+# Number of the primaries -> (x, y) of red, green, blue and white.
 _PRIMARIES = {
     1: ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060), _D65),
     9: ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046), _D65),
@@ -35,12 +35,12 @@ _PRIMARIES = {
     12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _D65),
 }
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
-_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # of transfers that are a power, of pictures
-UNSPECIFIED = 2  # primaries, transfer or matrix
-# Matrix -> the shares of red and blue in luma.
+_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # transfer -> gamma, for pictures whose transfer is a power
+UNSPECIFIED = 2  # number for unspecified primaries, transfer or matrix
+# Number of the matrix -> weights of red and blue in luma.
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
-# Matrices that FFmpeg's scaler does not have: it would show other colours.
+# Matrices that FFmpeg's scaler does not support; it would give wrong colours.
 _NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 14: "ICtCp", 15: "IPT-C2"}
 _NO_MATRIX |= dict.fromkeys((12, 13), "chromaticity-derived")
 
@@ -49,28 +49,31 @@ Chromaticities = tuple[tuple[float, float], ...]
 
 
 def kind_of_colours(primaries: int, transfer: int) -> str:
-    """Return a name such as "HDR (PQ)" or "wide gamut (BT.2020)" for colours that need conversion; otherwise ""."""
+    """Return a name such as "HDR (PQ)" or "wide gamut (BT.2020)" for colours that need conversion, "" for others."""
     if transfer in (PQ, HLG):
         return "HDR (PQ)" if transfer == PQ else "HDR (HLG)"
     return f"wide gamut ({_WIDE[primaries]})" if primaries in _WIDE else ""
 
 
 def unknown_matrix(matrix: int) -> str:
-    """Return the name of an H.273 matrix that can't be inverted here; "" for all other matrices."""
+    """Return the name of an H.273 matrix that is not supported; "" for all other matrices."""
     return _NO_MATRIX.get(matrix, "")
 
 
 def is_high_definition(width: int, height: int) -> bool:
-    """Return True if players assume BT.709 for a clip of this size that names no matrix; for smaller clips they assume
-    BT.601."""
+    """Return True if players assume BT.709 for a clip of this size that specifies no matrix. For smaller clips they
+    assume BT.601."""
     return width >= 1280 or height > 576
 
 
 class Conversion:
-    """Converts pixels of one kind of colours to 8-bit BT.709 or sRGB.
+    """Converts pixels with given colours to 8-bit BT.709 or sRGB.
 
-    to_light: takes signals in [0, 1], float64, to light in units of white. to_signal: takes light to signals in [0, 1].
-    matrix: (3, 3), applied to the light. hlg: applies HLG's OOTF first, to light of the scene.
+    Args:
+        to_light: maps signals in [0, 1], float64, to light in units of white.
+        matrix: (3, 3), applied to the light.
+        to_signal: maps light to signals in [0, 1].
+        hlg: apply HLG's OOTF to the light before the matrix.
     """
 
     def __init__(
@@ -88,12 +91,13 @@ class Conversion:
         self._ootf = gain.astype(np.float32) if hlg else None
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        """Convert (H, W, 3) uint8 or uint16, of which the largest number is a signal of 1, to uint8."""
+        """Convert (H, W, 3) uint8 or uint16 to uint8. The dtype's largest number is a signal of 1."""
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert three planes (H, W) of Y, Cb and Cr with ``bits`` bits to (H, W, 3) uint8. full: True for full range.
-        matrix: one of ``MATRICES``."""
+        """Convert three planes (H, W) of Y, Cb and Cr to (H, W, 3) uint8.
+
+        bits: bits per value. full: True for full range. matrix: a key of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
@@ -118,7 +122,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Plain sums of products and tables: the same bits on every machine.
+            # Only tables and sums of products, which give the same bits on every machine.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -128,10 +132,10 @@ class Conversion:
         return out
 
 
-_LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's, of red, green and blue
+_LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
-# Tables of light are looked up by the upper bits of float32 numbers: 2,048 bins for each power of 2, within 0.03 of a
-# level of 255. _BINS: the middle of each; the first one holds everything down to 0 and the negative numbers.
+# Light is looked up in tables by the upper bits of its float32 value. There are 2,048 bins per power of 2, which is
+# exact to 0.03 of a level of 255. _BINS: the middle of each bin. The first bin includes 0 and negative numbers.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
 _LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
@@ -149,7 +153,7 @@ def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 
 def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
-    """Return a clip's matrix. If the clip names none, return the matrix that players assume."""
+    """Return a clip's matrix. If the clip specifies none, return the matrix that players assume."""
     if matrix != UNSPECIFIED:
         return matrix
     if transfer in (PQ, HLG) or primaries == 9:
@@ -170,8 +174,9 @@ def of_clip(primaries: int, transfer: int) -> Conversion | None:
 
 @cache
 def of_picture(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a picture's signals, as PNG's cICP or AVIF's nclx names them; None if they are sRGB's,
-    or BT.709's, whose signals count as sRGB's, or are not known."""
+    """Return the conversion of a picture's signals, from the codes in PNG's cICP or AVIF's nclx.
+
+    Return None if the codes are unknown, are sRGB's, or are BT.709's, which count as sRGB's."""
     if transfer in (PQ, HLG):
         return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
     if primaries not in _WIDE and transfer not in _GAMMAS:
@@ -183,8 +188,10 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion of signals that are light to the power ``gamma``, or sRGB's, of some primaries: (x, y) of
-    red, green, blue and white; None: sRGB's. Raises ValueError for primaries that span no colours."""
+    """Return the conversion of signals that are light to the power ``gamma``; None means sRGB's curve.
+
+    chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for primaries that span
+    no colours."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -195,37 +202,37 @@ def _of_hdr(primaries: int, transfer: int, encode: Callable[[np.ndarray], np.nda
 
 
 def decode_pq(signal: np.ndarray) -> np.ndarray:
-    """Take PQ signals in [0, 1] to nits."""
+    """Convert PQ signals in [0, 1] to nits."""
     m1, m2, c1, c2, c3 = 2610 / 16384, 2523 / 32, 3424 / 4096, 2413 / 128, 2392 / 128
     power = signal ** (1 / m2)
     return _MOST_NITS * (np.maximum(power - c1, 0) / (c2 - c3 * power)) ** (1 / m1)
 
 
 def decode_hlg(signal: np.ndarray) -> np.ndarray:
-    """Take HLG signals in [0, 1] to light of the scene in [0, 1]."""
+    """Convert HLG signals in [0, 1] to scene light in [0, 1]."""
     a, b, c = 0.17883277, 0.28466892, 0.55991073
     return np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - c) / a) + b) / 12)
 
 
 def decode_srgb(signal: np.ndarray) -> np.ndarray:
-    """Take sRGB's signals in [0, 1] to light in [0, 1]."""
+    """Convert sRGB signals in [0, 1] to light in [0, 1]."""
     return np.where(signal <= 0.04045, signal / 12.92, ((signal + 0.055) / 1.055) ** 2.4)
 
 
 def encode_srgb(light: np.ndarray) -> np.ndarray:
-    """Take light in [0, 1] to sRGB's signals."""
+    """Convert light in [0, 1] to sRGB signals."""
     return np.where(light <= 0.0031308, light * 12.92, 1.055 * light ** (1 / 2.4) - 0.055)
 
 
 def compress(light: np.ndarray) -> np.ndarray:
-    """Compress light in units of white, up to 10,000 nits, to [0, 1]: see step 4 of the rule."""
+    """Compress light in units of white, up to 10,000 nits, to [0, 1]. This is step 4 of the module's conversion."""
     most = (_MOST_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
     above = np.maximum(light - KNEE, 0) / (1 - KNEE)
     return np.minimum(light, KNEE) + (1 - KNEE) * above * (1 + above / most**2) / (1 + above)
 
 
 def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
-    """Return the (3, 3) matrix from light of these primaries to light of BT.709's, white to white (Bradford's
+    """Return the (3, 3) matrix from light in these primaries to light in BT.709's. White stays white (Bradford
     adaptation). Raises ValueError for primaries that span no colours."""
     try:
         white, wanted = (_BRADFORD @ _xyz(each[3]) for each in (chromaticities, _PRIMARIES[1]))
@@ -248,17 +255,17 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
     return columns * np.linalg.solve(columns, _xyz(chromaticities[3]))
 
 
-MAX_PROFILE = 2**22  # bytes of a profile that is read; those of presses have up to three million
-_CODES = "cicp"  # in Image.info: (primaries, transfer) of H.273
-_CHUNKS, _BOXES = 1000, 1000  # that are looked through
+MAX_PROFILE = 2**22  # maximum bytes of a profile; printing profiles have up to three million
+_CODES = "cicp"  # key in Image.info of (primaries, transfer), numbers of H.273
+_CHUNKS, _BOXES = 1000, 1000  # maximum chunks and boxes that are searched
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
 Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Store a PNG's or AVIF's colour codes, which Pillow ignores, in ``image.info``. The image must not be decoded
-    yet."""
+    """Store a PNG's or AVIF's colour codes, which Pillow ignores, in ``image.info``. Call this before decoding the
+    image."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -275,11 +282,10 @@ def kind_of_picture(image: Image.Image) -> str:
 
 
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
-    """Return (mode, function) that take a picture's colours to sRGB; None where there is nothing to do.
+    """Return (mode, function) to convert a picture's colours to sRGB; None if no conversion is needed.
 
-    mode: "RGB", "L" or "CMYK": the function takes pictures of this mode, 8 bits a channel, to RGB. A profile that is
-    broken, larger than ``MAX_PROFILE`` or made for other channels than the picture's is passed over, as in browsers.
-    """
+    The function converts pictures of this mode ("RGB", "L" or "CMYK", 8 bits per channel) to RGB. A profile is ignored,
+    as in browsers, if it is damaged, larger than ``MAX_PROFILE`` or made for other channels than the picture's."""
     info = image.info
     if _codes_count(image):
         convert = of_picture(*info[_CODES])
@@ -302,7 +308,7 @@ def _by(convert: Conversion) -> Convert:
 def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
     if len(profile) < 128 or len(profile) > MAX_PROFILE:
         return None
-    # Bytes 16 to 20 of a profile name the channels that it is made for.
+    # Bytes 16 to 19 of a profile name the channels that the profile is made for.
     grey = mode in ("1", "L", "LA", "La") or mode.startswith(("I", "F"))
     wanted = {b"GRAY": "L" if grey else "", b"CMYK": "CMYK" if mode == "CMYK" else ""}.get(profile[16:20], "")
     if profile[16:20] == b"RGB " and mode not in ("CMYK", "LAB"):
@@ -315,11 +321,11 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 def transform_of(profile: bytes, mode: str) -> Convert | None:
     """Return the perceptual transform (Pillow's default) of a profile.
 
-    Return None for a broken profile, and for a profile that changes no colour by more than one level of 255, because
-    sRGB's own profiles differ by that much."""
+    Return None for a damaged profile, and for one that changes no colour by more than one level of 255: versions of the
+    sRGB profile differ by that much."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        # Otherwise LittleCMS makes a coarse table for greys, which is wrong by 9 levels for dark greys in linear light.
+        # By default LittleCMS makes a coarse table for greys, which is off by 9 levels for dark greys in linear light.
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
@@ -344,8 +350,8 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Convert by PNG's gAMA and cHRM. Numbers within 5 % and 0.001 (libpng's bounds) of sRGB's stand for sRGB itself,
-    and numbers that make no sense are ignored."""
+    """Return the conversion by PNG's gAMA and cHRM. Values within 5 % and 0.001 (libpng's bounds) of sRGB's count as
+    sRGB's. Invalid values are ignored."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:
@@ -383,7 +389,7 @@ def _png_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (primaries, transfer) of an AVIF's first colour box of the kind nclx."""
+    """Return (primaries, transfer) of the first nclx colour box of an AVIF."""
     file.seek(0)
     data = file.read(1 << 16)
     for meta in _inside(data, b"meta", 0, len(data)):
@@ -396,12 +402,12 @@ def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield where the contents of the boxes of one kind in data[at:last] begin and end."""
+    """Yield (begin, end) of the contents of each box of the kind ``wanted`` in data[at:last]."""
     for _ in range(_BOXES):
         if at + 8 > last:
             return
         length, kind = struct.unpack_from(">I4s", data, at)
-        if length < 8:  # a length of 64 bits, or up to the end: of no box that is looked for
+        if length < 8:  # 1: a 64-bit length follows, 0: up to the end; no wanted box uses these
             return
         if kind == wanted:
             yield at + 8, min(at + length, last)

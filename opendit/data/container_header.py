@@ -1,7 +1,8 @@
-"""Check the header of a clip's file before a decoder opens the file. The check is fast; decoders trust every header.
+"""Check the header of a clip's file before a decoder opens the file. The check is fast, whereas decoders trust every
+header.
 
-FFmpeg allocates 24 bytes or more for every sample that an MP4's tables declare. So a file of 2 KB can make it allocate
-gigabytes, and the failure ends the process. Therefore the tables are checked first.
+FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. A file of 2 KB can thus make it
+allocate gigabytes, and the failure ends the process. Therefore the tables are checked first.
 
 MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T H.264, 7.3.
 """
@@ -17,19 +18,19 @@ import numpy as np
 from opendit.data.animations import HEAD, may_be_animation
 from opendit.data.medium import MAX_FRAMES
 
-MAX_TABLES = 2**28  # most bytes of all tables of a file; the tables of a 19-hour file take a fifth of this
-# Most boxes at the top level of a file, and inside a box. A fragmented file has two for every few seconds.
+MAX_TABLES = 2**28  # maximum bytes of a file's tables; those of a 19-hour file take a fifth of this
+# Maximum number of boxes at the top level of a file, and inside a box. A fragmented file has two per few seconds.
 MAX_BOXES = 100_000
 _MOST_PARTS = 8  # maximum number of separate reads for one file inside a tar
 
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-# Bytes of an entry in each kind of table that begins with a version, flags and the number of entries.
+# Bytes per entry, for the kinds of tables that begin with a version, flags and the number of entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
-_VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its inner boxes
+_VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its child boxes
 _SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # kinds of NAL units of H.264
 _INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
 
@@ -50,7 +51,7 @@ def problem_of_tables(file: BinaryIO) -> str | None:
                 return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
             file.seek(begin)
             more, shown = _count(file.read(length))
-            # In a fragmented file every fragment declares its own samples, so the numbers are added.
+            # In a fragmented file every fragment declares only its samples, so the numbers are added.
             samples, frames = samples + more, frames + shown
             if samples > size:
                 return f"declares {samples:,} samples, more than its {size:,} bytes"
@@ -62,9 +63,9 @@ def problem_of_tables(file: BinaryIO) -> str | None:
 
 
 def read_movie(file: BinaryIO) -> bytes:
-    """Return the contents of an MP4's first ``moov`` box, empty if there is none.
+    """Return the contents of an MP4's first ``moov`` box, or b"" if there is none.
 
-    Raises OSError, or ValueError after too many boxes."""
+    Raises OSError; ValueError after too many boxes."""
     for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
         if kind == b"moov":
             file.seek(begin)
@@ -73,7 +74,7 @@ def read_movie(file: BinaryIO) -> bytes:
 
 
 class _Parts:
-    """File-like object that reads parts of a file and stores each one in ``parts`` as (offset, bytes)."""
+    """File-like object that reads parts of a file and stores each part in ``parts`` as (offset, bytes)."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -108,14 +109,14 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # the file is invalid; reading the whole file will report the error
+    except ValueError:  # an invalid file; reading all of it will report the error
         pass
     return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) of a file's top-level boxes; nothing if the file is
-    not an MP4.
+    """Yield (kind, offset of the contents, length of the contents) of a file's top-level boxes. Yield nothing if the
+    file is not an MP4.
 
     Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
@@ -142,7 +143,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int]:
-    """Return (the largest number of samples in a table of any track, the largest in a video track).
+    """Return (largest number of samples in a table of any track, largest number in a video track).
 
     Raises ValueError for colours that can't be converted, and for a table that declares more entries than its size
     allows, because FFmpeg would read the bytes after the table as entries."""
@@ -152,13 +153,13 @@ def _count(data: bytes) -> tuple[int, int]:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box, which says whether a track is video, is next to the box that contains the track's tables.
+        # The handler box, which tells if a track is video, is a sibling of the box with the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
-            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, then the length and letters of each
+            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, then a box per codec
                 for _, first, last in _boxes(data, begin + 8, end, left):
                     if (profile := dolby_profile(data[first:last])) is not None:
                         raise ValueError(
@@ -171,7 +172,7 @@ def _count(data: bytes) -> tuple[int, int]:
 
 
 def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
-    """Return (kind, offset of the contents, end of the contents) of the boxes in data[at:last].
+    """Return (kind, offset of the contents, end of the contents) of each box in data[at:last].
 
     Raises ValueError for more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
@@ -192,10 +193,10 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that the table in data[begin:end] declares. Raises ValueError as :func:`_count`."""
+    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError as in :func:`_count`."""
     size = end - begin
     _check(kind, 8, size)
-    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of a sample if all are equal
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the common size of the samples, or 0
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
         if kind not in (b"stts", b"ctts"):
@@ -204,7 +205,7 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # bits of each sample's duration, size, flags, offset
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # flags: has duration, size, flags, offset
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
     _check(kind, 12, size)
@@ -222,8 +223,8 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return for each video track the numbers of pixels that its ``clap`` box cuts off, (left, right, top, bottom);
-    None for a track without this box."""
+    """Return, for each video track, the pixels that its ``clap`` box crops, (left, right, top, bottom); None for a
+    track without this box."""
     return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
 
 
@@ -241,7 +242,7 @@ def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, 
 
 
 def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
-    """Return the contents of the first box of each kind, by kind."""
+    """Return a dictionary: kind of box -> contents of the first box of that kind."""
     found: dict[bytes, bytes] = {}
     for kind, begin, end in _boxes(data, at):
         found.setdefault(kind, data[begin:end])
@@ -260,7 +261,7 @@ def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the Dolby Vision profile in a track's sample entry if the pictures can be shown only as Dolby Vision;
+    """Return the Dolby Vision profile in a track's sample entry if the pictures can only be shown as Dolby Vision;
     otherwise None."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
@@ -278,7 +279,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
     Args:
         sample: bytes of the frame, at least up to the beginning of its first slice.
-        length: number of bytes of the size before each NAL unit; 0 if NAL units are separated by start codes.
+        length: number of bytes of the size field before each NAL unit; 0 if NAL units are separated by start codes.
     """
     for unit in _units(sample, length):
         kind = unit[0] & 31

@@ -1,4 +1,4 @@
-"""Detect changed or damaged files: hashes of samples of their contents, and checksums verified in the background."""
+"""Detect changed or damaged files by hashes of parts of their contents, and by checksums verified in the background."""
 
 import contextlib
 import hashlib
@@ -16,17 +16,16 @@ from opendit.data.files import in_threads, retried_disk
 from opendit.data.row_arrays import spread
 
 MOST_FILES = 10_000
-MOST_BYTES = 64 << 20  # in all
+MOST_BYTES = 64 << 20  # of all files together
 _BLOCK = 4096
 
 
 def hash_files(paths: Sequence[str]) -> str:
-    """Return a hash of the files' sizes and contents. Names and folders of the files do not matter.
+    """Return a hash of the files' sizes and contents, independent of their names and folders.
 
     If there are more than 10,000 files, only 10,000 evenly spaced files are read. If they have more than 64 MiB
-    together, only evenly spaced blocks of each file are read, including its beginning and end. So the function takes
-    about a second, even for a million pictures or 100 GB of weights. An unreadable file counts as an empty one.
-    """
+    together, only evenly spaced blocks of each file are read, including its beginning and end. The function thus takes
+    about a second, even for a million pictures or 100 GB of weights. An unreadable file counts as an empty one."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
@@ -58,36 +57,35 @@ _REPAIR = "copy it again or run the preprocess.py command that made it"
 
 @dataclass(frozen=True)
 class Checksums:
-    """The SHA-256 of files: name in ``folder`` -> checksum. flag: what messages about damage begin with."""
+    """The SHA-256 of files: name in ``folder`` -> checksum. flag: beginning of messages about damage."""
 
     folder: Path
     files: dict[str, str]
     flag: str
 
     def verification(self, share: int, shares: int) -> "Verification":
-        """Return the background verifier of the files of process ``share`` of ``shares``."""
+        """Return the background verifier for part ``share`` of ``shares`` equal parts of the files, one part per
+        process."""
         return Verification(self.folder, dict(sorted(self.files.items())[share::shares]), self.flag)
 
 
 class Verification:
-    """A thread that reads files and compares their SHA-256, slowly enough to leave processor and disk to the training.
+    """Background thread that reads files and compares their SHA-256, slowly enough not to slow training down.
 
-    folder, files, flag: as of :class:`Checksums`. ``check()`` starts the thread when it is first called, so that it
-    does not delay the start, and raises once a file was found to be damaged. ``close()`` ends it.
-    """
+    folder, files, flag: see :class:`Checksums`. The first call of ``check()`` starts the thread. Later calls raise if
+    the thread has found a damaged file. ``close()`` ends the thread."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
         self.damage: str | None = None
-        self.verified = 0  # files that were as they should be
+        self.verified = 0  # number of files found intact
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Raise DataError naming the damaged file, if one has been found by now; costs nothing.
+        """Raise DataError, naming the file, if the thread has found a damaged one. The call takes no time.
 
-        The first call only starts the thread: whatever it finds, and however soon, a later call raises it.
-        """
+        The first call only starts the thread and never raises."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
             self._thread.start()
@@ -96,17 +94,17 @@ class Verification:
             raise DataError(f"{self.flag}: {self.damage}")
 
     def wait(self) -> None:
-        """Wait until the thread has read all files, or found a damaged one."""
+        """Wait until the thread has read all files or found a damaged one."""
         if self._thread is not None:
             self._thread.join()
 
     def close(self) -> None:
-        """End the thread, wherever it is; may be called twice."""
+        """End the thread at once. May be called twice."""
         self._stop.set()
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux gives each thread a priority
+        with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name
@@ -119,7 +117,7 @@ class Verification:
                 self.damage = str(error)
                 return
             if found is None:
-                return  # told to stop
+                return  # stopped by close()
             if found != expected:
                 self.damage = f"{path} is damaged: its checksum is not the index's; {_REPAIR}"
                 return
@@ -134,5 +132,5 @@ class Verification:
                 if not block:
                     return digest.hexdigest()
                 digest.update(block)  # releases the interpreter's lock
-                if self._stop.wait(time.monotonic() - started):  # half of the time at most
+                if self._stop.wait(time.monotonic() - started):  # pause as long as the read took
                     return None

@@ -1,4 +1,4 @@
-"""Helpers for user's files: find out their kind, print their names, and retry reads."""
+"""Helpers for users' files: determine their kind, print their names, and retry reads."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from opendit.common.safe_files import open_to_write
 from opendit.common.utils import DataError
-from opendit.common.utils import printable as printable  # as its callers know it
+from opendit.common.utils import printable as printable  # re-exported
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -29,14 +29,14 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """Name the kind of file of a ``st_mode``: "a folder", "a named pipe" and so on; None for an ordinary file."""
+    """Return the kind of file of a ``st_mode``, such as "a folder" or "a named pipe", or None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
 
 
 def problem(path: str | Path) -> str | None:
-    """Return why a path can't be opened as an ordinary file, in a few words, or None if it can be tried.
+    """Return a short reason why a path can't be opened as a regular file, or None if it probably can.
 
-    Nothing is opened, since opening a pipe may block and a device may do anything. Links are followed.
+    Nothing is opened, because opening a pipe may block and opening a device may have side effects. Links are followed.
     """
     try:
         kind = kind_of(os.stat(path).st_mode)
@@ -50,7 +50,7 @@ def problem(path: str | Path) -> str | None:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with ~ replaced by the home folder. Raises ValueError if that is not known."""
+    """Return a path with ~ replaced by the home folder. Raises ValueError if the home folder is not known."""
     try:
         return Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as error:
@@ -59,7 +59,7 @@ def expanded(path: str) -> Path:
 
 
 def bytes_of(path: str | Path) -> int:
-    """Return a file's size; 0 if it can't be found out."""
+    """Return a file's size, or 0 if it can't be determined."""
     try:
         return os.stat(path).st_size
     except (OSError, ValueError):
@@ -67,11 +67,12 @@ def bytes_of(path: str | Path) -> int:
 
 
 def allow_open_files(most: int = 2**14) -> None:
-    """Allow this process, and those that it starts, ``most`` open files, as far as the system permits: the usual limit
-    is 1,024, and a blend of many tars opens hundreds for each source."""
+    """Allow this process and its child processes ``most`` open files, or as many as the system permits.
+
+    The usual limit is 1,024, and a blend of many tars opens hundreds of files per source."""
     try:
         import resource
-    except ImportError:  # no such limit, or none that can be asked for
+    except ImportError:  # this system has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -91,13 +92,13 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
 
 
 def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
-    """Return ``work(item)`` of all items, in order. A network disk answers eight threads as fast as one."""
+    """Return ``work(item)`` for all items, in order. A network disk serves eight threads as fast as one."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 
 
 def first_bytes(path: str | Path, count: int) -> bytes:
-    """Return the start of a file; nothing if it can't be read or is not an ordinary file."""
+    """Return the first ``count`` bytes of a file, or b"" if it can't be read or is not a regular file."""
     try:
         if problem(path) is not None:
             return b""
@@ -109,7 +110,7 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the third, ...
 
-# Errors of a disk or network file system that is down. A file that is damaged or gone has other numbers.
+# Errors of a disk or network file system that is down. Damaged or missing files give other errors.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
@@ -118,7 +119,7 @@ DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name)
 def retried(address: str, work: Callable[[], Result]) -> Result:
     """Return ``work()``, which reads ``address``, with up to five attempts and growing pauses.
 
-    Raises DataError, naming the address. A missing or forbidden file is not tried again."""
+    Raises DataError, naming the address. A missing or forbidden file is not retried."""
     for last in _attempts():
         try:
             return work()
@@ -127,8 +128,8 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
             raise DataError(f"{printable(address)} {why}") from error
         except (ValueError, DataError):
             raise
-        except Exception as error:  # every store has its own
-            if getattr(error, "status", None) in (401, 403):  # of HTTP
+        except Exception as error:  # every store raises other types
+            if getattr(error, "status", None) in (401, 403):  # HTTP status
                 raise DataError(f"{printable(address)} may not be read") from error
             if last:
                 text = printable(" ".join(str(error).split())[:200] or type(error).__name__)
@@ -156,7 +157,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """Yield, for each attempt, True if it is the last; wait in between."""
+    """Yield, for each attempt, True if it is the last one. Wait between the attempts."""
     for pause in PAUSES:
         yield False
         wait(pause)
@@ -168,13 +169,13 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the errno of an error that means the disk is down; None for any other error."""
+    """Return the errno of an error if it means that the disk is down; None for any other error."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    # Not FFmpeg's own classes of errors, which have numbers as well: it reports EIO for damaged files, too.
+    # Exclude FFmpeg's error classes, which have an errno too: FFmpeg also reports EIO for damaged files.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
         return cause.errno
     try:
-        os.stat(path)  # a decoder may have hidden why it could not read
+        os.stat(path)  # finds an error that a decoder has hidden
     except OSError as found:
         return found.errno if found.errno in DOWN else None
     except ValueError:  # a path with a NUL

@@ -1,4 +1,4 @@
-"""The files of some kinds below a folder, and an account of everything else that is in there."""
+"""List the files with given suffixes below a folder, and count everything else in it."""
 
 import os
 from collections import Counter
@@ -9,18 +9,21 @@ from opendit.data.base import name_few
 from opendit.data.files import kind_of, printable
 
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
-VISITS = 100  # of one folder through links: chains of links to folders of links would have no end
+VISITS = 100  # maximum visits to one folder; nested links would otherwise multiply without limit
 
 Identity = tuple[int, int]  # device and inode: the same for every path to a folder
 
 
 @dataclass
 class Ignored:
-    """The files and folders that a search passed over.
+    """The files and folders that a search ignored.
 
-    suffixes: how many files of each suffix that was not asked for. hidden: files and folders. outside: pictures that
-    are in no class folder. named: "path (what it is)" of links that lead back up, pipes, devices and sockets.
-    unreadable: "path (why)" of folders.
+    Attributes:
+        suffixes: suffix -> number of ignored files.
+        hidden: number of hidden files and folders.
+        outside: number of pictures outside the class folders.
+        named: "path (kind)" of links that lead back up, pipes, devices and sockets.
+        unreadable: "path (reason)" of folders that can't be read.
     """
 
     suffixes: Counter[str] = field(default_factory=Counter)
@@ -88,7 +91,7 @@ def identity_of(folder: str) -> Identity:
 
 
 def folders_above(folder: str) -> frozenset[Identity]:
-    """Return the identities of a folder and of all folders above it."""
+    """Return the identities of a folder and all its parents."""
     path, found = os.path.realpath(folder), set()
     while True:
         found.add(identity_of(path))
@@ -98,11 +101,11 @@ def folders_above(folder: str) -> frozenset[Identity]:
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
-    """Return the names of a folder's files with one of ``suffixes``, and of the folders in it, both sorted; count
-    everything else in ``ignored``. A link to a missing file counts as a file, so that the loss shows when it is read.
+    """Return the names of a folder's files with one of ``suffixes``, and of its subfolders, both sorted. Count
+    everything else in ``ignored``.
 
-    Raises OSError if the folder can't be read.
-    """
+    A link to a missing file counts as a file, so that reading it reports the loss. Raises OSError if the folder can't
+    be read."""
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
     files, folders = [], []
@@ -129,10 +132,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _unusual(entry: os.DirEntry[str]) -> str | None:
-    try:  # the folder's listing holds the kind of most files, so that the disk isn't asked
+    try:  # for most entries the listing has the file type, so this rarely accesses the disk
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:
-        return None  # a link to nothing
+        return None  # a broken link
 
 
 def files_below(
@@ -143,9 +146,11 @@ def files_below(
     above: frozenset[Identity] = frozenset(),
     visits: int = VISITS,
 ) -> Iterator[str]:
-    """Yield the paths of all files with one of ``suffixes`` below a folder, folder by folder, each sorted: first its
-    files, then its folders. Links are followed, but not to a folder on the way (or in ``above``), and no folder is read
-    more than ``visits`` times. Everything that is left out is counted in ``ignored``."""
+    """Yield the paths of all files with one of ``suffixes`` below a folder, sorted: in each folder first the files,
+    then the subfolders.
+
+    Links are followed, except to a parent folder or a folder in ``above``. A folder is read at most ``visits`` times.
+    Everything else is counted in ``ignored``."""
     todo, seen = [(folder, above)], Counter()
     while todo:
         path, above = todo.pop()

@@ -22,8 +22,8 @@ from opendit.data.medium import Medium
 from opendit.data.order.sequences import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
-_DRAWN = 2**17  # entries of the permutation computed per batch
-SEED = 0x76616C  # seed of everything random about held-out samples, so that they don't depend on --global_seed
+_DRAWN = 2**17  # entries of the permutation computed at once
+SEED = 0x76616C  # seed for held-out samples, so that they don't depend on --global_seed
 
 
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
@@ -32,11 +32,10 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     Of n files, round(share x n) are held out, at least one. All rows of a file, such as those of a picture with several
     captions, are on the same side.
 
-    The choice depends only on the number of files. So every run on this data set holds out the same files, whatever its
-    seed, number of ranks or resume step. A larger share includes the files of a smaller share.
+    The choice depends only on the number of files. Every run on this data set thus holds out the same files, whatever
+    its seed, number of ranks or resume step. A larger share includes the files of a smaller share.
 
-    Raises ValueError if nothing is left to train on.
-    """
+    Raises ValueError if no files are left to train on."""
     files_of = dataset.describe().files
     sources: list[tuple[int, np.ndarray | None]] = [(len(dataset), None)] if files_of is None else files_of()
     counts = [rows if file_of is None else int(file_of.max()) + 1 for rows, file_of in sources]
@@ -47,7 +46,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
             f"--validate_share {share:g}: of {files:,} samples {count:,} are held out, and none is left to train on; "
             "lower it"
         )
-    # The smaller side is stored as a list of rows, and the larger side as its complement.
+    # Store the smaller side as an array of rows, and the larger side as its complement.
     fewer_held = 2 * count <= files
     drawn = _drawn(*((0, count) if fewer_held else (count, files)), files)
     few = _rows_of(drawn, sources, counts).astype(np.int32 if len(dataset) < 2**31 else np.int64, copy=False)
@@ -58,7 +57,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Return the files at positions [start, stop) of the permutation that orders files for holding out, sorted."""
+    """Return the files at positions [start, stop) of the hold-out permutation, sorted."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -68,7 +67,7 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows of these files. Files and rows are in rising order.
+    """Return the rows of ``files``. Files and rows are ascending.
 
     sources: see ``Description.files``. counts: number of files of each source."""
     ends = np.cumsum(counts)
@@ -88,9 +87,8 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 class SomeRows(MediaDataset):
     """A subset of another data set's rows, renumbered from 0.
 
-    rows: the chosen rows of ``whole``, rising. part: description of the subset for the log. Raises ValueError if
-    ``rows`` is empty.
-    """
+    rows: the used rows of ``whole``, ascending. part: description of the subset for the log. Raises ValueError if
+    ``rows`` is empty."""
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:
@@ -150,7 +148,7 @@ class SomeRows(MediaDataset):
         return Fingerprint(lambda: self._identity(whole), lambda: whole.contents, whole.checksums)
 
     def _identity(self, whole: Fingerprint) -> str:
-        if self._known is None:  # cached, because a run needs it several times and many rows take a second
+        if self._known is None:  # cached, because it is used several times and takes a second for many rows
             rows = stream_of(self.rows, lambda rows: rows.astype(np.int64))
             self._known = hash_parts("rows", whole.identity, rows)
         return self._known
@@ -170,5 +168,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """Return, for each of these row numbers of ``whole``, the number of chosen rows below it."""
+        """Return, for each row number of ``whole`` in ``ends``, how many used rows are below it."""
         return self.rows.searchsorted(ends).tolist()

@@ -34,7 +34,7 @@ CHECKED_HEADERS = 2000
 
 
 class PictureFolder(NamedTuple):
-    """Contents of a folder of pictures: class names, sorted paths, labels, and the files that are not read."""
+    """Contents of a folder of pictures: class names, sorted paths, labels, and ignored files."""
 
     class_names: list[str]
     paths: list[str]
@@ -47,8 +47,7 @@ def find_pictures(folder: str) -> PictureFolder:
 
     Every subfolder is a class with the subfolder's name, and is searched to any depth. A folder with pictures and no
     subfolder is a single class. Raises FileNotFoundError if there are no pictures, and ValueError for a folder that
-    can't be read, a class without pictures, or a folder of splits. Errors name the flag and the fix.
-    """
+    can't be read, a class without pictures, or a folder of splits. Errors name the flag and the fix."""
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
         loose, folders = list_folder(folder, suffixes, ignored)
@@ -89,7 +88,7 @@ def _leads_up(path: str, above: frozenset[Any]) -> bool:
 
 
 def _class_name(name: str) -> str:
-    """Return a folder's name as valid UTF-8 for checkpoints and logs. Other bytes are escaped."""
+    """Return a folder's name as valid UTF-8 for checkpoints and logs. Invalid bytes are escaped."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -103,7 +102,7 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
     """Raise ValueError if the subfolders are splits, or if a subfolder has no pictures.
 
-    others: files in each subfolder that are not read."""
+    others: ignored files of each subfolder."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -125,15 +124,13 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
-    """Read the headers of up to 2,000 pictures, evenly spaced in ``paths``.
+    """Read the headers of up to 2,000 evenly spaced pictures of ``paths``.
 
-    Raises ValueError, which names the first few bad files, if all of them or more than the share ``max_bad`` can't be
-    opened.
-    """
+    Raises ValueError, naming a few bad files, if more than the fraction ``max_bad`` can't be opened."""
     picture_suffixes()  # register Pillow's formats before the threads start, because they would race
     rows = spread(len(paths), CHECKED_HEADERS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about large and odd files, usable or not
+        warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable
         bad = [why for why in in_threads(_why_not, [paths[row] for row in rows]) if why is not None]
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
@@ -152,7 +149,7 @@ def _why_not(path: str) -> str | None:
 
 
 class FolderDataset(PicturesAndClips):
-    """Pictures in one folder per class, or in a single folder. They are mirrored at random by default.
+    """Pictures in one folder per class, or in a single folder. By default they are mirrored at random.
 
     options: see ``PicturesAndClips``, which also describes the samples."""
 
@@ -193,7 +190,7 @@ class FolderDataset(PicturesAndClips):
         return Fingerprint(self._identity, lambda: hash_files(self.paths))
 
     def _identity(self) -> str:
-        # Hash paths relative to the folder. Cutting the folder's prefix off takes a second for a million paths.
+        # Hash paths relative to the folder. Removing the folder's prefix takes a second for a million paths.
         before = os.path.join(self.folder, "").encode("utf-8", "surrogateescape")
         names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())

@@ -1,8 +1,8 @@
-"""Read the batches of every step, in worker processes that read ahead, and choose the schedule of a data set.
+"""Read the batches of every step in worker processes that prefetch, and choose a data set's schedule.
 
 The global batch is the same for any number of ranks, micro-batches and worker processes. The main process watches its
-workers: if a worker dies, runs out of memory or hangs, the run ends with one error that names the file. The workers
-also end if the main process fails or is killed, so no process is left.
+workers. If a worker dies, runs out of memory or hangs, the run ends with one error that names the file. If the main
+process fails or is killed, the workers end too, so no process is left.
 """
 
 import ctypes
@@ -76,8 +76,8 @@ class ReadAhead:
         patience: seconds that one file may take while the main process waits for its batch. After that, DataError names
             the file. 0 means no limit.
         who: prefix of the warning that is logged after half of ``patience``, such as "rank 3: ".
-        on_hang: function that is called from another thread with the error's text when a file hangs. Needed with 0
-            workers, where nothing can interrupt a read.
+        on_hang: called from another thread with the error's text when a file hangs. Needed with 0 workers, where
+            nothing can interrupt a read.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class ReadAhead:
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # More workers than cores are useful if reads wait for a disk. torch warns about them when a loader is
-            # constructed, and some versions also when the loader starts.
+            # More workers than cores are useful if reads wait for a disk. torch warns about this when a loader is
+            # constructed, and in some versions again when it starts.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
@@ -113,13 +113,12 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # Restore the previous handler. torch's handler raises on a worker's death at whichever line is running, perhaps
-        # in the middle of a save or where Python swallows the error. Without torch's handler, the next ``__next__``
-        # raises instead.
+        # Restore the previous handler. When a worker dies, torch's handler raises wherever the main process is, perhaps
+        # in the middle of a save or where Python swallows the error. Here the next ``__next__`` raises instead.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # Runs before multiprocessing's exit handler, which sends a signal that the workers ignore and then waits.
+        # Runs before multiprocessing's exit handler, which sends a signal that the workers ignore, and then waits.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
@@ -162,7 +161,7 @@ class ReadAhead:
         return result
 
     def _wait_for_result(self):
-        """Wait for a result and poll every second; DataLoader's own wait polls only every five seconds."""
+        """Wait for a result, polling every second; DataLoader's own wait polls only every five seconds."""
         while True:
             arrived, result = self._results._try_get_data(timeout=POLL)
             if arrived:
@@ -171,15 +170,14 @@ class ReadAhead:
     def _give_up(self, late: str) -> None:
         """Kill the workers because a file is late.
 
-        The main process may be blocked while it receives a result from a worker. Only that worker's end wakes it."""
+        The main process may be blocked while it receives a result from a worker. Only the end of that worker wakes it.
+        """
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Describe what has made no progress for ``seconds``: files with their workers, or stopped or idle workers.
-
-        Return an empty string if there is progress."""
+        """Describe the files and workers that made no progress for ``seconds``. Return "" if all made progress."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -223,7 +221,7 @@ class ReadAhead:
             ) from cause
 
     def close(self) -> None:
-        """End the worker processes, within seconds even if they are stuck; may be called twice."""
+        """End the worker processes, within seconds even if they are stuck. May be called twice."""
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
@@ -238,17 +236,17 @@ class ReadAhead:
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # on a busy machine; this thread must not be the one that frees the batches
+        if orderly.is_alive():  # on a busy machine; keep the batches alive, because that thread must not free them
             not_ended.append(results)
 
 
 def shut_down(results: Any) -> None:
-    with suppress(Exception):  # from queues whose other end was just killed
+    with suppress(Exception):  # queues raise if the process at the other end was just killed
         results._shutdown_workers()
 
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
-    """Run in a thread: log files that are late, and end the reading when a file takes longer than ``patience``."""
+    """Log late files, and end the reading when a file takes longer than ``patience``. Runs in a thread."""
     told = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
@@ -278,7 +276,7 @@ def _no_data(late: str, patience: float) -> str:
 
 
 class _Reading:
-    """The row that each worker reads, in memory shared with the main process.
+    """The row that each worker is reading, in memory shared with the main process.
 
     Each worker writes two numbers at every file: the row, and the time from time.monotonic(), a clock that all
     processes of a machine share."""
@@ -297,21 +295,21 @@ class _Reading:
         self.begin(-1)
 
     def at(self, number: int) -> tuple[int | None, float]:
-        """Return the row that a worker reads, or None, and the seconds since the worker last began or ended a row."""
+        """Return the row that a worker is reading, or None, and the seconds since it last began or ended a row."""
         row = self._rows[number]
         return None if row < 0 else row, time.monotonic() - self._since[number]
 
     def here(self) -> int | None:
-        """Return the row that this process reads, or None."""
+        """Return the row that this process is reading, or None."""
         worker = get_worker_info()
         return self.at(0 if worker is None else worker.id)[0]
 
 
 @dataclass
 class _Failed:
-    """An exception of a worker process, passed to the main process as a result.
+    """An exception of a worker process, returned to the main process as a result.
 
-    If the worker raised it, DataLoader would raise an error whose text is the worker's traceback."""
+    If the worker raised the exception, DataLoader would raise an error whose text is the worker's traceback."""
 
     kind: str  # "data", "memory", "shm", or "bug"
     text: str
@@ -348,7 +346,7 @@ class _Failed:
 
 
 class _WorkerTraceback(Exception):
-    """Cause of an error from another process. The text is the traceback of that process."""
+    """Cause of an error from another process. The text is that process's traceback."""
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
@@ -370,13 +368,13 @@ class _Guarded(Dataset[Any]):
 
 
 def _start_worker(worker: int, with_parent: bool) -> None:
-    """Initialize a worker process; torch has already set it to one thread."""
+    """Set up a worker process. torch has already limited it to one thread."""
     leave_inherited_garbage()
     if with_parent:
         end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process handles them, perhaps saves
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # only the main process handles these signals
         signal.signal(number, signal.SIG_IGN)
-    warnings.filterwarnings("ignore", module="PIL")  # large or odd pictures; unusable ones are reported
+    warnings.filterwarnings("ignore", module="PIL")  # warns about large or odd pictures
 
 
 def _unchanged(result):
@@ -392,7 +390,7 @@ class Batch:
 
     Attributes:
         x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: a tuple of B tensors
-            without the B axis, of different sizes, sorted by falling number of tokens.
+            without the B axis, of different sizes, in descending order of tokens.
         y: (B,) int64 classes.
         index: (B,) int64 positions in the global batch, which key all randomness of the samples.
         micro: index of the micro-batch in the step's gradient accumulation.
@@ -400,7 +398,7 @@ class Batch:
         weights: (B,) float32 weights of the samples' losses; None means 1.
         skipped: "path: reason" for every unreadable file.
         shortened: number of clips read at a smaller frame interval than requested.
-        bytes_read: bytes of files and tars that were read.
+        bytes_read: bytes read from files and tars.
         text: B captions; None if the conditioning is by label.
         small: the enlargement of each sample that ``enlarge`` still has to do on the device; None if none is needed.
     """
@@ -419,19 +417,19 @@ class Batch:
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # embedding of the captions, if cached
     small: tuple[Small | None, ...] | None = None
-    shared: Tensor | tuple[Tensor, ...] | None = None  # in a pinned batch: ``x`` in memory shared with the worker
+    shared: Tensor | tuple[Tensor, ...] | None = None  # if pinned: ``x`` in memory shared with the worker
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that a worker pickles.
+        """Return the state for pickling in a worker.
 
-        ``x`` stays a tensor in shared memory. The small tensors become NumPy arrays inside the message, because every
-        tensor would cost another message."""
+        ``x`` stays a tensor in shared memory. The small tensors become NumPy arrays inside the message, because sending
+        a tensor takes another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, y=torch.from_numpy(state["y"]), index=torch.from_numpy(state["index"]))
 
-    def pin_memory(self) -> "Batch":  # DataLoader calls this on a batch of a custom type
+    def pin_memory(self) -> "Batch":  # called by DataLoader
         embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
         x = self.x.pin_memory() if isinstance(self.x, Tensor) else tuple(part.pin_memory() for part in self.x)
         pinned = dict(x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
@@ -472,8 +470,8 @@ class _BatchReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # uint8 is a quarter of the memory to fill, stack and pass to the main process. With float32, these steps take
-        # half of a small clip's time.
+        # uint8 needs a quarter of the memory to fill, stack and send to the main process. With float32, these steps
+        # take half of the time that a small clip needs.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
@@ -482,8 +480,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         x, items = None, []
-        # Each sample is copied to the batch before the next is read, so that all clips reuse the memory of one.
-        # Otherwise the memory would be returned to the kernel and requested again, which costs 1 ms a clip.
+        # Each sample is copied to the batch before the next is read, so that all clips reuse the same memory.
+        # Otherwise each clip would request new memory from the kernel, which costs 1 ms per clip.
         for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
@@ -491,7 +489,7 @@ class _BatchReader(Dataset[Any]):
         return self._batch(request, cast(Tensor, x), items)
 
     def _packed(self, request: _Request) -> Batch:
-        """Read samples of any sizes into one buffer. The batch holds views of the buffer."""
+        """Read samples of any sizes into one buffer, and return a batch of views into the buffer."""
         items = list(self.samples.items(request.sample_keys, self.on_read))
         shapes = [_whole_shape(item) for item in items]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -526,7 +524,7 @@ def _whole_shape(item: Item) -> tuple[int, ...]:
 
 
 def _place(item: Item, target: Tensor) -> None:
-    """Copy a sample into ``target``; a sample that is not yet enlarged goes to the upper left corner."""
+    """Copy a sample into ``target``. A sample that still has to be enlarged goes to the upper left corner."""
     if item.small is not None:
         target = target[..., : item.small.height, : item.small.width]
     target.copy_(item.x)
@@ -535,11 +533,9 @@ def _place(item: Item, target: Tensor) -> None:
 class _RingBuffer:
     """Ring buffer in shared memory in which a worker collates its batches.
 
-    Allocating new shared memory for every batch costs more than the copy: 2.3 ms of the 7 ms that a clip of
-    16 x 256 x 256 takes. The main process requests batch n + ``AHEAD`` from a worker only after it has received batch
-    n, and it copies batch n before it requests more (``BatchIterator``). So batch n + ``AHEAD`` + 1 may overwrite batch
-    n.
-    """
+    Allocating new shared memory for every batch costs more than the copy: 2.3 ms of the 7 ms that a clip of 16 x 256 x
+    256 takes. The main process requests batch n + ``AHEAD`` from a worker only after receiving batch n, and it copies
+    batch n before it requests more (``BatchIterator``). So batch n + ``AHEAD`` + 1 may overwrite batch n."""
 
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
@@ -549,8 +545,8 @@ class _RingBuffer:
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``.
 
-        ``like`` has as many axes as ``shape``. The memory format is kept because clips are channels-last, and permuting
-        a clip takes longer than copying it."""
+        ``like`` has as many axes as ``shape``. The memory format is preserved because clips are channels-last, and
+        permuting a clip takes longer than copying it."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -561,7 +557,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Fill a new buffer. Small samples leave gaps in it, and reading pages that were never written is slow.
+            # Fill a new buffer with zeros. Small samples leave gaps, and reading pages that were never written is slow.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -571,21 +567,21 @@ class _RingBuffer:
 class OwnMemory:
     """Pool of reusable memory.
 
-    Without the pool, memory freed between two batches returns to the system. Allocating it again costs as much as
-    copying a batch."""
+    Without the pool, memory that is freed between two batches returns to the system, and allocating it again costs as
+    much as copying a batch."""
 
     def __init__(self):
-        # Pairs of a buffer and a weak reference to the view that its latest storage holds. The buffer is free once that
-        # view is gone.
+        # Pairs of a buffer and a weak reference to the view in its latest storage. A buffer is free when its view is
+        # gone.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """Return ``size`` uninitialized bytes that no other storage shares."""
+        """Return ``size`` uninitialized bytes that no other live storage uses."""
         pieces = self._pieces
         piece = next((piece for piece, view in pieces if view() is None and len(piece) == size), None)
         if piece is None:
             piece = np.empty(size, dtype=np.uint8)
-            pieces = [each for each in pieces if each[1]() is not None]  # free pieces have another size
+            pieces = [each for each in pieces if each[1]() is not None]  # drop free buffers of other sizes
         view = piece[:]
         self._pieces = [*(each for each in pieces if each[0] is not piece), (piece, weakref.ref(view))]
         return torch.from_numpy(view).untyped_storage()
@@ -607,7 +603,7 @@ class BatchIterator:
         read: number of files tried so far.
         skipped: number of unreadable files so far.
         shortened: number of clips read at a smaller frame interval than requested.
-        bytes_read: bytes of files and tars that were read.
+        bytes_read: bytes read from files and tars.
     """
 
     def __init__(
@@ -619,7 +615,7 @@ class BatchIterator:
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
         self._own_memory = OwnMemory()
-        # The last batches in shared memory: mapping it again for every batch costs as much as a copy.
+        # Keeps the last batches in shared memory mapped, because mapping a batch anew costs as much as copying it.
         self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
         self.shortened = self.bytes_read = 0
@@ -636,11 +632,11 @@ class BatchIterator:
     def __next__(self) -> Batch:
         """Return the next batch.
 
-        Raises DataError if too many files are unreadable, a worker process died or hangs, or a file of the data set was
-        found to be damaged."""
+        Raises DataError if too many files are unreadable, a worker process died or hangs, or the verification found a
+        damaged file."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # called here so that the verification thread starts after the worker processes
+            self.verification.check()  # the first call starts the verification thread, after the workers
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -650,7 +646,7 @@ class BatchIterator:
             self._mapped.append(came)
         if isinstance(batch.x, Tensor):
             return replace(batch, x=self._own(batch.x, self._own_memory.copy), shared=None)
-        # The samples of packs have many sizes, so their memory could hardly be reused.
+        # Samples of packs have many sizes, so pooled memory would rarely be reused.
         return replace(batch, x=tuple(self._own(part, Tensor.clone) for part in batch.x), shared=None)
 
     def _own(self, x: Tensor, copied: Callable[[Tensor], Tensor]) -> Tensor:
@@ -666,7 +662,7 @@ class BatchIterator:
         return self._counter.skipped
 
     def close(self) -> None:
-        """End the worker processes and the verification; may be called twice."""
+        """End the worker processes and the verification. May be called twice."""
         if self.verification is not None:
             self.verification.close()
         self._batches.close()
@@ -693,14 +689,15 @@ def build_loader(
     who: str = "",
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
-    """Return the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or forever).
+    """Return an iterator over the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (None:
+    without end).
 
     In every step and micro-batch the rank reads the units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
     the global batch. The worker processes live until ``close()``. With 0 workers the main process reads the same
     batches.
 
     Args:
-        max_bad: DataError is raised if a larger share of the files is unreadable.
+        max_bad: DataError is raised if a larger fraction of the files is unreadable.
         on_skip: called once for every unreadable file.
         as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch to float32
             on the device.
@@ -740,9 +737,9 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """Return the batches of these samples in order, without random mirroring or cropping. Pixels stay uint8.
+    """Return an iterator over batches of the given samples, without random mirroring or cropping. Pixels stay uint8.
 
-    The samples of one batch must have one step and one shape.
+    The samples of one batch must have the same step and shape.
 
     Args:
         max_bad, on_skip: see :func:`build_loader`.
@@ -769,8 +766,8 @@ def build_schedule(
 ) -> BatchSchedule:
     """Return the schedule of a data set.
 
-    With ``pack_tokens`` it is a ``PackSchedule``. Otherwise it is a ``BlendSchedule`` for a data set of several
-    weighted sources, a ``BucketSchedule`` for samples of several shapes, and else a plain ``BatchSchedule``.
+    With ``pack_tokens`` it is a ``PackSchedule``. Otherwise it is a ``BlendSchedule`` for a data set with several
+    weighted sources, a ``BucketSchedule`` for samples of several shapes, or else a plain ``BatchSchedule``.
 
     Args:
         bucket_tokens: tokens of a unit, which holds several samples of one shape. Needs a ``ShapedDataset``.

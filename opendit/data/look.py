@@ -35,17 +35,16 @@ from opendit.data.shards.latents import fetch_latents_indexes
 from opendit.data.shards.store import Remote
 from opendit.data.sources import build_dataset
 
-BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 128k
+BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens: 1k to 128k
 
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Function that counts the tokens of a medium at its own aspect ratio and length.
+    """Counts the tokens of a medium at its original aspect ratio and length.
 
-    The medium is scaled down, never up, to the area of ``image_size`` squared. Of a clip, every ``frame_interval``-th
-    frame counts, or ``fps`` frames a second, up to ``num_frames``. A token covers ``token_pixels`` x ``token_pixels``
-    pixels of ``token_frames`` frames.
-    """
+    The medium is scaled down, never up, to the area of ``image_size`` squared. Every ``frame_interval``-th frame of a
+    clip counts, or ``fps`` frames per second, up to ``num_frames``. A token covers ``token_pixels`` x ``token_pixels``
+    pixels of ``token_frames`` frames."""
 
     image_size: int
     num_frames: int
@@ -67,9 +66,9 @@ class BudgetFill:
 
     Attributes:
         budget: tokens of a sequence.
-        fill: share of the sequences' tokens that are used. The emptiest sequence is not counted, because more media
-            would fill it. None if it is the only sequence.
-        too_long: share of the media that are longer than a sequence and left out.
+        fill: fraction of the sequences' tokens that is used, without the emptiest sequence, because more media would
+            fill it. None if there is only one sequence.
+        too_long: fraction of the media that is longer than a sequence and left out.
     """
 
     budget: int
@@ -80,9 +79,9 @@ class BudgetFill:
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
     """Pack media of these lengths into sequences of ``budget`` tokens by best fit.
 
-    The longest medium comes first. Each goes into the fullest sequence that can still hold it."""
+    Media are placed longest first, each into the fullest sequence with enough room."""
     fitting = sorted((length for length in lengths if length <= budget), reverse=True)
-    free: list[int] = []  # free tokens of each sequence, rising
+    free: list[int] = []  # free tokens of each sequence, ascending
     for length in fitting:
         place = bisect_left(free, length)
         left = free.pop(place) if place < len(free) else budget
@@ -102,12 +101,12 @@ CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansf
 def font_files() -> list[str]:
     """Return the font files: DejaVu Sans and, if installed, a font for Chinese, Japanese and Korean.
 
-    DejaVu Sans comes with matplotlib and has more letters than Pillow's own font."""
+    DejaVu Sans comes with matplotlib and has more characters than Pillow's built-in font."""
     import matplotlib
-    from matplotlib.font_manager import findSystemFonts  # the manager's own list may be older than a font
+    from matplotlib.font_manager import findSystemFonts  # the font manager's cached list may lack new fonts
 
     found = [str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))]
-    # The regular weight comes first.
+    # Prefer the regular weight.
     installed = sorted(findSystemFonts(), key=lambda path: ("regular" not in Path(path).name.lower(), path))
     for begin in CJK:
         if path := next((path for path in installed if Path(path).name.lower().startswith(begin)), None):
@@ -117,7 +116,7 @@ def font_files() -> list[str]:
 
 @cache
 def families() -> list[str]:
-    """Return matplotlib's names of the fonts. It draws each glyph with the first font that has the glyph."""
+    """Return matplotlib's names of the fonts. matplotlib draws each glyph with the first font that has the glyph."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
@@ -135,12 +134,12 @@ def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
-    """Return the font that lacks the fewest characters of a text. Pillow draws a text in a single font."""
+    """Return the font that lacks the fewest characters of a text, because Pillow draws a text in a single font."""
     return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
 
 
-THUMBNAIL = 160  # pixels of a thumbnail's longer side
-COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet; thumbnails of a clip
+THUMBNAIL = 160  # longer side of a thumbnail in pixels
+COLUMNS, OF_CLIP = 8, 3  # thumbnails per line of the sheet; thumbnails per clip
 GAP, LINE, MOST_CLASSES = 8, 15, 20
 INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
@@ -151,7 +150,7 @@ class Look:
 
     Attributes:
         words: caption or class of the row.
-        frames: thumbnails, (h, w, 3) uint8 each: one of a picture or three of a clip. Empty if the row is not on the
+        frames: thumbnails, (h, w, 3) uint8 each: one for a picture or three for a clip. Empty if the row is not on the
             contact sheet.
     """
 
@@ -170,7 +169,8 @@ class Findings:
         looks: the rows that could be opened, in the order of the data set.
         bad: "file: reason" for every row that could not be opened.
         tokens: counts the tokens of a medium.
-        drawn: the rows that the figures count. Several sources contribute by weight, so a row may occur twice or never.
+        drawn: the rows that the statistics count. With several sources the rows are drawn by weight, so a row may occur
+            several times or never.
     """
 
     dataset: MediaDataset
@@ -189,7 +189,7 @@ class Findings:
 
     @property
     def counted(self) -> str:
-        """Label of the unit that the figures count."""
+        """Label of the unit that the statistics count."""
         return "rows looked into" if self.dataset.describe().sources is None else "samples by weight"
 
     @functools.cached_property
@@ -203,7 +203,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """Text with the number of opened rows and, with several sources, the number of samples of each source."""
+        """The number of opened rows and, with several sources, the number of samples of each source, as text."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -213,10 +213,10 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails in the data set's order. Each has its caption or class and its size below it."""
+    """Draw a PNG of thumbnails in the data set's order. The caption or class and the size are below each thumbnail."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
-    lines: list[list[tuple[int, Look]]] = []  # for each line: (column, look) pairs
+    lines: list[list[tuple[int, Look]]] = []  # (column, look) pairs of each line
     end = columns
     for each in found.shown:
         places = OF_CLIP if len(each.frames) > 1 else 1
@@ -254,7 +254,7 @@ def _cut(text: str, length: Callable[[str], float], most: float) -> str:
 
 
 def _size(medium: Medium) -> str:
-    """Return width x height as text, such as "64 x 64", or "64 x 64, 48 frames, 2.0 s" for a clip."""
+    """Return a text such as "64 x 64" (width x height), or "64 x 64, 48 frames, 2.0 s" for a clip."""
     size = f"{medium.width:,} x {medium.height:,}"
     if medium.frames > 1:
         size += f", {medium.frames:,} frames" + (f", {medium.seconds:.1f} s" if medium.fps else "")
@@ -272,12 +272,12 @@ def draw_histograms(found: Findings) -> bytes:
     import matplotlib
 
     with matplotlib.rc_context({"font.family": families()}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows the captions as text anyway
+        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows these captions too
         return _draw_histograms(found)
 
 
 def _draw_histograms(found: Findings) -> bytes:
-    from matplotlib.figure import Figure  # pyplot would keep the figures and look for a display
+    from matplotlib.figure import Figure  # pyplot would keep the figures in memory and need a display
 
     media = [each.medium for each in found.drawn]
     figure = Figure(figsize=(15, 8.5), layout="constrained")
@@ -331,7 +331,7 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
         return
     low, high = min(values), max(values)
-    if low == high:  # all values are equal: draw one bar, and the axis shows the value
+    if low == high:  # if all values are equal, draw one bar
         axes.bar([low], [len(values)], width=0.1 * abs(low) or 0.1)
         axes.set_xlim(low - (abs(low) or 1), low + (abs(low) or 1))
     else:
@@ -417,7 +417,7 @@ def run(
 ) -> None:
     """Run ``preprocess.py look`` with the values of its flags. media: options of :func:`open_any`.
 
-    If no row can be read, raises DataError and writes nothing."""
+    Raises DataError and writes nothing if no row can be read."""
     refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
     dataset, video = open_any(data_path, fps=fps, **media)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
@@ -451,9 +451,8 @@ def open_any(
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
     frame_interval).
 
-    An argument that is None defaults to the setting of the cached latents or, for other data, to 256, 16 or 1. options:
-    more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, which name the flag.
-    """
+    The default of an argument that is None is the setting of the cached latents; for other data it is 256, 16 or 1.
+    options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
         index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
@@ -461,23 +460,23 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # max_bad=1.0, because bad files are reported instead of ending the search. The data set is opened with clips first.
-    # If that fails, it is opened as pictures, and that attempt's error is the one to report.
+    # max_bad=1.0, because bad files are only reported. The data set is first opened with clips. If that fails, it is
+    # opened as pictures, and the second error is the one to report.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:
         dataset = build_dataset(data_path, size, use_video=False, **options)
     if not _has_clips(dataset):
-        with suppress(ValueError):  # a cooker has no index that lists its clips
+        with suppress(ValueError):  # a cooker's clips are not listed in an index
             dataset = build_dataset(data_path, size, use_video=False, **options)
     return dataset, (size, frames, interval)
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents in a folder or behind an address.
+    """Read the indexes of cached latents in a folder or behind an address; for a blend, those of its first source.
 
-    For a blend, read those of its first source. Return None if the data are not cached latents."""
+    Return None if the data are not cached latents."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -492,7 +491,7 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 def _has_clips(dataset: MediaDataset) -> bool:
     """Return True if a data set that was opened with clips has any, or if there is no need to check.
 
-    Only ``PicturesAndClips`` need the check: other data sets open with clips only if they have some."""
+    Only ``PicturesAndClips`` needs the check, because other data sets open with clips only if they have some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -502,10 +501,10 @@ def _has_clips(dataset: MediaDataset) -> bool:
 
 
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
-    """Return ``samples`` rows, or all if there are fewer, in rising order and evenly spaced.
+    """Return ``samples`` evenly spaced rows in ascending order, or all rows if there are fewer.
 
-    With several sources, each contributes by its initial weight, at least one row. Rows of a small source are
-    repeated."""
+    With several sources, each contributes by its initial weight, at least one row. Rows of a small source are repeated.
+    """
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -518,7 +517,7 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced rows of 0 to ``size`` - 1, in rising order.
+    """Return ``count`` evenly spaced rows of 0 to ``size`` - 1, in ascending order.
 
     If ``count`` exceeds ``size``, rows are repeated, and the numbers of repetitions differ by at most one."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
@@ -526,7 +525,7 @@ def _spread(size: int, count: int) -> np.ndarray:
 
 
 def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, tokens: MediumTokens) -> Findings:
-    """Open ``samples`` rows (0: all) chosen by :func:`draw_rows`, and keep thumbnails of up to ``pictures`` rows."""
+    """Open ``samples`` rows (0: all) chosen by :func:`draw_rows`, and make thumbnails of up to ``pictures`` of them."""
     samples = min(samples or len(dataset), len(dataset))
     drawn = draw_rows(dataset, samples)
     rows = (np.unique(drawn) if samples < len(dataset) else np.arange(len(dataset))).tolist()
@@ -552,7 +551,7 @@ def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, t
 
 @dataclass(frozen=True)
 class _Opener:
-    """Callable that opens a row in a worker process. Unlike a closure, it can be pickled for processes not forked."""
+    """Callable that opens a row in a worker process. Unlike a closure, it can be pickled for spawned processes."""
 
     dataset: MediaDataset
 
@@ -567,9 +566,9 @@ class _Opener:
 
 
 def thumbnail(frame: np.ndarray) -> np.ndarray:
-    """Scale a frame, (H, W) or (H, W, 3) uint8, to (h, w, 3) with at most ``THUMBNAIL`` pixels a side.
+    """Scale a frame, (H, W) or (H, W, 3) uint8, to (h, w, 3) with sides of at most ``THUMBNAIL`` pixels.
 
-    Small frames are enlarged by a whole number, so that their pixels stay visible."""
+    Small frames are enlarged by an integer factor, so that their pixels stay visible."""
     image = Image.fromarray(np.ascontiguousarray(frame)).convert("RGB")
     longest = max(image.size)
     if longest > THUMBNAIL:

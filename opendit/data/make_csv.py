@@ -1,8 +1,8 @@
-"""``preprocess.py ucf101``, ``folder`` and ``check``: list clips and pictures with their captions in a CSV, and keep
-the rows that can be trained on.
+"""``preprocess.py ucf101`` and ``folder`` list clips and pictures with captions in a CSV; ``check`` keeps the usable
+rows.
 
-Decoders crash and hang on broken files. Files are decoded in separate processes, so that a broken file costs only its
-row.
+Decoders crash and hang on broken files. Files are therefore decoded in separate processes, so that a broken file loses
+only its row.
 """
 
 import os
@@ -26,12 +26,12 @@ from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
 from opendit.data.tables import Columns, TableRow, write_csv
 
-# A run of capitals (TV in TVShow), a word with or without a capital, or a number.
+# A run of capitals (TV in TVShow), a word that may begin with a capital, or a number.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 
 
 def class_caption(name: str) -> str:
-    """Turn a class name into words.
+    """Convert a class name to words.
 
     For example, ApplyEyeMakeup becomes "apply eye makeup", TVShow "TV show", and play_piano "play piano"."""
     words = _WORDS.findall(name)
@@ -39,10 +39,9 @@ def class_caption(name: str) -> str:
 
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
-    """Find every clip below ``root``, captioned with its folder's name. Clips directly in ``root`` are left out.
+    """Find every clip below ``root``; its caption is its folder's name. Clips directly in ``root`` are left out.
 
-    Raises FileNotFoundError if the folder does not exist or holds no clip in a class folder.
-    """
+    Raises FileNotFoundError if the folder does not exist or has no clip in a class folder."""
     found = CaptionedFiles()
     for path in _clips_below(root, found.ignored):
         if path.parent == Path(root):
@@ -64,8 +63,7 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 def find_folder(root: str | Path) -> CaptionedFiles:
     """Find every clip and picture below ``root`` with its caption. The default caption is the folder's name.
 
-    Raises FileNotFoundError if the folder does not exist, or holds no media or no captions.
-    """
+    Raises FileNotFoundError if the folder does not exist, or has no media or no captions."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found = find_captions(root, folder_names=True)
@@ -85,7 +83,7 @@ def _note(ignored: Ignored) -> str:
 
 
 def _clips_below(root: str | Path, ignored: Ignored) -> Iterator[Path]:
-    """Yield the clips at any depth, sorted by folder. Each folder is visited once. Other files count in ``ignored``."""
+    """Yield the clips at any depth, sorted by folder. Each folder is visited once. Count other files in ``ignored``."""
     root = str(root)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
@@ -108,11 +106,11 @@ def make(kind: str, root: str, output: str) -> None:
 
 
 REASONS = ("missing", "undecodable", "too short", "too small", "empty caption")
-TIME_LIMIT = 60.0  # seconds for the two frames of one file
+TIME_LIMIT = 60.0  # seconds for decoding two frames of a file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Decode a picture, or a clip's first and last frame, as training does. May raise any exception."""
+    """Decode a picture, or a clip's first and last frame, as in training. May raise any exception."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -126,12 +124,12 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Check rows, and return (kept rows in their order, their media, dropped rows).
+    """Check rows, and return (remaining rows in order, their media, dropped rows).
 
     The dropped rows are a dictionary: reason -> list of "path: problem". A row counts under the first reason that
     applies: empty caption, missing, undecodable, too small (shorter side below ``min_size``), too short. A picture is
     never too short."""
-    found: list[Medium | tuple[str, str] | None] = []  # for every row: its medium, or (reason, "path: problem")
+    found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
         missing = None if why is None else ("missing", f"{printable(row.path)}: {why}")
@@ -167,7 +165,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of the minimum, median and maximum of durations, frames, sizes and frame rates.
+    """Return a text table with the minimum, median and maximum of durations, frames, sizes and frame rates.
 
     Durations, frames and rates cover only the clips."""
     clips = [medium for medium in media if medium.fps]
@@ -196,7 +194,7 @@ def check(
 ) -> None:
     """Run ``preprocess.py check`` with the values of its flags. how: arguments of :func:`check_rows`.
 
-    If no row is left, raises DataError and writes nothing."""
+    Raises DataError and writes nothing if no row is left."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(rows, **how)

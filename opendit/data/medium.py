@@ -1,7 +1,7 @@
-"""Describe pictures and clips before cropping and resizing, and choose which frames of a clip to read.
+"""Describe pictures and clips before cropping and resizing, and choose the frames of a clip to read.
 
-The description of a medium has its size, the times of its frames, and frames for a preview. Frames are chosen at a
-fixed interval or at a frame rate.
+The description of a medium has its size, the times of its frames, and preview frames. Frames are chosen at a fixed
+interval or at a frame rate.
 """
 
 import math
@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-MAX_FRAMES = 2**22  # most frames of a clip: 19 hours at 60 frames a second
-# Seconds by which a display time may be late. Matroska rounds times to milliseconds, and other files copied from a
-# Matroska stream keep the rounded times.
+MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
+# Seconds by which a display time may be late. Matroska rounds times to milliseconds, and files of other formats that
+# were copied from a Matroska stream keep the rounded times.
 ROUNDING = 1e-3 + 1e-6
 
 
@@ -28,16 +28,17 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """End time of the last frame, which lasts as long as the median frame. A single frame has no duration."""
+        """End time of the last frame, which is assumed to last as long as the median frame. A single frame has no
+        duration."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
 
     @property
     def rate(self) -> float:
-        """Frames a second; 0 for a single frame.
+        """Frames per second; 0 for a single frame.
 
-        This is the mean rate if the frames are equally spaced up to rounding, else the rate of the median distance."""
+        If the frames are equally spaced up to rounding, this is the mean rate, else the rate of the median distance."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -46,23 +47,21 @@ class Timeline(NamedTuple):
         return round(float(1 / (mean if even else np.median(gaps))), 6)
 
     def count(self, fps: float) -> int:
-        """Return the number of frames of the clip at ``fps`` frames a second."""
+        """Return the number of frames of the clip at ``fps`` frames per second."""
         return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:
-        """Return the index of the frame that a player shows at each time.
-
-        This is the last frame whose display time, within ``ROUNDING``, is not later."""
+        """Return the index of the frame that a player shows at each time: the last frame whose display time, within
+        ``ROUNDING``, is not later."""
         found = np.searchsorted(self.seconds, times + ROUNDING, side="right") - 1
         return found.clip(0, len(self.seconds) - 1).tolist()
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Return indices of ``num_frames`` frames ``frame_interval`` apart, or None if they don't fit.
+    """Return indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if they don't fit.
 
-    length: number of frames of the clip. start: number in [0, 1) that selects one of all windows that fit, with equal
-    shares; None selects the middle window.
-    """
+    length: number of frames of the clip. start: number in [0, 1) that selects one of all windows that fit; every window
+    has an equal part of this range. None selects the middle window."""
     last_start = length - 1 - (num_frames - 1) * frame_interval
     if last_start < 0:
         return None
@@ -82,8 +81,7 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
     """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart, or None if the clip is shorter.
 
     A window begins at the display time of a frame. start: as in ``clip_window``; it selects one of the frames at which
-    a window that fits can begin.
-    """
+    a window that fits can begin."""
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
@@ -99,16 +97,16 @@ def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
-COLOURS = "colours"  # key in Image.info of a decoded picture for the file's kind of colours, see Medium
-# Quantiles of latent values that are shown as black and as white, so that a few outliers don't hide the rest.
+COLOURS = "colours"  # key in the Image.info of a decoded picture, see ``Medium.colours``
+# Quantiles of latent values that are shown as black and white, so that outliers don't reduce the contrast.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or clip as its file has it. A picture has one frame and no rate.
+    """A picture or clip as stored in its file. A picture has one frame and no rate.
 
-    duration: display time of a clip in seconds; 0 means frames / fps. colours: kind of colours if they are converted,
+    duration: display time of a clip in seconds; 0 means frames / fps. colours: kind of colours if they need conversion,
     such as "HDR (PQ)", else ""."""
 
     frames: int
@@ -123,7 +121,7 @@ class Medium:
         return self.duration or (self.frames / self.fps if self.fps else 0.0)
 
     def frames_at(self, fps: float | None) -> int:
-        """Return the number of frames at the rate ``fps``, or of all frames if it is None."""
+        """Return the number of frames at the rate ``fps``; None means all frames."""
         return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
@@ -145,7 +143,8 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a VAE's means and deviations (2C, [T,] h, w), as :func:`of_pixels` does for pixels.
+    """Return (medium, frames) of a VAE's means and standard deviations (2C, [T,] h, w), like :func:`of_pixels` for
+    pixels.
 
     The first three channels of the means are shown as red, green and blue, or the first as grey."""
     channels = len(moments) // 2
@@ -155,7 +154,7 @@ def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def count_colours(media: Iterable[Medium]) -> list[str]:
-    """Return a line such as "2 clips are HDR (PQ), tone-mapped to SDR" for each kind of colours that is converted."""
+    """Return a line such as "2 clips are HDR (PQ), tone-mapped to SDR" for each kind of converted colours."""
     counts = Counter((medium.colours, medium.frames > 1) for medium in media if medium.colours)
     lines = []
     for (colours, clips), count in sorted(counts.items()):

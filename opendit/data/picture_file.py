@@ -18,19 +18,19 @@ from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_c
 from opendit.data.files import TIME_LIMIT, printable, problem
 from opendit.data.medium import COLOURS
 
-# Most pixels of a picture; Pillow has the same limit. A decoded pixel takes 4 bytes, and some modes briefly need three
-# times as much, 2 GiB in all.
+# Maximum pixels of a picture, as in Pillow. A decoded pixel takes 4 bytes, and some modes briefly need three times as
+# much, 2 GiB in all.
 MAX_PIXELS = 178_956_970
-MAX_WHOLE_FILE = 2**28  # bytes of a file in a format that Pillow reads into memory before it decodes it (WebP, AVIF)
-MAX_SCANS = 500  # most scans of a progressive JPEG; each decodes the whole picture, and programs write about ten
-LONGEST = 16  # a picture with a larger ratio of its sides is cut before it is enlarged
+MAX_WHOLE_FILE = 2**28  # maximum bytes of a file that Pillow reads completely before decoding (WebP, AVIF)
+MAX_SCANS = 500  # maximum scans of a progressive JPEG; each takes a full decoding pass, and about ten are usual
+LONGEST = 16  # a picture with a larger ratio of its sides is cropped before it is enlarged
 
 ORIENTATION = 274  # EXIF tag; values from 5 on swap width and height
 SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens and that are not read here. EPS is a program that Ghostscript would run. Of the others,
+# Formats that Pillow opens but this module refuses. EPS is a program that Ghostscript would run. For the others,
 # Pillow reads only the headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
@@ -43,15 +43,16 @@ def _formats() -> tuple[str, ...]:
 
 @cache
 def picture_suffixes() -> frozenset[str]:
-    """Return the suffixes of all formats that Pillow decodes here, in lower case and with their dots."""
-    names = {*_formats(), "MPO"}  # MPO: JPEGs of several pictures, opened as JPEGs
+    """Return the suffixes of all formats that this module decodes, in lower case and with their dots."""
+    names = {*_formats(), "MPO"}  # MPO: JPEG files with several pictures, opened as JPEG
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in names)
 
 
 def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
     """Return the first row and column of a crop.
 
-    down, across: pixels by which the crop can be moved. place: position (down, across) in [0, 1); None: the middle."""
+    down, across: number of pixels by which the crop can be moved. place: position (down, across) in [0, 1); None: the
+    centre."""
     if place is None:
         return down // 2, across // 2
     return int(place[0] * (down + 1)), int(place[1] * (across + 1))
@@ -61,32 +62,31 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
     """Return ADM's centre crop of size x size pixels.
 
     The picture is halved by a box filter while both sides stay at least ``size``, resized bicubically until the shorter
-    side is ``size``, and cut to the middle. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
+    side is ``size``, and cropped at the centre. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
     guided-diffusion, on which the reference statistics of published FID numbers are based.
 
-    One case differs: a picture that would be enlarged, and whose sides have a ratio above ``LONGEST``, is cut before it
-    is enlarged, because ADM's order takes gigabytes for it. A few of its pixels differ by one level in 255, because the
-    filter's weights are rounded.
+    One case differs: a picture that would be enlarged, and whose sides have a ratio above ``LONGEST``, is cropped
+    before it is enlarged, because ADM's order takes gigabytes for it. A few of its pixels differ by one level of 255,
+    because the filter's weights are rounded.
 
-    place: position of the crop instead of the middle, see :func:`start_of_crop`.
-    """
+    place: position of the crop, by default the centre, see :func:`start_of_crop`."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
     width, height = round(image.width * scale), round(image.height * scale)
     top, left = start_of_crop(height - size, width - size, place)
     if scale > 1 and max(image.size) > LONGEST * min(image.size):
-        across, down = image.width / width, image.height / height  # pixels of the picture per pixel of the crop
+        across, down = image.width / width, image.height / height  # picture pixels per crop pixel
         return _enlarge(image, size, (left * across, top * down, (left + size) * across, (top + size) * down))
     image = image.resize((width, height), resample=Image.Resampling.BICUBIC)
     return image.crop((left, top, left + size, top + size))
 
 
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Return the largest centre crop with the ratio width : height, resized to width x height pixels.
+    """Return the largest centre crop with the aspect ratio width : height, resized to width x height pixels.
 
-    This generalises :func:`center_crop` to any ratio, except that long pictures are not cut before they are enlarged.
-    place: see :func:`center_crop`."""
+    This generalises :func:`center_crop` to any ratio, except that long pictures are not cropped before they are
+    enlarged. place: see :func:`center_crop`."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
@@ -112,7 +112,7 @@ def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
 def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
     """Return (height, width) of the upright picture, read from the file's header.
 
-    Raises BadSample as :func:`read_picture` does."""
+    Raises BadSample like :func:`read_picture`."""
     with opened_picture(path, content) as (_, image):
         return upright_size(image)
 
@@ -129,17 +129,17 @@ def opened_picture(
             yield file, image
     except BadSample:
         raise
-    except Exception as error:  # Pillow's decoders raise nearly any exception type on broken files
+    except Exception as error:  # Pillow's decoders raise errors of nearly any type
         raise BadSample(path, reason(error)) from error
 
 
 def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, float]) -> Image.Image:
     """Enlarge a box of a picture to size x size pixels. box: (left, top, right, bottom) in the picture's pixels."""
-    margin = 3  # bicubic looks two pixels past the box
+    margin = 3  # bicubic interpolation reads two pixels beyond the box
     left, top = max(0, math.floor(box[0]) - margin), max(0, math.floor(box[1]) - margin)
     right, bottom = (math.ceil(end) + margin for end in box[2:])
     image = image.crop((left, top, min(right, image.width), min(bottom, image.height)))
-    # Resize one axis after the other, in Pillow's own order.
+    # Resize one axis after the other, in the same order as Pillow.
     across = (box[0] - left, 0, box[2] - left, image.height)
     image = image.resize((size, image.height), resample=Image.Resampling.BICUBIC, box=across)
     down = (0, box[1] - top, size, box[3] - top)
@@ -149,7 +149,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 class PictureFile(io.BufferedReader):
     """A file with a deadline for reads, and with bounded reads.
 
-    A decoder requests as many bytes as a header claims. A read never allocates more than the file's size."""
+    Decoders request as many bytes as a header claims, but a read never allocates more than the file's size."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
         super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))
@@ -174,27 +174,26 @@ class PictureFile(io.BufferedReader):
 
 
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
-    """Read a picture file as 8-bit sRGB, upright, with its transparent pixels blended onto white.
+    """Read a picture file as 8-bit sRGB, upright, with transparent pixels blended onto white.
 
-    Colours are converted, and HDR is tone-mapped, as ``opendit.data.colours`` describes. Of an animation, the first
-    frame is read.
+    Colours are converted, and HDR is tone-mapped, as ``opendit.data.colours`` describes. Only the first frame of an
+    animation is read.
 
     Grey pictures with more than 8 bits are scaled to 0 to 255. 16-bit values, and 32-bit integers that fit 16 bits, are
-    divided by 257. Floating-point values are taken to range from 0 to 1, 255 or 65,535, the first of these that holds
-    all values. Otherwise the range from the least value (or 0, if lower) to the largest becomes 0 to 255.
+    divided by 257. Floating-point values are assumed to range from 0 to 1, 255 or 65,535, whichever is the first that
+    holds them all. In all other cases the range from the minimum (or 0, if lower) to the maximum becomes 0 to 255.
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
-    Raises BadSample, with the file and the reason, for a file that is not regular or no picture, that has more than
-    ``MAX_PIXELS`` pixels, doesn't fit into memory, or takes more than ``time_limit`` seconds.
-    """
+    Raises BadSample, naming the file and the reason, if the file is not a regular file or not a picture, has more than
+    ``MAX_PIXELS`` pixels, doesn't fit into memory, or takes more than ``time_limit`` seconds."""
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
-        # 32-bit integers in a TIFF are unsigned unless a tag says otherwise. Pillow reads them as signed.
+        # Pillow reads 32-bit integers of a TIFF as signed, but they are unsigned unless a tag says otherwise.
         tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
         unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-        conversion = conversion_of(image)  # before upright(): its copy has lost the file's format
+        conversion = conversion_of(image)  # before upright(), whose copy lacks the file's format
         kind = kind_of_picture(image)
         picture = _to_rgb(upright(image), unsigned, conversion)
         picture.info[COLOURS] = kind
@@ -202,7 +201,7 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an opened picture as :func:`read_picture` does, but without rotating it. May raise any exception."""
+    """Convert an opened picture like :func:`read_picture`, but without rotating it. May raise any exception."""
     image.load()
     return _to_rgb(image, False, conversion_of(image))
 
@@ -221,7 +220,7 @@ def open_picture_file(file: PictureFile) -> Image.Image:
 
 
 def _scans(file: PictureFile) -> int:
-    """Return the number of scans of a JPEG file, and restore the file's position."""
+    """Count the scans of a JPEG file. The file's position is unchanged."""
     at, count, last = file.tell(), 0, b""
     file.seek(0)
     while part := file.read(2**20):
@@ -254,7 +253,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Rotate and mirror a picture by its EXIF orientation. A broken EXIF block is ignored."""
+    """Rotate and mirror a picture according to its EXIF orientation. A broken EXIF block is ignored."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
@@ -277,7 +276,7 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
         return _converted(image, conversion)
     image = image.convert("RGBA")
     alpha = image.getchannel("A")
-    # Blending uses sRGB values without linearising them, as browsers do.
+    # Like browsers, blend sRGB values without linearising them.
     return on_white(_converted(image.convert("RGB"), conversion), alpha)
 
 
@@ -290,7 +289,7 @@ def _converted(image: Image.Image, conversion: tuple[str, Convert] | None) -> Im
 
 
 def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
-    """Return an RGB picture blended onto white by ``alpha``, of mode "L"."""
+    """Return an RGB picture blended onto white with ``alpha``, a picture of mode "L"."""
     if alpha.getextrema() == (255, 255):
         return picture
     blended = Image.new("RGB", picture.size, WHITE)
@@ -299,7 +298,7 @@ def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
 
 
 def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | None) -> np.ndarray:
-    """Convert a grey picture (H, W) of more than 8 bits to uint8, scaled as :func:`read_picture` describes."""
+    """Convert a grey picture (H, W) with more than 8 bits to uint8, scaled as :func:`read_picture` describes."""
     levels = np.arange(256)
     if conversion is not None:  # convert 256 grey levels; other values are interpolated
         ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None])
@@ -311,7 +310,7 @@ def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | 
     white = next((white for white in usual if 0 <= lowest and highest <= white), None)
     lowest, highest = (0, white) if white else (min(0, lowest), max(highest, lowest + 1))
     out = np.empty(numbers.shape, np.uint8)
-    for row in range(0, len(numbers), 256):  # in parts, because a large picture would take gigabytes
+    for row in range(0, len(numbers), 256):  # in parts, because a large picture at once would take gigabytes
         part = numbers[row : row + 256]
         if white == 65535:
             scaled = part.astype(np.float32) / 257

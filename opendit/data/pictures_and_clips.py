@@ -1,4 +1,4 @@
-"""Base class of data sets of pictures and clips, and the search for the sizes of their media.
+"""Base class of data sets of pictures and clips, and functions that find the sizes of their media.
 
 Sizes are read from the files' headers once per machine and then cached.
 """
@@ -37,15 +37,15 @@ class PicturesAndClips(MediaDataset):
     Args:
         num_frames, frame_interval, fps, short_clips: see ``read_clip``.
         video_reader: one of ``video_readers.CHOICES``.
-        random_flip: None means False, since captions may mention left and right.
+        random_flip: None means False, because captions may mention left and right.
         random_crop, seed, max_bad: see ``Description``.
-        training: if True, the window of each clip is drawn for the sample. Otherwise it is the middle one.
+        training: True draws a random window of each clip. False uses the middle window.
 
     Raises:
-        ValueError: a window can't be read, or the reader is not installed. The message names the flag.
+        ValueError: the settings of windows are invalid, or the reader is not installed. The message names the flag.
     """
 
-    rated = 32  # number of clips whose frame rate is looked up
+    rated = 32  # number of clips whose frame rate is read
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PicturesAndClips(MediaDataset):
         check_window(num_frames, frame_interval, short_clips, fps)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
         self.fps = fps
-        # The reader is chosen once, before worker processes are forked, and the run's first log lines name it.
+        # Choose the reader once, before worker processes are forked, so that the run's first log lines name it.
         self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
         self.use_video, self.image_size = use_video, image_size
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
@@ -84,13 +84,14 @@ class PicturesAndClips(MediaDataset):
         return Description(text=text, clips=clips, **{name: getattr(self, name) for name in names} | fields)
 
     def picture_sample(self, picture: Image.Image, view: View) -> Item:
-        """Return the cropped picture as an item, for use in ``read``."""
+        """Return a picture, cropped, as an item. Called by ``read``."""
         height, width = view.shape[1:] if view.shape else (self.image_size, self.image_size)
         pixels = to_tensor(fill_crop(picture, height, width, view.place), view.flip, view.as_bytes)
         return Item(pixels[:, None] if self.use_video else pixels)
 
     def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
-        """Return a clip's file as an item, for use in ``read``. name: the file's name in messages. Raises BadSample."""
+        """Return a window of a clip's file as an item. Called by ``read``. name: the file's name in messages. Raises
+        BadSample."""
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         clip, shortened = read_clip(
             path,
@@ -112,7 +113,7 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """Function that counts a clip's frames at ``fps``, or None to count all of its frames.
+        """Function that counts a clip's frames at ``fps``; None counts all frames of the file.
 
         With ``short_clips="interval"`` the count is at least the number of the clip's frames, because a clip that is
         too short is read at a higher rate."""
@@ -140,7 +141,7 @@ class PicturesAndClips(MediaDataset):
         raise NotImplementedError
 
     def window_note(self) -> str:
-        """Describe for the log how clips are read."""
+        """Describe how clips are read, for the log."""
         interval = f", frame interval {self.frame_interval}" if self.frame_interval > 1 else ""
         if self.fps is not None:
             interval = f", {self.fps:g} frames a second"
@@ -153,29 +154,28 @@ def _frames_at(timeline: Timeline, fps: float, at_least_all: bool) -> int:
     return max(timeline.count(fps), len(timeline.seconds) if at_least_all else 0)
 
 
-SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it when sizes are defined otherwise
-HEAD = 1 << 16  # bytes that nearly always contain a picture's header
-_WHOLE = 4 * HEAD  # largest clip, in bytes, that is read completely
+SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it if the definition of sizes changes
+HEAD = 1 << 16  # bytes that nearly always contain a picture's whole header
+_WHOLE = 4 * HEAD  # bytes; smaller clips are read completely
 _ROWS = 4096  # rows between two updates of the progress bar
 
 
 def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
     """Return (rows, 3) int32, the size of every row's medium; see :func:`known_sizes`.
 
-    look: returns the size of a row's medium or raises BadSample. It is called from several threads."""
+    look: returns the size of a row's medium or raises BadSample. Several threads call it."""
     known = dataset.fingerprint()
     name = hash_parts(SIZES, known.identity, known.contents or "", dataset.shapes().read_as)
     return known_sizes(name, len(dataset), look)
 
 
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium, or zeros for a bad one.
+    """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one.
 
-    The sizes are found once on this machine and cached, see ``kept_file``.
+    Each machine determines the sizes once and caches them, see ``kept_file``.
 
     identity: hash of the data set and its files, the cache key. look: returns the size of a row's medium or raises
-    BadSample. It is called from ``threads`` threads.
-    """
+    BadSample; ``threads`` threads call it."""
     read, make = partial(_read, rows=rows), partial(_look_at_all, rows, look, threads)
     return kept_file(identity, f"{identity}.npy", read, _write, make)
 
@@ -226,28 +226,29 @@ def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes])
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
         except BadSample:
-            pass  # the header is longer, or the format is read as a whole
+            pass  # the header is longer, or the format needs the whole file
     return (1, *picture_size(name, content=read(0, size)))
 
 
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Return the size of a clip inside another file. ``read(at, count)`` returns its bytes.
+    """Return the size of a clip of ``size`` bytes inside another file. ``read(at, count)`` returns its bytes.
 
-    If possible only an MP4's tables and the start of its first frame are read. count: see ``clip_size``."""
+    If possible, only an MP4's tables and the start of its first frame are read. count: see ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
                 return clip_size(path, whole=False, count=count)
         except BadSample:
-            pass  # the decoder needs the complete first frame, or only decoding can count the frames
+            pass  # the decoder needs the complete first frame, or must count the frames by decoding
     with as_file([(0, read(0, size))], size) as path:
         return clip_size(path, count=count)
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
-    """Return the size in a CSV row's columns height, width and, for a clip, num_frames; None if it is missing."""
+    """Return the size in a CSV row's columns height, width and, for a clip, num_frames; None if one is missing or
+    invalid."""
     try:
         frames = 1 if is_picture else int(extra["num_frames"])
         found = frames, int(extra["height"]), int(extra["width"])

@@ -1,7 +1,7 @@
 """Run jobs in worker processes that neither outlive their parent process nor delay its end.
 
 ``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs on files that may crash or hang their decoder. Such a file
-costs only its own job.
+loses only its own job.
 """
 
 import ctypes
@@ -28,11 +28,10 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def leave_inherited_garbage() -> None:
-    """Enable garbage collection in a process started under ``collection_paused``, for its own objects only.
+    """Enable garbage collection, restricted to new objects, in a process that was started under ``collection_paused``.
 
-    A forked process inherits its parent's garbage but not the parent's threads. If it collects an object that ends a
-    thread, such as a process group or a store of torch.distributed, it waits forever or crashes.
-    """
+    A forked process inherits its parent's garbage but not the parent's threads. If it collected an object that ends a
+    thread, such as a process group or a store of torch.distributed, it would wait forever or crash."""
     gc.freeze()
     gc.enable()
 
@@ -41,9 +40,8 @@ def end_with_parent() -> None:
     """Make this process end when its parent ends, even if the parent is killed.
 
     On Linux the kernel ends this process, even while it is stopped or stuck in a read. If Python's fork server forked
-    this process, a thread ends it. Call this function only in a process that the parent's main thread started, because
-    the kernel watches that thread and not the parent process.
-    """
+    this process, a thread ends it. The kernel watches the thread that started this process, not the parent process. So
+    only call this function in a process that the parent's main thread started."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -58,7 +56,7 @@ def _follow(parent: BaseProcess) -> None:
 def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
     """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end.
 
-    A process that the kernel can't end yet, for example while it waits for a dead network disk, is left running."""
+    A process that the kernel can't end yet, for example because it waits for a dead network disk, is left running."""
     for process in processes:
         process.kill()
     until = time.monotonic() + patience
@@ -67,7 +65,7 @@ def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> No
 
 
 def state_of(pid: int) -> str:
-    """Return ``stopped`` or ``waiting for a disk`` if a process is in that state, else an empty string."""
+    """Return ``stopped`` or ``waiting for a disk`` if a process is in that state, otherwise ""."""
     with suppress(OSError, IndexError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk"}.get(letter, "")
@@ -82,7 +80,7 @@ def _begin_process() -> None:
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
     """Compute ``work(job)`` for all jobs in ``count`` processes, and yield the results in the order of completion.
 
-    Raises the first error of a job, after which no more jobs start, or DataError if a process was killed."""
+    Raises the first error of a job, after which no more jobs start. Raises DataError if a process was killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return
@@ -106,13 +104,12 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
 def run_apart(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield (index, ``function(*work[index])``) for all of the work, in the order of completion.
+    """Yield (index, ``function(*work[index])``) for each job in ``work``, in the order of completion.
 
-    The result of a failed job is a string with the reason, so the function itself must not return strings. If a process
-    dies, only its job is lost, whereas a multiprocessing pool would fail or wait forever.
+    The result of a failed job is a string with the reason, so ``function`` must not return strings. If a process dies,
+    only its job is lost, whereas a multiprocessing pool would fail or wait forever.
 
-    time_limit: seconds for one job.
-    """
+    time_limit: seconds for one job."""
     todo = iter(range(len(work)))
     running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 
@@ -120,14 +117,14 @@ def run_apart(
         """Send the next job to a free process, or end the process if no job is left."""
         index = next(todo, None)
         if index is None:
-            # Closing the pipe isn't enough, because processes forked later hold copies that keep it open.
+            # Closing the pipe isn't enough, because processes forked later have copies that keep it open.
             with suppress(OSError):
                 pipe.send(None)
             pipe.close()
             process.join(5)
             return
         running[pipe] = [process, index, time.monotonic() + time_limit]
-        with suppress(OSError):  # if the process died while idle, reading the pipe fails later
+        with suppress(OSError):  # if the process died while idle, a later read of the pipe fails
             pipe.send(work[index])
 
     try:
@@ -156,14 +153,14 @@ def run_apart(
 
 
 def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiprocessing.Process]:
-    # A forked process starts at once. A spawned one imports torch for seconds, and again after every crash.
+    # Forking takes no time. A spawned process imports torch for seconds, and again after every crash.
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
     with collection_paused():
         process.start()
-    theirs.close()  # so that the pipe closes when the worker dies
+    theirs.close()  # otherwise the pipe would stay open when the worker dies
     return ours, process
 
 
@@ -173,11 +170,11 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
 
 
 def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
-    """Run in a worker process: answer each job with the function's result, or with the reason of its failure."""
+    """Answer each job with the function's result, or with the reason of its failure. Runs in a worker process."""
     _begin_process()
     _silence()
     while True:
-        # If the parent is killed, the pipe stays open in processes forked later, so poll for the parent's death.
+        # Poll for the parent's death, because processes forked later keep the pipe open if the parent is killed.
         while not pipe.poll(1.0):
             if os.getppid() != parent:
                 return
@@ -189,15 +186,15 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
             return
         try:
             answer = function(*job)
-        except Exception as error:  # decoders raise exceptions of any type
-            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # the prefix of a BadSample's message
+        except Exception as error:  # decoders raise errors of any type
+            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # added by BadSample
             lines = [line.strip() for line in message.splitlines() if line.strip()]
             answer = (lines[0] if lines else type(error).__name__)[:200]
         pipe.send(answer)
 
 
 def _silence() -> None:
-    """Suppress FFmpeg's messages about broken files, which would break the progress bar."""
+    """Suppress FFmpeg's messages about broken files, which would disturb the progress bar."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)

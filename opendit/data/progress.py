@@ -1,11 +1,11 @@
-"""Show the progress of a long job: a bar on a terminal, or else a line every half minute."""
+"""Show the progress of a long job: a bar on a terminal, otherwise a line every 30 seconds."""
 
 import sys
 import time
 
 from tqdm import tqdm
 
-EVERY_S = 30.0  # seconds between two lines if the output is no terminal
+EVERY_S = 30.0  # seconds between two lines if the output is not a terminal
 
 
 class Progress:
@@ -14,9 +14,9 @@ class Progress:
     Args:
         total: number of units in the job.
         unit: name of the unit, in the plural.
-        initial: number of units that were done before.
-        title: start of the bar and of every line.
-        disable: show nothing, for all ranks but one. :meth:`write` still prints.
+        initial: number of units that are already done.
+        title: beginning of the bar and of every line.
+        disable: show nothing, for example on all ranks but one. :meth:`write` still prints.
     """
 
     def __init__(self, total: int, unit: str, *, initial: int = 0, title: str = "", disable: bool = False):
@@ -44,7 +44,7 @@ class Progress:
             self._line()
 
     def figures(self, figures: dict[str, str]) -> None:
-        """Set values that are shown after the count, for example the loss."""
+        """Set values that are shown after the count, such as the loss."""
         self._figures = figures
         if self._bar is not None:
             self._bar.set_postfix(figures, refresh=False)

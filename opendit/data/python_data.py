@@ -30,13 +30,13 @@ from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, siz
 from opendit.data.row_arrays import spread
 from opendit.data.sources import Request
 
-HASHED = 32  # samples hashed if a data set has no fingerprint
+HASHED = 32  # number of samples hashed if a data set has no fingerprint
 _offered: ContextVar[Any] = ContextVar("the data set of opendit.train", default=None)
 
 
 @contextmanager
 def offer(data: Any) -> Iterator[None]:
-    """Make ``--data_path python`` refer to this data set inside the block."""
+    """Make ``--data_path python`` refer to ``data`` inside the block."""
     token = _offered.set(data)
     try:
         yield
@@ -58,18 +58,17 @@ def open_source(asked: Request) -> MediaDataset:
 
 
 class PythonDataset(PicturesAndClips):
-    """Data set of samples ``data[i]``, dicts with "image" or "video", and with "text" (str) or "label" (int).
+    """Data set of samples ``data[i]``, which are dicts with "image" or "video", and with "text" (str) or "label" (int).
 
     An image is a PIL picture, a tensor (1 or 3, H, W) of uint8 or of floats in [0, 1], or an array (H, W, 3) uint8. A
-    video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the keys of
-    the first. If a sample has both "text" and "label", "text" is used. Class names come from ``data.classes``, or are
-    the numbers below ``num_classes``.
+    video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples must have the same
+    keys as the first. If a sample has both "text" and "label", "text" is used. Class names are ``data.classes``, or
+    else the numbers below ``num_classes``.
 
     A run resumes exactly if ``data[i]`` is the same at each call and in each process. ``data.fingerprint``, a str,
     should change with the data. Without it, the identity is a hash of 32 evenly spaced samples.
 
-    Raises ValueError, which names the fix, for another kind of data set.
-    """
+    Raises ValueError, which names the fix, for another kind of data set."""
 
     def __init__(self, data: Any, image_size: int, *, num_classes: int | None = None, **options: Any):
         super().__init__(image_size, **options)
@@ -101,12 +100,13 @@ class PythonDataset(PicturesAndClips):
         return f"data[{row}]"
 
     def _sample(self, row: int) -> tuple[Any, int, str | None]:
-        """Return (medium, class, caption). The medium is a PIL picture or a tensor (T, H, W, 3) uint8."""
+        """Return (medium, class, caption). The medium is a PIL picture or a tensor (T, H, W, 3) uint8. Raises
+        BadSample."""
         try:
             found = self.data[row]
             medium, condition = found[self.medium], found[self.condition]
             medium = _picture(medium) if self.medium == "image" else torch.stack([*map(_frame, medium)])
-        except Exception as error:  # user code may raise any exception
+        except Exception as error:  # user code may raise any error
             raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
         if self.condition == "text":
             return medium, 0, str(condition)
@@ -167,7 +167,7 @@ class PythonDataset(PicturesAndClips):
     def describe(self) -> Description:
         what = f"{len(self):,} {self.medium}s with {self.condition}s"
         text = f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}"
-        counted = ((len(self), 100),)  # few, because reading a caption reads its picture too
+        counted = ((len(self), 100),)  # few, because reading a caption also reads the picture
         of = {"conditioning": self.condition, "class_names": self.class_names, "counted_captions": counted}
         return self.description(text, **of)
 

@@ -1,4 +1,4 @@
-"""A data set with changed captions: a prefix, and tags that are shuffled or dropped in training."""
+"""A data set with changed captions: a prefix, and tags that are shuffled or dropped during training."""
 
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ from opendit.data.row_arrays import Complement
 class Recaptioned(SomeRows):
     """All rows of another data set, with ``prefix`` and a blank before each caption.
 
-    Tags are the parts of a caption between commas. The random choices of each use are keyed by ``View.tags``; without
-    this key a caption keeps its tags. The prefix is never shuffled or dropped.
+    Tags are the parts of a caption between commas. ``View.tags`` keys the random choices of each use; without this key
+    a caption keeps its tags. The prefix is never shuffled or dropped.
 
     Args:
-        shuffle: put the tags into a new random order at each use in training.
-        drop: share of the tags that each use drops at random. At least one tag is kept.
+        shuffle: shuffle the tags anew at each use in training.
+        drop: fraction of the tags that each use drops at random. At least one tag is kept.
     """
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
@@ -60,7 +60,7 @@ def change_tags(text: str, key: int, *, shuffle: bool, drop: float) -> str:
     tags = [tag for part in text.split(",") if (tag := part.strip())]
     if len(tags) < 2:
         return text
-    # numpy's generator is used because opendit.diffusion.random is made for batches, and takes a millisecond.
+    # Use numpy's generator, because opendit.diffusion.random is made for batches and takes a millisecond.
     numbers = np.random.Philox(key=key).random_raw(2 * len(tags)).reshape(2, -1) / 2**64
     order = numbers[0].argsort() if shuffle else np.arange(len(tags))
     kept = numbers[1] >= min(drop, numbers[1].max())

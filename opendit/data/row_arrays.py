@@ -1,4 +1,4 @@
-"""Arrays with an entry for every row of a data set, without copies in every process.
+"""Arrays with an entry for every row of a data set, without a copy in every process.
 
 One process of a machine computes a large array and stores it in a file. The other processes map the file.
 """
@@ -17,12 +17,13 @@ from opendit.common.safe_files import creating, remove_tree, rename, write_whole
 from opendit.common.utils import HashedStream
 from opendit.data.files import file_locked
 
-_ROWS = 2**20  # rows hashed or selected per batch
-_LOOKED_AT = 2**16  # rows searched per batch for the next one with a key
+_ROWS = 2**20  # rows hashed or selected at once
+_LOOKED_AT = 2**16  # rows searched at once
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
-    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` is called for one part at a time."""
+    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` is called for one part of the array at a
+    time."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
@@ -36,12 +37,12 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` evenly spaced numbers from 0 to ``size`` - 1, in rising order."""
+    """Return up to ``most`` evenly spaced numbers from 0 to ``size`` - 1, ascending."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """Return the next row with the key of ``row``. The search wraps around at the end."""
+    """Return the next row with the same key as ``row``. The search wraps around at the end."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -50,7 +51,7 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
 
 
 class TextTable(Sequence[str]):
-    """An immutable list of texts in two arrays: the UTF-8 bytes, uint8, and the end of each text, int64.
+    """An immutable list of strings in two arrays: the UTF-8 bytes, uint8, and the end of each string, int64.
 
     If forked workers shared a million Python strings, changing reference counts would copy the strings page by page,
     gigabytes over an epoch. Two numpy arrays stay shared.
@@ -79,7 +80,7 @@ class TextTable(Sequence[str]):
         return self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes().decode("utf-8", "surrogateescape")
 
     def encoded(self) -> Iterator[bytes]:
-        """Yield all texts as UTF-8."""
+        """Yield each string as UTF-8 bytes."""
         text, start = self.text.tobytes(), 0
         for end in self.ends.tolist():
             yield text[start:end]
@@ -87,14 +88,15 @@ class TextTable(Sequence[str]):
 
 
 class Complement:
-    """The numbers from 0 to ``size`` - 1 that are not in ``without``, indexed like a rising array.
+    """The numbers from 0 to ``size`` - 1 that are not in ``without``, indexed like an ascending array.
 
-    without: rising array of any integer dtype. The object takes twice the memory of ``without``, for any ``size``.
+    without: ascending array of any integer dtype. The object takes twice the memory of ``without``, for any ``size``.
     """
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # For each gap, the count of numbers before it. Gaps with a count of at most n precede the number at index n.
+        # For each excluded number, how many numbers remain below it. The number at index n comes after all excluded
+        # numbers whose count is at most n.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class Complement:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """Return, for each of ``numbers`` (0 to ``size``), how many numbers of this object lie below it."""
+        """Return, for each of ``numbers`` (0 to ``size``), how many numbers of this object are below it."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
@@ -130,9 +132,9 @@ class Complement:
 
 
 Kept = TypeVar("Kept")
-FOLDER = "OPENDIT_SIZE_CACHE"  # environment variable with the cache folder
+FOLDER = "OPENDIT_SIZE_CACHE"  # environment variable that names the cache folder
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
-LARGE = 2**20  # least number of rows whose arrays are stored in a file
+LARGE = 2**20  # minimum number of rows for storing arrays in a file
 _ABOUT = "about.json"
 
 
@@ -166,14 +168,15 @@ def kept_file(
 
 
 class KeptArrays(NamedTuple):
-    """Arrays by name, mapped from files if they are cached. about: further values that JSON can hold."""
+    """Arrays by name, mapped from files if they are cached. about: further values, which must be JSON-serialisable."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
 
 def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays]) -> KeptArrays:
-    """Return ``make()``. For ``LARGE`` rows or more, cache it under ``name()`` and map it, see :func:`kept_file`."""
+    """Return ``make()``. For at least ``LARGE`` rows, cache it under ``name()`` and map it from there, see
+    :func:`kept_file`."""
     if rows < LARGE:
         return make()
     identity = name()

@@ -1,8 +1,8 @@
-"""Assign shapes to media of any size, and build the data set whose samples are cropped to their shapes.
+"""Assign shapes to media of any size, and build the data set whose samples are cropped to these shapes.
 
-A shape table holds aspect ratios and durations whose tokens fit a budget. Every medium is assigned the shape that keeps
-its aspect ratio and length as far as whole tokens allow. For a large data set the shapes of all rows are found once and
-stored in a file on this machine. The ranks of a node map that file, and later runs reuse it.
+A shape table lists aspect ratios and durations whose tokens fit a budget. Every medium is assigned the shape that
+preserves its aspect ratio and length as far as whole tokens allow. For a large data set the shapes of all rows are
+found once per machine and stored in a file. The ranks of the machine map that file, and later runs reuse it.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View
 from opendit.data.held_out import SomeRows
 from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 
-LONGEST = 4  # the largest ratio of a shape's sides
-STEP = 1.1  # factor from one aspect ratio of buckets to the next
-LEVELS = 7  # number of areas: the square of --image_size, half of it, and so on down to a 64th
-_ROWS = 65536  # media assigned in one batch
-_CHUNK = 2**20  # rows summarised in one batch
+LONGEST = 4  # maximum ratio of a shape's sides
+STEP = 1.1  # factor between neighbouring aspect ratios of buckets
+LEVELS = 7  # number of areas: --image_size squared, half of that, and so on down to a 64th
+_ROWS = 65536  # media assigned at once
+_CHUNK = 2**20  # rows summarised at once
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TokenSize:
 
     Attributes:
         frames: latent frames in a token of a clip. A picture is one token long.
-        temporal: frames of a clip for each latent frame after the first.
+        temporal: number of clip frames per latent frame, after the first.
         side: (height, width) in pixels.
     """
 
@@ -38,7 +38,7 @@ class TokenSize:
     side: tuple[int, int]
 
     def length(self, frames: int) -> int:
-        """Return the tokens along time of a clip of ``frames`` frames, which must be a possible length."""
+        """Return the number of tokens along time of a clip of ``frames`` frames, which must be a valid length."""
         return 1 if frames == 1 else ((frames - 1) // self.temporal + 1) // self.frames
 
     def clip_frames(self, tokens: int) -> int:
@@ -48,8 +48,8 @@ class TokenSize:
 def token_size(patch: tuple[int, ...], downscale: int = 1, temporal: int = 1) -> TokenSize:
     """Return the size of a model's token.
 
-    patch: the model's patch, ([frames,] rows, columns), in latents. downscale, temporal: pixels along a side, and
-    frames, for each latent."""
+    patch: the model's patch, ([frames,] rows, columns), in latents. downscale: pixels per latent along a side.
+    temporal: frames per latent."""
     *frames, height, width = patch
     return TokenSize(frames[0] if frames else 1, temporal, (height * downscale, width * downscale))
 
@@ -72,12 +72,12 @@ class ShapeTable:
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
     """Return all shapes of at most ``most`` tokens.
 
-    For each of ``LEVELS`` areas the table has aspect ratios up to ``LONGEST``, ``STEP`` apart. Each occurs as a picture
-    and as clips of ``num_frames`` frames, half as many, a quarter, and so on.
+    For each of ``LEVELS`` areas the table has aspect ratios up to ``LONGEST``, at steps of a factor ``STEP``. Each
+    occurs as a picture and as clips of ``num_frames`` frames, half as many, a quarter, and so on.
 
     Args:
-        num_frames: 1 for pictures alone.
-        fine: include every aspect ratio that whole tokens can make, instead of those ``STEP`` apart.
+        num_frames: 1 for pictures only.
+        fine: include every aspect ratio that whole tokens can make, not only those at steps of ``STEP``.
 
     Raises:
         ValueError: the square of ``image_size`` has more than ``most`` tokens.
@@ -107,12 +107,12 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """Return (rows, columns) in tokens of the shapes with the area of a square of ``side`` pixels, or just less."""
+    """Return (rows, columns) in tokens of the shapes whose area is a square of ``side`` pixels, or just below."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
     kept = []
-    for tall in (True, False):  # both orders begin at the square
+    for tall in (True, False):  # both directions start at the square
         ratios = {
             (rows, columns): rows * height / (columns * width) if tall else columns * width / (rows * height)
             for rows, columns in found
@@ -127,13 +127,12 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return the index of each medium's shape in ``table``, (n,) int16, or -1 for a medium without a possible shape.
+    """Return the index of each medium's shape in ``table``, (n,) int16, or -1 if no shape is possible.
 
     A shape is possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Among the
     possible shapes, the largest area wins, then the most frames, then the least cropping.
 
-    sizes: (n, 3) frames, height and width. interval: distance in frames between two frames that are read.
-    """
+    sizes: (n, 3) frames, height and width. interval: distance in frames between two frames that are read."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):
@@ -145,8 +144,8 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
             kept = height * width / (scale**2 * high * wide)
         possible = (np.minimum(high, wide) > 0) & (scale <= upscale * (1 + 1e-9))
         possible &= (frames == 1) | (1 + (frames - 1) * interval <= long)
-        # Sort key: area first, then length, then the share that is kept. The factors keep a later term from outweighing
-        # a step of an earlier one.
+        # Sort key: area first, then length, then the uncropped fraction. The factors are large enough that a later
+        # term never outweighs an earlier one.
         order = -1e9 * table.level[None] + frames * 1e3 + kept * 10
         best = np.where(possible, order, -np.inf).argmax(axis=1)
         best[~possible.any(axis=1)] = -1
@@ -155,7 +154,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
 
 
 def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-    """Return the share of each medium's pixels that its shape keeps, (n,); 1 if nothing is cropped. shapes: (n, 3)."""
+    """Return the fraction of each medium's pixels that remains after cropping to its shape, (n,). shapes: (n, 3)."""
     sizes, shapes = sizes.astype(np.float64), shapes.astype(np.float64)
     scale = np.maximum(shapes[:, 1] / sizes[:, 1], shapes[:, 2] / sizes[:, 2])
     return shapes[:, 1] * shapes[:, 2] / (scale**2 * sizes[:, 1] * sizes[:, 2])
@@ -167,8 +166,7 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 class Lengths:
     """The number of tokens of every row's sample, indexed like an array but looked up by shape.
 
-    keys: (rows,) index of each row's shape; may be mapped from a file. tokens: (shapes,) tokens of each shape.
-    """
+    keys: (rows,) index of each row's shape; may be mapped from a file. tokens: (shapes,) tokens of each shape."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -181,7 +179,7 @@ class Lengths:
 
 
 class Summary(NamedTuple):
-    """Number of some rows, and the minimum, maximum and sum of their tokens."""
+    """Number of some rows, and minimum, maximum and sum of their tokens."""
 
     rows: int
     least: int
@@ -194,23 +192,23 @@ class Summary(NamedTuple):
 
 
 def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
-    """Summarise rows [start, stop), at least one, in memory that does not grow with their number."""
+    """Summarise the rows [start, stop), at least one, with constant memory."""
     parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
     found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
     least, most, total = zip(*found, strict=True)
     return Summary(stop - start, min(least), max(most), sum(total))
 
 
-_LOOKED_AT = 10_000  # number of media whose crop is measured
+_LOOKED_AT = 10_000  # number of media whose cropping is measured
 _LAST = 2**62  # larger than any key
 
 
 class ShapedDataset(SomeRows):
-    """The rows of ``whole`` that have a shape. Each is read at its shape.
+    """The rows of ``whole`` that have a shape. Each sample is read at its shape.
 
     Args:
-        found: array ``keys`` (n,) int16, the index of each row's shape; array ``rows`` (n,) int64, the rising rows of
-            ``whole``, absent if all rows have a shape; and ``about["note"]``, the end of the data set's line in the
+        found: array ``keys`` (n,) int16, the index of each row's shape; array ``rows`` (n,) int64, the ascending rows
+            of ``whole``, absent if all rows have a shape; and ``about["note"]``, the end of the data set's line in the
             log.
         sizes: (m, 3) int32, frames, height and width of each shape.
         tokens: (m,) tokens of each shape.
@@ -233,7 +231,7 @@ class ShapedDataset(SomeRows):
         return self.keys
 
     def token_counts(self, beside: int = 0) -> Lengths:
-        """Return the tokens of every row's sample, int32. beside: tokens of every sample in addition to its shape's."""
+        """Return the number of tokens of every row's sample, int32. beside: tokens to add to every sample."""
         return Lengths(self.keys, self.tokens.astype(np.int32) + np.int32(beside))
 
     def _identity(self, whole: Fingerprint) -> str:
@@ -257,11 +255,10 @@ def crop_media(
     max_upscale: float,
     fine: bool = False,
 ) -> ShapedDataset:
-    """Return a data set of pixels whose media are cropped to shapes near their own, of at most ``most`` tokens.
+    """Return a data set of pixels whose media are cropped to similar shapes of at most ``most`` tokens.
 
-    num_frames: frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, which
-    names ``flag`` and the fix, as ``shape_table`` and ``shape_media`` do.
-    """
+    num_frames: frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, naming
+    ``flag`` and the fix, like ``shape_table`` and ``shape_media``."""
     try:
         table = shape_table(image_size, num_frames, token, most, fine=fine)
     except ValueError as error:
@@ -273,16 +270,15 @@ def crop_media(
 def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
     """Return a data set of pixels at the shapes of ``table``. interval: distance between the frames of a clip.
 
-    Media that can't be read, and media smaller than every shape, are left out; the note counts and names them. Raises
-    ValueError, which names ``flag`` and the fix, if no medium is left or more than the data set's ``max_bad`` can't be
-    read.
-    """
+    Media that can't be read, and media smaller than every shape, are left out. The note in the log counts and names
+    them. Raises ValueError, naming ``flag`` and the fix, if no medium is left, or if more than the data set's
+    ``max_bad`` can't be read."""
 
     def find() -> KeptArrays:
         return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
 
     def name() -> str:
-        # The first file's name is part of the key, because notes contain names of files.
+        # The key includes the first file's name, because notes contain file names.
         how = f"{interval} {upscale} {dataset.describe().max_bad} {dataset.shapes().read_as} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
         known = dataset.fingerprint()
@@ -298,9 +294,9 @@ def _shaped(
     tokens: np.ndarray,
     name: Callable[[], str],
 ) -> ShapedDataset:
-    """Build a ShapedDataset. The shapes found for many rows are stored in a file under the key ``name()``."""
+    """Build a ShapedDataset. For many rows, the shapes are stored in a file under the key ``name()``."""
 
-    def find_with_identity() -> KeptArrays:  # the identity of many rows takes seconds too
+    def find_with_identity() -> KeptArrays:  # computing the identity of many rows also takes seconds
         found = find()
         identity = ShapedDataset(dataset, found, sizes, tokens).fingerprint().identity
         return found._replace(about={**found.about, "identity": identity})
@@ -356,16 +352,15 @@ def _shapes_of_media(
 
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
-    """Return a ShapedDataset of cached latents at their own shapes.
+    """Return a ShapedDataset of cached latents at their stored shapes.
 
-    token: size of a token, whose sides count latents. beside: number of tokens among ``most`` for the caption. Raises
-    ValueError, which names ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the model's
-    patch does not divide.
-    """
+    token: size of a token, with sides in latents instead of pixels. beside: number of the ``most`` tokens that are
+    reserved for the caption. Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for
+    latents whose sides the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Shapes are numbered in the order of their keys. The keys have the order of the media's shapes, so that batches of
-    # latents come in the same order as batches of the media.
+    # Number the shapes in the order of their keys. The keys have the order of the media's shapes, so batches of latents
+    # come in the same order as batches of the media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

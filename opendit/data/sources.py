@@ -1,8 +1,8 @@
 """Open the data set that ``--data_path`` names.
 
-A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and a
-row in ``opendit.config.data_sources.SOURCES``. The function returns None for data of another kind. It raises
-ValueError, which names the flag and the fix, for data of its kind that can't be used.
+A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and an
+entry in ``opendit.config.data_sources.SOURCES``. The function returns None for data of another kind. It raises
+ValueError, naming the flag and the fix, for data of its kind that can't be used.
 """
 
 import os
@@ -36,18 +36,18 @@ from opendit.data.tables import Columns
 
 
 class NoSplit(ValueError):
-    """Error for a request of a split from a source that has no splits."""
+    """Raised if a split is requested from a source without splits."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """``--data_path`` and the flags about how to read its data.
+    """``--data_path`` and the flags that determine how its data are read.
 
     Attributes:
-        path: the file, or the readable folder, that data_path names; None if data_path is no path.
+        path: the file, or the readable folder, that data_path names; None if data_path is not a path.
         random_flip: mirror half of the samples; None leaves the choice to the data set.
         split: "train" or "test", for a source that has both.
-        max_bad: largest share of unreadable files to skip.
+        max_bad: maximum fraction of unreadable files to skip.
         video_reader: one of ``video_readers.CHOICES``.
         vae, num_classes, text_encoder, max_text_tokens: settings of random latents.
         energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def columns(self) -> Columns:
-        """The columns of a table of captioned media."""
+        """Column names of a table of captioned media."""
         return Columns(self.file_column, self.caption_column)
 
     @property
@@ -117,9 +117,8 @@ class Request:
 def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDataset:
     """Open the data set of ``--data_path`` with the first of ``SOURCES`` that recognises it.
 
-    image_size: pixels of a side. options: more fields of ``Request``, including ``seed``. Raises ValueError or
-    FileNotFoundError, which name the flag and the fix.
-    """
+    image_size: side in pixels. options: more fields of ``Request``, including ``seed``. Raises ValueError or
+    FileNotFoundError, naming the flag and the fix."""
     if image_size < 1:
         raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
     named = named_sources().get(data_path)
@@ -154,7 +153,8 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
 
 
 def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
-    """Return a data set with captions changed by the flags. Raises ValueError if its captions can't be changed."""
+    """Return the data set with captions changed according to the flags. Raises ValueError if its captions can't be
+    changed."""
     flags = {
         "caption_prefix": bool(asked.caption_prefix),
         "shuffle_tags": asked.shuffle_tags,
@@ -177,7 +177,7 @@ def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
 def _locate(data_path: str) -> Path:
     """Return the file or readable folder that ``--data_path`` names.
 
-    Raises ValueError or FileNotFoundError, which name the flag and the fix."""
+    Raises ValueError or FileNotFoundError, naming the flag and the fix."""
     shown = f"--data_path {printable(data_path)}"
     if not data_path.strip():
         raise ValueError(f"--data_path: empty; give {data_path_help()}")
@@ -192,7 +192,7 @@ def _locate(data_path: str) -> Path:
         raise ValueError(f"{shown}: can't be read ({error.strerror}); allow it (chmod -R u+rX)") from error
     except RuntimeError as error:
         raise ValueError(f"{shown}: the home folder of that user is not known; write the path out") from error
-    except (OSError, ValueError) as error:  # a name that is too long or holds a NUL, or a cycle of links
+    except (OSError, ValueError) as error:  # the name is too long or contains a NUL, or links form a cycle
         raise ValueError(
             f"{shown}: can't be read ({getattr(error, 'strerror', None) or error}); give {data_path_help()}"
         ) from error
@@ -202,7 +202,7 @@ def _locate(data_path: str) -> Path:
 
 
 def _name_advice(name: str) -> str:
-    """Return a guess for an error message of the source that an unknown name means."""
+    """Return a guess at the source that an unknown name means, for an error message."""
     known = name.lower().replace("-", "").replace("_", "")
     if known in ("cifar10", "cifar100", "mnist", "fashionmnist", "stl10", "svhn"):
         return " (a torchvision data set is named by the folder that it was downloaded to)"
@@ -211,7 +211,7 @@ def _name_advice(name: str) -> str:
 
 
 def _file_advice(path: Path) -> str:
-    """Return the kind of a file that can't be used, and what to pass instead, for an error message."""
+    """Return the kind of an unusable file and what to pass instead, for an error message."""
     suffix = path.suffix.lower()
     if path.name == INDEX or suffix == ".safetensors":
         return "a file; give the folder of cached latents that it is in"

@@ -1,9 +1,9 @@
 """Read and write tables of captioned media: CSV, JSON lines and Parquet, with a column of files and one of captions.
 
 A CSV has the columns ``path,text`` with or without a header, and may have more. With a header, the columns may also be
-called ``file_name`` and ``caption``, or what ``--file_column`` and ``--caption_column`` name. Paths are relative to the
-table's folder unless absolute. The text is UTF-8, with or without a byte-order mark. Captions may hold commas,
-quotes and newlines with the usual CSV quoting. Names of files may hold bytes that are not UTF-8.
+called ``file_name`` and ``caption``, or as ``--file_column`` and ``--caption_column`` specify. Paths are absolute, or
+relative to the table's folder. The text is UTF-8, with or without a byte-order mark. Captions may contain commas,
+quotes and newlines with the usual CSV quoting. File names may contain bytes that are not UTF-8.
 """
 
 import csv
@@ -23,11 +23,11 @@ from opendit.data.files import first_bytes, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.picture_file import picture_suffixes
 
-MAX_LINE = 2**20  # characters
-FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # names of columns; the first one present is used
+MAX_LINE = 2**20  # maximum characters of a line
+FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # usual column names; the first one present is used
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_BINARY = {  # first bytes of files that are often saved by mistake
+_BINARY = {  # first bytes of formats that are often used by mistake
     b"\xff\xfe": "UTF-16, not UTF-8; save it as UTF-8",
     b"\xfe\xff": "UTF-16, not UTF-8; save it as UTF-8",
     b"PK\x03\x04": "no text but an Excel file or another archive; save it as a CSV in UTF-8",
@@ -43,7 +43,7 @@ _SIGNATURES = re.compile(
 
 @dataclass(frozen=True)
 class TableRow:
-    """One medium with its caption. ``path`` is absolute or relative to the working directory, not to the CSV."""
+    """A medium with its caption. ``path`` is absolute or relative to the working directory, not to the table."""
 
     path: Path
     text: str
@@ -61,7 +61,7 @@ class TableRow:
     def is_picture(self) -> bool:
         """True for a picture that is not an animation. Everything else is read as a clip.
 
-        Files that may be animations are opened."""
+        Files that may be animations are opened to decide."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -69,7 +69,7 @@ class TableRow:
 
 
 class NoColumns(ValueError):
-    """Error for a table that lacks a column of files or of captions."""
+    """Raised if a table lacks the column of files or of captions."""
 
 
 class Columns(NamedTuple):
@@ -103,7 +103,7 @@ def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL
     ``CAPTIONS``, or ``columns``). name: the table's name in messages, by default ``--data_path`` and its path.
 
     Raises:
-        FileNotFoundError, ValueError: with a message that names the file, the line and the fix.
+        FileNotFoundError, ValueError: the message names the file, the line and the fix.
     """
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
@@ -126,7 +126,7 @@ def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the row's first line, cells) for each row."""
     check_text_file(path, name)
-    # Names of files may hold any bytes, so decoding errors are kept; captions are checked row by row.
+    # File names may contain any bytes, so keep invalid ones as surrogates; captions are checked row by row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)
         while True:
@@ -205,7 +205,7 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
 
 
 def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
-    """Raise ValueError if the first cell holds several values, separated by something other than a comma."""
+    """Raise ValueError if the first cell contains several values, separated by something other than a comma."""
     for delimiter, plural in _OTHER_DELIMITERS.items():
         first, found, _ = cells[0].partition(delimiter)
         names = {part.strip().lower() for part in cells[0].split(delimiter)}
@@ -216,7 +216,7 @@ def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
 
 
 def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> TableRow:
-    """Parse one row of a CSV. Raises ValueError, which begins with ``here``, if the row is malformed."""
+    """Parse one row of a CSV. Raises ValueError, beginning with ``here``, if the row is malformed."""
     values = dict(zip(columns, cells, strict=False))
     if len(cells) < 2 or len(cells) > len(columns) or "path" not in values or "text" not in values:
         _check_delimiter(folder, here, cells)
@@ -243,7 +243,7 @@ def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> T
 
 
 def check_utf8(here: str, column: str, cell: str) -> None:
-    """Raise ValueError, which begins with ``here``, if a cell holds bytes that are not UTF-8."""
+    """Raise ValueError, beginning with ``here``, if a cell contains bytes that are not UTF-8."""
     if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
         raise ValueError(f"{here}: isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
 
@@ -251,8 +251,8 @@ def check_utf8(here: str, column: str, cell: str) -> None:
 def locate(folder: Path, here: str, path: str) -> Path:
     """Return the file that a path in a table names.
 
-    The path is relative to the table's folder unless it is absolute or begins with ~. Raises ValueError, which begins
-    with ``here``, for a URL and for the home folder of an unknown user."""
+    The path is relative to the table's folder unless it is absolute or begins with ~. Raises ValueError, beginning with
+    ``here``, for a URL and for the home folder of an unknown user."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
@@ -280,7 +280,7 @@ def write_csv(path: str | Path, rows: list[TableRow]) -> None:
         for row in rows:
             medium = row.path.resolve()
             shown = str(medium.relative_to(folder) if medium.is_relative_to(folder) else medium)
-            # Without ./, a leading ~ would be read as a home folder, and a leading blank would be stripped.
+            # Without ./, readers would expand a leading ~ to a home folder and strip a leading blank.
             shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
             writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
         file.detach()
@@ -295,8 +295,8 @@ def read_table(path: str | Path, name: str | None = None, columns: Columns = USU
     name: the table's name in messages, by default ``--data_path`` and its path.
 
     Raises:
-        FileNotFoundError, ValueError: with a message that names the file, the line and the fix; NoColumns if the
-            columns are missing.
+        FileNotFoundError, ValueError: the message names the file, the line and the fix.
+        NoColumns: the columns are missing.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES[1:]:
@@ -315,7 +315,7 @@ def read_table(path: str | Path, name: str | None = None, columns: Columns = USU
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row from two cells. Raises ValueError, which begins with ``here``, for a cell of another type."""
+    """Make a row from two cells. Raises ValueError, beginning with ``here``, for a cell of another type."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -326,7 +326,7 @@ def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
 
 
 def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place of the row for messages, file, caption). The caption is None if the line has none."""
+    """Yield (location of the row for messages, file, caption). The caption is None if the line has none."""
     check_text_file(path, name)
     lines: list[tuple[str, dict[str, Any]]] = []
     with open(path, "rb") as file:
@@ -353,7 +353,7 @@ def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, 
 
 
 def _parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place of the row for messages, file, caption)."""
+    """Yield (location of the row for messages, file, caption)."""
     try:
         from pyarrow import ArrowException  # pyright: ignore[reportMissingImports]
         from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]

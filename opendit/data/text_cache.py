@@ -27,7 +27,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class EmbeddingForm(NamedTuple):
-    """The form of an encoder's embeddings in a cache: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
+    """The format of an encoder's cached embeddings: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
 
     width: int
     pooled: int
@@ -39,7 +39,7 @@ class EmbeddingForm(NamedTuple):
 
 
 def form_of(encoder: AnyEncoder) -> EmbeddingForm:
-    """Return the form in which an encoder's embeddings are stored."""
+    """Return the format in which an encoder's embeddings are stored."""
     if isinstance(encoder, PublishedText):
         half = "bf16" if encoder.dtype == torch.bfloat16 else "fp16"
         return EmbeddingForm(encoder.width, encoder.pooled_width, half)
@@ -47,11 +47,10 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return each caption's (tokens (L_i, D) without padding, pooled vector (P,)), on the CPU.
+    """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU.
 
     The dtype is that of :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L)
-    bool and pooled (B, P). Raises DataError if a number doesn't fit the dtype.
-    """
+    bool and pooled (B, P). Raises DataError if a number overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
@@ -63,7 +62,7 @@ def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[T
 
 
 def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
-    """Write the file ``EMPTY`` atomically. Return its SHA-256."""
+    """Write the file ``EMPTY`` atomically, and return its SHA-256."""
     how = {"away": True} if isinstance(encoder, PublishedText) else {}
     tokens, pooled = embed(encoder, [""], **how)[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
@@ -71,11 +70,10 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Read the empty string's embedding from the bytes of its file, padded to ``max_tokens``.
+    """Return the embedding of the empty string, from the bytes of its file, padded to ``max_tokens``.
 
-    text: the ``TextEncoding`` of the cache's index. Raises ValueError, which names the file, if the file is incomplete
-    or its tensors have other shapes.
-    """
+    text: the ``TextEncoding`` of the cache's index. Raises ValueError, naming the file, if the file is incomplete or
+    its tensors have other shapes."""
     try:
         found = load(content)
         if found.keys() != {"tokens", "pooled"}:
@@ -92,7 +90,7 @@ def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embed
 
 
 def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Read the empty string's embedding from a folder. Raises ValueError as :func:`read_empty_caption`."""
+    """Return the embedding of the empty string from a folder. Raises ValueError like :func:`read_empty_caption`."""
     name = f"--data_path {folder}: {EMPTY}"
     try:
         content = read_bounded(folder / EMPTY, MOST_EMPTY)

@@ -30,9 +30,9 @@ def write_mp4(
 
     Raises:
         ValueError: ``frames`` is empty or has another shape or dtype, or ``fps`` is not positive.
-        OSError: names ``path``.
+        OSError: the file can't be written; the error names ``path``.
     """
-    import av  # imported here because it loads slowly and reading data doesn't need it
+    import av  # imported here, because it loads slowly and reading data doesn't need it
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
         raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")
@@ -51,8 +51,8 @@ def write_mp4(
         with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
-            # cpu-independent=1, because x264's fastest routines sometimes give other bytes for the same frames, even on
-            # one thread.
+            # cpu-independent=1, because x264's fastest routines may encode the same frames differently, even in one
+            # thread.
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"

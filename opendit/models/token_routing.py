@@ -2,7 +2,8 @@
 2025).
 
 In training, consecutive blocks (the route) process only some of each sample's tokens. The other tokens skip the route
-unchanged and are put back at their positions after its last block. Sampling uses all tokens in all blocks.
+unchanged, and return to their positions in the sequence after the route's last block. Sampling uses all tokens in all
+blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,8 @@ class RoutedShards(SequenceShards, Protocol):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices. Its gradient is a copy, whereas the gradient of ``gather`` is a sum."""
+    """x.gather(1, index) for distinct indices. The gradient is a copy, whereas the gradient of ``gather`` is a slower
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:

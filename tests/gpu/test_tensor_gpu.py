@@ -5,6 +5,7 @@ The bounds in bf16: an output or a gradient is no further from fp32 than 1.5 tim
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, build_model
+from opendit.parallel import tensor
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
@@ -129,3 +131,26 @@ def test_a_training_run_has_one_gpus_curve():
         for number, (note, losses) in enumerate(others):
             assert off_by(losses, alone) < 0.01, (number, note)
             assert note.startswith("forward and backward") == (number == 1), note
+
+
+def overlapped_against_blocking(mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """Return for the output and every gradient of a block the distances from fp32: of overlapped and of blocking
+    products in bf16."""
+    mesh, config = init_mesh(tensor_parallel=2), replace(CONFIGS["DiT"], input_size=(96, 96))
+    rank, found = mesh.coordinate("tp"), {}
+    exact = gradients(prepared(config, mesh, torch.float32, False), mesh)
+    for name in ("overlapped", "blocking"):
+        with mock.patch.object(tensor, "overlaps", tensor.overlaps if name == "overlapped" else lambda *_: False):
+            model = prepared(config, mesh, torch.bfloat16, True)
+            with mock.patch.object(tensor, "overlapped_row", wraps=tensor.overlapped_row) as rows:
+                for _ in range(3):  # buffers are used again
+                    here = gradients(model, mesh)
+            assert (rows.call_count > 0) == (name == "overlapped")
+        found[name] = distances(here, exact, divided_parameters(model), rank)
+    return {part: (found["overlapped"][part], found["blocking"][part]) for part in found["blocking"]}
+
+
+def test_overlapped_products_are_as_exact_as_blocking_ones():
+    for rank in run_ranks(2, overlapped_against_blocking):
+        for part, (overlapped, blocking) in rank.items():
+            assert overlapped < 1.2 * blocking + 1e-3, (part, overlapped, blocking)

@@ -44,6 +44,11 @@ class SharedMemory:
         of = [memory[:size].view(dtype).view(number, *shape) for memory in self._bytes[buffer]]
         return [PeerRows([views[i] for views in of], torch.empty(0)) for i in range(number)]
 
+    def begin(self, buffer: Buffer) -> None:
+        if self._last == buffer:
+            dist.barrier(self.group.handle)
+            self._last = None
+
     def ready(self, buffer: Buffer, again: bool = False) -> None:
         assert not self._late or buffer == Buffer.INPUT  # background exchanges may still read it
         self._barrier(buffer, again)

@@ -1,4 +1,4 @@
-"""Samples that a user's function makes from the members of a tar, like Energon's cookers and sample loaders."""
+"""Data set whose samples a user's function makes from members of a tar, like Energon's cookers and sample loaders."""
 
 import importlib
 import io
@@ -22,7 +22,7 @@ from opendit.data.shards.scan import BLOCK, Fields, members, split_name, suffix_
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
-TRIED = 100  # number of samples tried at the start; the first readable one determines the parts of all samples
+TRIED = 100  # samples tried when the data set is opened; the first readable one determines the parts of all samples
 
 Cooker = Callable[[dict[str, Any]], Any]
 
@@ -44,8 +44,9 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """Return the key of a sample, and its members as a dictionary from ending to bytes. content: the bytes of the
-    sample in a tar."""
+    """Return the key of a sample, and a dictionary from the extensions of its members to their bytes.
+
+    content: the bytes of the sample in a tar."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.regular and (split := split_name(member.name, fields.exact)) is not None:
@@ -56,7 +57,7 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
 
 
 def decoded(ending: str, content: bytes) -> Any:
-    """Decode a member: JSON to its value, texts to strings, classes to numbers; anything else stays bytes."""
+    """Decode a member: JSON to its value, texts to strings, classes to integers. Other members stay bytes."""
     suffix = suffix_of(ending)
     if suffix in (".json", ".jsn"):
         return json.loads(content)
@@ -68,18 +69,17 @@ def decoded(ending: str, content: bytes) -> Any:
 class CookedDataset(ShardDataset):
     """Data set of tars whose samples are read by the user's function ``cooker``.
 
-    The function is called with a dictionary of a sample's members by ending (see ``decoded``), ``__key__`` and
+    The function gets a dictionary of a sample's members by extension (see ``decoded``), ``__key__`` and
     ``__subflavors__``. It returns a mapping or an object with
 
     - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
-    - ``caption``: a text; or ``label``: the number of a class, where the folder has a class_names.json.
+    - ``caption``: a string; or ``label``: the number of a class, if the folder has a class_names.json.
 
-    All samples must have the parts of the first readable one. A sample for which the function raises an error or
-    returns None counts as unreadable. name: name of the function, for messages and the data set's identity.
-    """
+    All samples must have the same parts as the first readable sample. A sample counts as unreadable if the function
+    raises an error or returns None. name: name of the function, for messages and the data set's identity."""
 
     size_threads = 1  # a user's function may not be thread-safe
-    counted_captions = 100  # few, because the whole sample must be read for its caption
+    counted_captions = 100  # few, because reading a caption means reading the whole sample
 
     def __init__(
         self,
@@ -110,7 +110,8 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the parts of the first valid sample. Raises ValueError if none of the first ones is valid."""
+        """Return the parts of the first readable sample. Raises ValueError if the first ``TRIED`` samples are all
+        unreadable."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -120,8 +121,8 @@ class CookedDataset(ShardDataset):
         raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples ({reason}); correct it")
 
     def _cook(self, row: int) -> dict[str, Any]:
-        """Return image or video, and caption or label. Raises BadSample."""
-        if self._cooked[0] == row:  # the last result is kept because a picture and its caption both need it
+        """Return the cooker's image or video, and caption or label. Raises BadSample."""
+        if self._cooked[0] == row:  # the last result is cached, because a picture and its caption both need it
             return self._cooked[1]
         content = self.read_medium(row)
         try:
@@ -141,7 +142,7 @@ class CookedDataset(ShardDataset):
         return found
 
     def _medium(self, row: int) -> Any:
-        """Return the file of a clip or picture, or a PIL image. Raises BadSample."""
+        """Return the bytes of a clip's or picture's file, or a PIL image. Raises BadSample."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):
@@ -179,7 +180,7 @@ class CookedDataset(ShardDataset):
     def _rgb(self, row: int, image: Image.Image) -> Image.Image:
         try:
             return as_rgb(image)
-        except Exception as error:  # Pillow's decoders raise nearly every type there is
+        except Exception as error:  # Pillow's decoders raise errors of nearly any type
             raise BadSample(self.source(row), reason(error)) from error
 
     def caption(self, row: int) -> str | None:
@@ -204,7 +205,7 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """Return what is wrong with a cooker's result; empty if nothing is."""
+    """Return what is wrong with a cooker's result, or "" if it is valid."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"

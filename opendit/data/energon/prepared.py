@@ -1,7 +1,7 @@
-"""Read a folder that ``energon prepare`` has prepared: the files in its ``.nv-meta/``, and the indexes of its tars.
+"""Read a folder that ``energon prepare`` prepared: the files in its ``.nv-meta/``, and the indexes of its tars.
 
-The index of a tar is in the tar's folder if ``preprocess.py index`` made it for the same fields. Otherwise it is in a
-cache folder of this machine, and is made when the data set is first opened.
+A tar's index lies beside the tar if ``preprocess.py index`` made it for the same fields. Otherwise it is made when the
+data set is first opened, and lies in a cache folder on the local disk.
 """
 
 import os
@@ -27,21 +27,21 @@ from opendit.data.shards.store import FOLDER, FileCache, expand
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
-MOST_BYTES = 64 * MIB  # of a list of tars
-LONGEST, MOST_FOLDERS = 4096, 64  # characters of a tar's name, and folders in it
-MOST_OPTIONS = 64  # places where one field may be, and steps to each
+MOST_BYTES = 64 * MIB  # maximum size of a list of tars
+LONGEST, MOST_FOLDERS = 4096, 64  # maximum characters of a tar's name, and maximum folders in it
+MOST_OPTIONS = 64  # maximum alternatives for one field, and maximum length of the path of each
 COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# Energon's settings for decoding and shuffling. They are ignored, because this project has its own decoding and order.
+# Energon's settings for decoding and shuffling. They are ignored, because this project does both differently.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
 ).split()
 _KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
-SMALL = 64 << 20  # bytes of tars that are read faster than processes start
+SMALL = 64 << 20  # bytes; fewer are indexed in one process, because that is faster than starting several
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class PreparedSet:
     Attributes:
         tars: (name relative to ``folder``, number of all samples) of each tar.
         without: (tar, key) of each sample that is left out.
-        fields: places of pictures and captions in a sample.
-        subflavors: values that are passed to a cooker with each sample.
+        fields: which members of a sample hold the picture or clip, the caption and the label.
+        subflavors: values that a cooker gets with each sample.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class PreparedSet:
 
     @property
     def plan(self) -> str:
-        """Return the hash of the fields, which the index of a tar records."""
+        """Hash of the fields, which the index of a tar records."""
         return hash_parts("energon", repr(self.fields))
 
 
@@ -94,7 +94,7 @@ def read_prepared(
 
 
 def all_tars(folder: Path, cooked: bool = False) -> PreparedSet:
-    """Read the tars of all splits. Raises as :func:`read_prepared`."""
+    """Read the tars of all splits. Raises like :func:`read_prepared`."""
     return read_prepared(folder, f"DIR {printable(folder)}", splits=None, cooked=cooked)
 
 
@@ -122,7 +122,7 @@ def _counts(meta: Path, shown: str) -> dict[str, int]:
 def _split(
     meta: Path, shown: str, splits: Sequence[str], config: str | None, counts: dict[str, int]
 ) -> tuple[list[str], frozenset[tuple[str, str]]]:
-    """Return the tars of a split in their order, and the samples of them that are left out."""
+    """Return the tars of a split in order, and the (tar, key) of each sample that is left out."""
     path = meta / (config or "split.yaml")
     if config is None and not path.exists():
         path = meta / "split.json"
@@ -155,14 +155,14 @@ def _split(
         raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}; name it once")
     if not names:
         raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}; leave some")
-    # TAR/KEY, both of which may contain slashes.
+    # An excluded sample is TAR/KEY, and both parts may contain slashes.
     most = max(tar.count("/") for tar in counts)
     samples = {(tar, name[len(tar) + 1 :]) for name in left_out for tar in _prefixes(name, most) if tar in counts}
     return names, frozenset(samples)
 
 
 class NoSuchSplit(ValueError):
-    """The folder has no tars of the split that was asked for."""
+    """Raised if the folder has no tars of the requested split."""
 
 
 def _are_names(value: Any) -> bool:
@@ -170,7 +170,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _prefixes(name: str, most: int) -> Iterator[str]:
-    """Yield the folders above a name, the shortest first, up to one with ``most`` slashes."""
+    """Yield the parent folders of ``name``, the shortest first, up to the one with ``most`` slashes."""
     end = name.find("/")
     for _ in range(most + 1):
         if end < 0:
@@ -180,7 +180,7 @@ def _prefixes(name: str, most: int) -> Iterator[str]:
 
 
 def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any]]:
-    """Read the fields of a sample, and its subflavors, from a dataset.yaml."""
+    """Read the fields and the subflavors of samples from a dataset.yaml."""
     if not path.exists():
         if cooked:
             return Fields(exact=True, whole=True), {}
@@ -220,7 +220,7 @@ def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any
 
 
 def _mapped(mapping: dict[str, str], where: str) -> Fields:
-    """Return the fields of a map like ``{image: "jpg,png", caption: "json[texts][0],txt"}``."""
+    """Return the fields for a map like ``{image: "jpg,png", caption: "json[texts][0],txt"}``."""
     found: dict[str, tuple[Any, ...]] = {"medium": (), "caption": (), "label": ()}
     for name in ("video", "image", "caption", "label"):
         if name in mapping:
@@ -258,10 +258,10 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. One process of this machine makes missing indexes, with a progress bar.
+    """Open the index of every tar, in order. One process per machine makes missing indexes, with a progress bar.
 
-    Raises ValueError, which begins with ``shown``, for a tar that is missing, damaged or has other samples than Energon
-    counted, and for a folder that can't be written to; DataError if a process was killed."""
+    Raises ValueError, which begins with ``shown``, if a tar is missing, damaged or has another number of samples than
+    Energon counted, or if the cache folder can't be written to. Raises DataError if a process was killed."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -272,9 +272,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
             raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
     if any(not place.exists() for place in places.values()):
         try:
-            with file_locked(
-                folder / "lock", root=folder.parent, make=True
-            ):  # one of the ranks on this machine makes them
+            with file_locked(folder / "lock", root=folder.parent, make=True):  # one rank per machine makes them
                 _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
         except OSError as error:
             what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"
@@ -295,7 +293,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
 
 
 def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
-    """Raise ValueError for a tar that is no longer the one that Energon prepared."""
+    """Raise ValueError if the tar has changed since Energon prepared it."""
     if (found := index.header.rows + index.header.left_out) != count:
         raise ValueError(
             f"{shown}: {printable(tar)} has {found:,} samples, and {count:,} when Energon prepared it; prepare it again"

@@ -19,15 +19,15 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
-MOST_FOLDERS, MOST_FILES = 1_000, 16  # prepared folders in all, and files that lead to each other
-LONGEST = 4096  # characters of a path, a name or a number
+MOST_FOLDERS, MOST_FILES = 1_000, 16  # maximum number of folders, and maximum nesting of files
+LONGEST = 4096  # maximum characters of a path or name
 
-ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of the shares of leaves
+ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # what ``Leaf.share`` means
 
 _REFERENCE = ("path", "split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
 _HINTS: dict[str, str] = dict.fromkeys(
     ("cooker", "joiner"), f"; samples are read by {COOKER}"
-)  # of keys that are not known
+)  # for messages about unknown keys
 _FIRST = (*_REFERENCE, "subflavor", "weight")
 _SECOND = (*_REFERENCE, "subset", "aux")
 _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPETITIONS)}
@@ -35,8 +35,10 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """The samples of a split that are used: of the samples [first, last), the part from fraction ``start`` to fraction
-    ``end``. ``last`` None means the end of the split. Numbers are rounded as in Energon."""
+    """Which samples of a split are used: of the samples [first, last), those from fraction ``start`` to fraction
+    ``end``.
+
+    ``last`` None means the end of the split. Numbers are rounded as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
@@ -44,7 +46,7 @@ class Subset:
     last: int | None = None
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return the part of this subset that ``outer`` selects. ``outer`` may only have fractions, no ``first`` and
+        """Return the part of this subset that ``outer`` selects. ``outer`` may only use fractions, not ``first`` and
         ``last``."""
         if outer is None:
             return self
@@ -52,7 +54,7 @@ class Subset:
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """Return (first, last) for a number of samples. Raises ValueError."""
+        """Return (first, last) for a split of ``samples`` samples. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -62,7 +64,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A prepared folder of a metadataset. share: its weight among all folders, or the number of its repetitions."""
+    """A prepared folder of a metadataset. share: its weight among all folders, or how often it is repeated."""
 
     folder: Path
     split: str
@@ -74,7 +76,7 @@ class Leaf:
 
 
 def is_metadataset(content: Any) -> bool:
-    """Return True if a YAML file's content is Energon's rather than a blend of this project."""
+    """Return True if a YAML file's content is an Energon metadataset and not a blend of this project."""
     if not isinstance(content, dict) or "sources" in content:
         return False
     return "splits" in content or str(content.get("__module__", "")).startswith("megatron.energon")
@@ -83,19 +85,19 @@ def is_metadataset(content: Any) -> bool:
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
     """Read the first of ``splits`` that the file has; return (meaning of the leaves' shares, leaves).
 
-    Raises ValueError, whose message begins with ``shown``; NoSuchSplitThere if the file has none of the splits;
-    OSError."""
+    Raises OSError; ValueError, whose message begins with ``shown``; and NoSuchSplitThere if the file has none of
+    ``splits``."""
     return _Reader(shown).file(path, splits)
 
 
 class NoSuchSplitThere(ValueError):
-    """The metadataset has none of the splits that were asked for."""
+    """Raised if the metadataset has none of the requested splits."""
 
 
 class _Reader:
     def __init__(self, shown: str):
         self.shown, self.folders = shown, 0
-        self._read: dict[Path, Any] = {}  # files may name one several times
+        self._read: dict[Path, Any] = {}  # cached, because several files may refer to the same file
 
     def file(
         self,
@@ -107,7 +109,8 @@ class _Reader:
     ) -> tuple[str, list[Leaf]]:
         """Read a file that the files ``above`` refer to; return (meaning of the leaves' shares, leaves).
 
-        inherited: subflavors from the files above. subset: the part of this file that the files above select."""
+        inherited: subflavors from the files ``above``. subset: the part of this file that the files ``above`` select.
+        """
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -211,7 +214,7 @@ class _Reader:
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
-        """Return the part of a node's subset that ``outer`` selects."""
+        """Return a node's own subset, narrowed by ``outer``."""
         content = node.get("subset")
         if content is None:
             return outer
@@ -244,7 +247,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """The place of a reference in the files."""
+    """Where the reader is: the current file's folder and split, the files above it, and the values they pass down."""
 
     folder: Path
     split: str
@@ -286,7 +289,7 @@ def _no_split(asked: Request, error: ValueError) -> ValueError:
 
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
-    """Give each leaf a unique name, for the log."""
+    """Return a unique name for each leaf, for the log."""
     names: dict[str, None] = {}
     last: dict[str, int] = {}
     for leaf in leaves:
@@ -333,7 +336,7 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars, with the samples that the leaf uses. The leaf's subset refers to all samples that Energon
+    """Return the tars and the samples of each that the leaf uses. The leaf's subset counts all samples that Energon
     counted."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
@@ -358,7 +361,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """Return the rows of a tar's samples [first, last) without the samples with ``keys``; None if all rows are used.
+    """Return the rows of a tar's samples [first, last), except samples with ``keys``; None if all rows are used.
 
     ``first`` and ``last`` also count samples that the index leaves out."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
@@ -369,5 +372,5 @@ def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRow
         start, end = np.searchsorted(index.rows["number"], [start, end]).tolist()
     start = min(start, end)
     found = [row for row in range(rows) if index.key(row) in keys] if keys else []
-    index.close()  # because a process can't keep the indexes of thousands of tars open
+    index.close()  # a process can't keep the indexes of thousands of tars open
     return KeptRows(start, end, np.array([row for row in found if start <= row < end], np.int64))

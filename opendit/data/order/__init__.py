@@ -1,1 +1,1 @@
-"""The order of samples: which rows of a data set every step trains on, as a pure function of (seed, step)."""
+"""The order of samples: the rows of a data set that each step trains on, as a pure function of (seed, step)."""

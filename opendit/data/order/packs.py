@@ -1,17 +1,17 @@
-"""Choose the samples of each step's packs, by a deterministic fold over the order of samples.
+"""Choose the samples in the packs of each step.
 
-Samples come in the same keyed order as without packs: pass after pass over each source, each pass in a new order. The
-fold cuts this order into windows, and fills whole steps of packs from each window. Samples that do not fit wait, and
-are placed first in the next window. So the packs of a step depend only on the seed, the lengths of the samples and the
-number of packs in a step. Any number of ranks that divides this number reads the same packs. A checkpoint stores the
-position in the order at which the current window begins, and the samples that wait at that position. A resumed run
-plans the same packs from this state, without planning the earlier windows again.
+Samples come in the same keyed order as without packs: pass after pass over each source, each pass in a new order. This
+order is cut into windows, and each window fills whole steps of packs. Samples that do not fit wait, and are placed
+first in the next window. The packs of a step thus depend only on the seed, the lengths of the samples and the number of
+packs in a step. Any number of ranks that divides this number reads the same packs. A checkpoint stores the position in
+the order at which the current window begins, and the samples that wait at that position. A resumed run plans the same
+packs from this state, without planning the earlier windows again.
 
-A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass,
-the samples that do not fill a step are combined with samples of the next pass, and are placed first in that step. If
-some of them still do not fit, more such steps follow until all of them are placed. A sample of pass p is not placed
-while a sample of the same source from pass p - 2 or earlier waits. So at any step, the numbers of times that two
-samples of a source were seen differ by at most two.
+A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass, the
+samples that do not fill a step are combined with samples of the next pass, and are placed first in that step. If some
+of them still do not fit, more such steps follow until all of them are placed. A sample of pass p is not placed while a
+sample of the same source from pass p - 2 or earlier waits. So at any step, the numbers of times that two samples of a
+source were seen differ by at most two.
 """
 
 from collections import Counter, OrderedDict
@@ -27,56 +27,55 @@ from opendit.data.order.schedule import PARTS, BatchSchedule, BlendSchedule, Key
 from opendit.data.order.sequences import permuted
 from opendit.data.shaped import Lengths, summary_of
 
-WINDOW = 192  # packs that are planned together; the packs of one step if a step has more
-SPARE = 0.02  # share of additional tokens that a window considers, so that it can choose samples that fit
-SAMPLED = 4  # least number of windows from which the mean fill is estimated
-PASSES = 16  # the estimate may use fewer windows once they contain this many passes
-COUNTED = 4096  # least number of samples whose steps are counted instead of estimated
-KEPT = 16  # most full windows in memory
-EVERY = 64  # full windows between two remembered beginnings
-_CHUNK = 4096  # number of samples looked up at once
+WINDOW = 192  # packs planned together; if a step has more packs, those of one step
+SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
+SAMPLED = 4  # minimum number of windows from which the mean fill is estimated
+PASSES = 16  # fewer windows suffice if they contain this many passes
+COUNTED = 4096  # minimum number of samples whose steps are counted, not estimated
+KEPT = 16  # maximum number of full windows in memory
+EVERY = 64  # full windows between two stored beginnings
+_CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
-    """Return the cost of samples of these lengths, float64, in tokens of a model without attention.
+    """Return the cost of samples of these lengths, float64. The unit is the cost of a token in a model without
+    attention.
 
-    attention: the length at which attention takes as long as the linear layers. It is 6 x the width of a DiT, if the
-    MLP is 4 times as wide as the DiT.
-    """
+    attention: the length at which attention takes as long as the linear layers. For a DiT whose MLP is 4 times as wide
+    as the model, it is 6 x the width."""
     return lengths * (1 + lengths / attention)
 
 
 class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
 
-    Samples are placed longest first, as in first-fit-decreasing. Each sample goes to the pack with the least work so
-    far among the packs with room for it (LPT, Graham 1969, with a capacity). A sample that does not fit is longer than
-    the final room of any pack plus any sample placed later, so exchanging two samples can't fill a pack further.
+    Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the least work so far among
+    the packs with room for it (LPT, Graham 1969, with a capacity). A sample that does not fit is longer than the final
+    room of any pack plus any sample placed later. Exchanging two samples therefore can't fill a pack further.
 
     Args:
         least: tokens of the shortest possible sample.
         attention: see :func:`work_of`.
 
     Attributes:
-        packs: the numbers of each pack's samples.
+        packs: the sample numbers in each pack.
     """
 
     def __init__(self, count: int, capacity: int, least: int, attention: float):
         self.least, self.attention = least, attention
         self.packs: list[list[int]] = [[] for _ in range(count)]
         self._room = [capacity] * count
-        # Heap of (work, pack) of the packs that had room when they were last examined.
+        # Heap of (work, pack) for packs that had room when last examined.
         self._open = [(0.0, pack) for pack in range(count)]
-        # Heap of (-room, work, pack) of the other packs. A pack is opened again for a sample that fits into its room.
+        # Heap of (-room, work, pack) for the other packs. A pack returns to ``_open`` when a sample fits into its room.
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens; return the numbers of the samples that
+        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return the numbers of the samples that
         fit into no pack.
 
-        The packs keep the samples of earlier calls. Samples of equal length are placed in the given order.
-        """
+        Samples of earlier calls stay in the packs. Samples of equal length are placed in the given order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
         left, room, open_packs, shut = [], self._room, self._open, self._shut
@@ -122,7 +121,7 @@ class _Samples(NamedTuple):
         places: positions in the order of samples.
         rows: rows of the data set.
         sources: source of each sample.
-        passes: the pass over the source to which each sample belongs, from 0.
+        passes: index of the pass over the source, from 0, to which each sample belongs.
         lengths: tokens of each sample.
     """
 
@@ -136,7 +135,7 @@ class _Samples(NamedTuple):
         return _Samples(*(field[which] for field in self))
 
     def levels(self) -> np.ndarray:
-        """Return each sample's pass minus the pass of the first sample here of the same source, (n,) int64."""
+        """Return each sample's pass relative to the first sample here of the same source, (n,) int64."""
         _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
         return self.passes - self.passes[first][source]
 
@@ -146,21 +145,21 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 
 class _Window(NamedTuple):
-    rows: list[list[int]]  # rows of each step
-    ends: list[list[int]]  # ends of each step's packs among its rows
-    places: list[np.ndarray]  # positions of each step's rows in the order of samples
-    filled: int  # number of tokens in all packs
+    rows: list[list[int]]  # rows of each step, pack after pack
+    ends: list[list[int]]  # for each step, the end of each pack in the step's rows
+    places: list[np.ndarray]  # for each step, the positions of its rows in the order of samples
+    filled: int  # number of tokens in all packs together
     begin: Beginning
     after: Beginning
-    waiting: _Samples  # samples that wait for the next window, at the positions ``after.carry``
+    waiting: _Samples  # samples at the positions ``after.carry``, which wait for the next window
 
 
 class PackSchedule(BatchSchedule):
     """A schedule whose units are packs. In a pack, samples are sorted by descending length; samples of equal length
     keep their order.
 
-    The packs of a step have nearly equal costs. They are sorted by cost, so that the ranks of a micro-batch get packs
-    of the most similar costs.
+    The packs of a step have nearly equal costs. They are sorted by cost, so that the packs of one micro-batch are the
+    most similar.
 
     Args:
         tokens: (rows,) number of tokens of each row's sample.
@@ -208,7 +207,7 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------- the samples of a step
 
     def rows(self, step: int) -> list[int]:
-        """Return the data set's rows in all packs of ``step``, pack after pack."""
+        """Return the data set's rows in ``step``, pack after pack."""
         window, place = self._of_step(step)
         return window.rows[place]
 
@@ -217,13 +216,12 @@ class PackSchedule(BatchSchedule):
         return window.ends[place]
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the samples sorted by descending length, because a rank joins the samples of several packs in one
-        sequence."""
+        """Return the samples sorted by descending length, because a rank joins several packs into one sequence."""
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
-        """Return the number of passes over the data before ``step``: samples drawn / samples of a pass, rounded
-        down."""
+        """Return the number of complete passes over the data before ``step``: samples drawn / samples of a pass,
+        rounded down."""
         return self.drawn(step) // self.samples_of_a_pass
 
     def drawn(self, step: int) -> int:
@@ -233,8 +231,8 @@ class PackSchedule(BatchSchedule):
     def steps(self, epochs: int) -> int:
         """Return the number of whole steps in ``epochs`` passes, at least one.
 
-        Steps of the first windows are counted. The number of later steps is estimated from the fill of these windows
-        and the mean length of samples in each stage of the blend."""
+        The steps of the first windows are counted. The number of later steps is estimated from the fill of these
+        windows and the mean length of samples in each stage of the blend."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -249,8 +247,8 @@ class PackSchedule(BatchSchedule):
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return {"fill": share of the last step's tokens that is not padding}; with several sources also "sources", as
-        ``BlendSchedule`` does."""
+        """Return {"fill": fraction of the last step's tokens that is not padding}, and with several sources also
+        "sources" as in ``BlendSchedule``."""
         tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
@@ -263,9 +261,8 @@ class PackSchedule(BatchSchedule):
     def seen(self, step: int) -> dict[int, int] | None:
         """Implement ``BatchSchedule.seen``. Return None for several sources, because :meth:`log` reports their epochs.
 
-        All samples before the current position have been drawn, except for waiting samples and samples of later steps
-        in the window.
-        """
+        All samples before the current position have been drawn, except waiting samples and samples in later steps of
+        the window."""
         if self.sources is not None:
             return None
         begin, waiting = self._after(step)
@@ -273,7 +270,7 @@ class PackSchedule(BatchSchedule):
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
         rows, missed = np.unique(self._samples_at(waiting, begin.stages).rows, return_counts=True)
         first = passes * self.dataset_size
-        here = np.ones(len(rows), dtype=bool)  # True for rows that come before the current position in this pass
+        here = np.ones(len(rows), dtype=bool)  # True for rows before the current position of this pass
         if len(waiting) and waiting[0] < first:
             here = np.isin(rows, self._order(begin.stages).rows_between(first, begin.position))
         for due, less in zip((passes + here).tolist(), missed.tolist(), strict=True):
@@ -287,12 +284,11 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """The share of tokens in the first windows' packs that is not padding."""
+        """Fraction of the tokens in the first windows' packs that is not padding."""
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return (the number of samples drawn before each of a run's first steps, (steps + 1,) int64; the fill of these
-        steps)."""
+        """Return (number of samples drawn before each of the first steps, (steps + 1,) int64; fill of these steps)."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
@@ -333,15 +329,15 @@ class PackSchedule(BatchSchedule):
     def restore(self, state: dict[str, Any], step: int) -> bool:
         """Continue from the ``state`` that :meth:`state` returned after ``step`` steps.
 
-        If the size of packs or the number of packs in a step has changed, the samples that were not drawn yet come in
-        another order. Checkpoints of old releases, whose windows had a fixed number of steps, do not store the window's
-        first step. In this case the run continues with the samples from the beginning of that window.
+        If the capacity of packs or the number of packs in a step has changed, the samples not drawn yet come in another
+        order. Checkpoints of old releases, whose windows had a fixed number of steps, do not store the window's first
+        step. The run then continues with the samples from the beginning of that window.
 
         Returns:
             True if the next packs are the same as in an uninterrupted run.
 
         Raises:
-            ValueError: the state is damaged, or the blend lists fewer changes of weights than had happened.
+            ValueError: the state is damaged, or the blend lists fewer changes of weights than had already happened.
         """
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
@@ -370,7 +366,7 @@ class PackSchedule(BatchSchedule):
         return False
 
     def begin_at(self, step: int) -> None:
-        """Begin the order of samples at ``step``, in a run without packs before ``step``."""
+        """Start the order of samples at ``step``, for a run without packs before ``step``."""
         self._continue_from(Beginning(step, 0))
 
     def _continue_from(self, begin: Beginning) -> None:
@@ -385,8 +381,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return the beginning of the first window after the steps before ``step``, and the earlier positions, (n,)
-        int64, that none of these steps drew."""
+        """Return the beginning of the first window after the steps before ``step``, and the positions before that
+        beginning that none of these steps drew, (n,) int64."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -419,14 +415,14 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _far(self) -> int:
-        """Number of steps between two remembered beginnings."""
+        """Number of steps between two stored beginnings."""
         return EVERY * self.steps_per_window
 
     def _plan(self, begin: Beginning) -> _Window:
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        same = int(np.argmax(levels > 0)) or len(levels)  # this many first samples are of one pass over each source
+        same = int(np.argmax(levels > 0)) or len(levels)  # number of first samples from the same pass over each source
         steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
@@ -435,7 +431,7 @@ class PackSchedule(BatchSchedule):
         left = self._fill(packer, found.of(slice(count)), levels[:count], waited)
         lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, waited)], dtype=int))
         position = begin.position + max(0, count - waited)
-        place_of = np.empty(count, dtype=np.int64)  # position of each sample in the order of descending length
+        place_of = np.empty(count, dtype=np.int64)  # rank of each sample by descending length
         place_of[np.argsort(-lengths, kind="stable")] = np.arange(count)
         by_length = place_of.tolist().__getitem__
         ordered = [sorted(pack, key=by_length) for pack in packer.packs]
@@ -463,16 +459,15 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _turn_tokens(self) -> int:
-        """Number of tokens that are considered for a step at the end of a pass. It is larger by some packs, because the
-        remaining samples of that pass leave less choice."""
+        """Number of tokens that are considered for a step at the end of a pass. It includes some extra packs, because
+        the remaining samples of that pass leave less choice."""
         packs = self.global_batch
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the waiting samples followed by the samples from ``begin`` on.
+        """Return the waiting samples, followed by the samples from ``begin`` on.
 
-        The samples suffice for a whole window, or for one step if a source begins another pass before the window is
-        complete."""
+        They are enough for a whole window, or for one step if a source begins another pass within the window."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -489,11 +484,11 @@ class PackSchedule(BatchSchedule):
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
-        """Place the samples, of which the first ``waited`` were waiting; return the numbers of the samples that do not
+        """Place the samples, of which the first ``waited`` were waiting. Return the numbers of the samples that do not
         fit."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
-        # behind: for each source, the lowest level of a sample that does not fit.
+        # behind: for each source, the lowest level of a sample that did not fit.
         left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)
         for first, end in zip(cuts[:-1], cuts[1:], strict=True):
             numbers = np.arange(first, end)
@@ -530,8 +525,7 @@ class PackSchedule(BatchSchedule):
         return _Samples(np.arange(start, start + count), rows, sources, passes, self.tokens[rows].astype(np.int64))
 
     def _samples_at(self, places: np.ndarray, stages: tuple[int, ...]) -> _Samples:
-        """Return the samples at the positions ``places`` (n,) int64, ascending. All chunks of the order that contain a
-        position are read."""
+        """Return the samples at the ascending positions ``places`` (n,) int64. The order is read in chunks."""
         chunks = places // _CHUNK
         parts = [self._read(stages, 0, 0)]
         for chunk in np.unique(chunks).tolist():

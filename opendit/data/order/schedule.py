@@ -1,9 +1,8 @@
 """Choose the samples of each training step, as a pure function of (seed, step).
 
 A run that resumes at any step draws the same samples as an uninterrupted run. The global batches do not depend on the
-number of ranks, workers and micro-batches. A schedule keeps no state between steps: it computes the sample at a
-position of the run from the position. Only packs are planned one window after the other, see
-opendit/data/order/packs.py.
+number of ranks, workers and micro-batches. A schedule keeps no state between steps: it computes each sample from its
+position in the run. Only packs are planned one window after the other, see opendit/data/order/packs.py.
 """
 
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ import numpy as np
 
 from opendit.data.order.sequences import Mixture, Pool, RowsByKey, rows_of
 
-KEYED = "keyed"  # name of this order in checkpoints; checkpoints of old releases have "sorted" or no name
+KEYED = "keyed"  # name of this order in checkpoints; old checkpoints have "sorted" or no name
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, disjoint from Stream's
-MANY_EPOCHS = 10_000  # number of epochs for the mean number of steps in an epoch
-WINDOW = 1024  # rows that are computed at once; the rows of one step if a step has more
-_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which the order of sources (in samples) and of shapes is drawn
-_MOST, _MOST_SHAPES = 256, 4096  # most sources and shapes of a blend, so that domains of permutations do not overlap
+MANY_EPOCHS = 10_000  # epochs over which the mean number of steps per epoch is computed
+WINDOW = 1024  # rows computed at once; if a step has more rows, those of one step
+_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources (samples) and shapes (parts) are shuffled
+_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; more would make domains overlap
 
 
 Key = TypeVar("Key", bound=tuple)
@@ -37,7 +36,7 @@ class StepRows(NamedTuple):
 
 
 class BatchSchedule:
-    """The rows of every global batch. The rows are consecutive permutations of the data set, one for each epoch.
+    """The rows of every global batch. They are consecutive permutations of the data set, one for each epoch.
 
     A batch may contain the end of one epoch and the beginning of the next, so every row is drawn once in each epoch for
     any batch size.
@@ -51,7 +50,7 @@ class BatchSchedule:
     """
 
     packed = False  # True if the samples of a micro-batch may have different sizes
-    passes: str | None = None  # text that describes an epoch at the start of a run; None prints nothing
+    passes: str | None = None  # describes an epoch in the log at the start of a run; None logs nothing
 
     def __init__(self, dataset_size: int, global_batch: int, seed: int):
         if global_batch < 1:
@@ -67,26 +66,26 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """The number of parts of a global batch, if all samples of a part have the same shape. Each part consists of
-        the micro-batches of all ranks.
+        """Number of parts of a global batch, if all samples of a part have the same shape. A part consists of one
+        micro-batch of every rank.
 
         None if all samples have one shape, or if a micro-batch may mix shapes."""
         return None
 
     @property
     def rows_of_step(self) -> int:
-        """The largest number of rows in a step."""
+        """Maximum number of rows in a step."""
         return self.global_batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of whole steps in the first pass over the data."""
+        """Number of whole steps in the first pass over the data."""
         return self.steps(1)
 
     @property
     def mean_steps_per_epoch(self) -> float:
-        """The mean number of steps in a pass over the data. A step may contain the end of one pass and the beginning of
-        the next."""
+        """Mean number of steps in a pass over the data. A step may contain the end of one pass and the beginning of the
+        next."""
         return self.steps(MANY_EPOCHS) / MANY_EPOCHS
 
     def steps(self, epochs: int) -> int:
@@ -121,8 +120,7 @@ class BatchSchedule:
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the samples of a rank's micro-batch in the order of reading. The first field of each key is its
-        row."""
+        """Return the samples of a rank's micro-batch in the order of reading. A key's first field is its row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
@@ -130,11 +128,11 @@ class BatchSchedule:
         return {}
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Return {n: number of samples that the steps before ``step`` drew n times}; None if this is not counted."""
+        """Return {n: number of samples that the steps before ``step`` drew n times}, or None if this is not counted."""
         return None
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Return the state that a checkpoint after ``step`` steps needs to resume; None if it needs none."""
+        """Return the state that a checkpoint after ``step`` steps needs to resume, or None if it needs none."""
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
@@ -145,8 +143,8 @@ class BatchSchedule:
         return pool.rows(np.arange(start, stop))
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (:meth:`rows_between`, the source of each row, the number of the pass over that source, from 0), each
-        (stop - start,) int64."""
+        """Return (:meth:`rows_between`, source of each row, index of the pass over that source), each (stop - start,)
+        int64."""
         places = np.arange(start, stop)
         return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
 
@@ -174,8 +172,8 @@ class BucketSchedule(BatchSchedule):
     A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). The
     rows of each shape come in consecutive permutations, which are cut into parts. At the end of an epoch, the rows of a
     shape that do not fill a part become the beginning of the shape's first part in the next epoch. An epoch consists of
-    the parts that are complete, in keyed order. Over E epochs every row is drawn E times, except for the rows left over
-    at the end of the run: less than a part of each shape, and less than the parts of a step.
+    all complete parts, in keyed order. Over E epochs every row is drawn E times, except the rows left over at the end
+    of the run: less than one part of each shape, and less than the parts of a step.
 
     The samples of a step depend only on (seed, global batch, micro_batches). They are the same for any number of ranks
     and of accumulated micro-batches that divides the parts equally.
@@ -200,7 +198,7 @@ class BucketSchedule(BatchSchedule):
         super().__init__(len(shapes.keys), global_batch, seed)
         self._micro_batches, units = micro_batches, units_of_part(global_batch, micro_batches)
         self._samples = [1] * len(shapes.totals) if samples is None else list(samples)
-        self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
+        self._part = [units * count for count in self._samples]  # samples of a part, for each shape
         self._pools = [Pool(total, seed, POOLS + i, shapes.selector(i)) for i, total in enumerate(shapes.totals)]
         rates = [Fraction(total, part) for total, part in zip(shapes.totals, self._part, strict=True)]
         self._parts = Mixture([(0, rates)], seed, PARTS, in_order=False)
@@ -244,7 +242,7 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join each ``micro_batches`` consecutive parts to a step.
+    """Join every ``micro_batches`` consecutive parts into a step.
 
     parts: the rows of each part. samples: number of samples in a unit of each part."""
     found = []
@@ -313,9 +311,9 @@ class SourceRows:
         return np.bincount(np.searchsorted(self.ends, rows, side="right"), minlength=len(self.ends))
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
-        """Return {"sources": {name: {"share": share of all samples so far, "epoch": passes over the source}}}.
+        """Return {"sources": {name: {"share": fraction of all samples so far, "epoch": passes over the source}}}.
 
-        counts: number of samples drawn from each source. A share is None if no sample was drawn."""
+        counts: number of samples drawn from each source. "share" is None if no sample was drawn."""
         seen, found = int(counts.sum()), {}
         for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
             found[name] = {"share": count / seen if seen else None, "epoch": count / size}
@@ -364,9 +362,9 @@ class BlendSchedule(BatchSchedule):
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
         self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
-        # For each source, the share of each shape among its rows, and a pool for each shape that it has.
+        # For each source: the fraction of its rows that each shape has, and a pool for each of its shapes.
         self._shares, self._pools = [], []
-        self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> number of the pool
+        self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> index of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
             found = {0: size} if shapes is None else dict(zip(shapes.values.tolist(), shapes.totals, strict=True))
             self._shares.append([Fraction(found.get(value, 0), size) for value in values])
@@ -379,7 +377,7 @@ class BlendSchedule(BatchSchedule):
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
-        # A pass over the data is a whole number of blocks, so that the sources' counts match the weights at its end.
+        # A pass over the data is a whole number of blocks, so that at its end the sources' counts match the weights.
         block = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
         self._mixtures = []
         for shape in range(len(values)):
@@ -445,11 +443,11 @@ class BlendSchedule(BatchSchedule):
         if not self._shaped:
             return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: start of each part in ``found``
+        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: start of each part
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # most parts in this range are needed
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts in between are needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
@@ -459,7 +457,7 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pool, and the position in the pool, of the samples [start, stop) of a shape."""
+        """Return (pool, position in the pool) of the samples [start, stop) of a shape."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers
@@ -470,6 +468,6 @@ def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:
 
 
 def _rates(weights: list[Fraction], block: Fraction) -> list[Fraction]:
-    """Scale the weights so that their sum is ``block``; return the weights unchanged if all are 0."""
+    """Scale the weights to the sum ``block``. Return them unchanged if all are 0."""
     total = sum(weights)
     return [weight / total * block for weight in weights] if total else weights

@@ -1,4 +1,4 @@
-"""Random sequences that can compute the entry at any position without the entries before it.
+"""Random sequences whose entry at any position is computed without the entries before it.
 
 ``permuted`` computes entries of a keyed permutation, in memory that does not grow with the permutation's size. A
 ``Pool`` is an endless sequence of permutations of some rows. A ``Mixture`` takes its elements from several components
@@ -15,11 +15,11 @@ import torch
 
 from opendit.diffusion.random import philox4x32
 
-SORTED = 2**16  # largest size of a permutation that is made by sorting random words
+SORTED = 2**16  # maximum size of a permutation that is made by sorting random words
 ROUNDS = 8  # rounds of the Feistel network
-FEW = 32  # up to this number of values, keys are compared with each value
-CHUNK = 1024 * 1024  # number of keys that are compared at once
-_BLOCK = 1024  # number of keys in a block of RowsByKey's table of counts
+FEW = 32  # maximum number of values for which keys are compared with each value
+CHUNK = 1024 * 1024  # keys compared at once
+_BLOCK = 1024  # keys per block of RowsByKey's table of counts
 
 
 # ------------------------------------------------------------------------------------------ permutations
@@ -31,11 +31,11 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
     A large permutation is a Feistel network over the two digits of a number in mixed radix, with cycle walking for
     results that are not below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002,
     methods 2 and 3). The round function is Philox. Such networks are poor on very small domains. Therefore up to
-    ``SORTED`` numbers are instead sorted by random Philox words, so that all orders are equally likely.
+    ``SORTED`` numbers are sorted by random Philox words instead, so that all orders are equally likely.
 
     Args:
         positions: (n,) int64 below ``size``.
-        size: up to 2^61.
+        size: at most 2^61.
         domain: below 2^32; different domains have independent permutations.
 
     Returns:
@@ -53,7 +53,7 @@ def permuted_each(
     """Return the result of :func:`permuted` with a separate size, domain and epoch for every position; all arrays are
     (n,) int64.
 
-    Each distinct permutation of up to ``SORTED`` numbers costs a call of :func:`permuted`."""
+    Each distinct permutation of up to ``SORTED`` numbers needs a call of :func:`permuted`."""
     out, large = np.zeros_like(positions), sizes > SORTED
     out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
     if not large.all():
@@ -73,7 +73,7 @@ def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
 
 
 def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the Feistel network, and apply it again to results that are not below their size until all are."""
+    """Apply the Feistel network. Apply it again to results that are not below their size, until all are."""
     out, outside = positions.copy(), np.arange(len(positions))
     while len(outside):
         out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
@@ -82,7 +82,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Permute the numbers below the product of two bases; this product is their size or slightly more."""
+    """Permute the numbers below the product of two bases. The product equals the size or is slightly larger."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
@@ -101,8 +101,7 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 class Pool:
     """An endless sequence of ``size`` rows, with a new keyed permutation of all the rows in every epoch.
 
-    domain: see :func:`permuted`. select: maps numbers (n,) below ``size`` to rows (n,) of the data set.
-    """
+    domain: see :func:`permuted`. select: maps numbers (n,) below ``size`` to rows (n,) of the data set."""
 
     def __init__(self, size: int, seed: int, domain: int, select: Callable[[np.ndarray], np.ndarray]):
         self.size, self.seed, self.domain, self.select = size, seed, domain, select
@@ -113,7 +112,7 @@ class Pool:
 
 
 def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the data set's rows at ``positions``, each in its own sequence ``pools[of]``; all arrays are (n,) int64.
+    """Return the data set's rows at ``positions[i]`` of the sequence ``pools[of[i]]``; all arrays are (n,) int64.
 
     All pools must have the same seed."""
     rows = np.empty(len(positions), dtype=np.int64)
@@ -129,7 +128,7 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.
 
 
 class RowsByKey:
-    """Index that finds the n-th row with a given key, without a list of all rows.
+    """Index that finds the n-th row with a given key without a list of all rows.
 
     Attributes:
         keys: (rows,) key of each row; may be memory-mapped.
@@ -157,8 +156,8 @@ class RowsByKey:
         return partial(self.select, value)
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return rows of the ``value``-th distinct key, (n,) int64. ``numbers`` (n,) counts the rows of this key, in
-        ascending order."""
+        """Return rows of the ``value``-th distinct key, (n,) int64. ``numbers`` (n,) are ranks among the rows of this
+        key."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -171,11 +170,11 @@ class RowsByKey:
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the keys, with repetitions, that are not among ``values``.
 
-    If there are more than ``FEW`` values, return all keys, because sorting all keys is then faster than comparing."""
+    If there are more than ``FEW`` values, return all keys, because sorting them is then faster than comparing."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
-    for value in values:  # one comparison takes a hundredth of the time of sorting
+    for value in values:  # a comparison takes a hundredth of the time of sorting
         other &= keys != value
     return keys[other]
 
@@ -187,29 +186,27 @@ class Mixture:
     """An endless sequence that assigns a component to every position, in fixed proportions.
 
     The sequence consists of blocks. ``rate_c`` is the mean number of elements of component c in a block. Component c
-    occurs floor(b * rate_c) times in the first b blocks, so at the end of a block its count differs from the exact
-    proportion by less than one. The order within a block is a keyed
-    permutation.
+    occurs floor(b * rate_c) times in the first b blocks, so at the end of a block its count is less than one below the
+    exact proportion. The order within a block is a keyed permutation.
 
     Args:
-        stages: (first position, rates) in order of position; the first stage begins at position 0. The rate of a
-            component is its mean number of elements in a block. The count of a component continues from one stage to
-            the next.
+        stages: (first position, rates) in order of position; the first stage begins at position 0. Counts of components
+            continue from one stage to the next.
         domain: see :func:`permuted`; stage i uses ``domain + i``.
-        in_order: True returns the elements of a component in order; False returns them in any order within a block, so
-            that very long blocks are possible.
+        in_order: True returns the elements of a component in order. False returns them in any order within a block,
+            which makes very long blocks possible.
     """
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
         self._stages = [_Stage(rates, seed, domain + number, in_order) for number, (_, rates) in enumerate(stages)]
-        self._counts = [np.zeros(len(stages[0][1]), dtype=np.int64)]  # counts of the components before each stage
+        self._counts = [np.zeros(len(stages[0][1]), dtype=np.int64)]  # elements of each component before each stage
         for number, start in enumerate(self._starts[1:]):
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position in [start, stop), the component and the number of its elements before this
-        position; int64."""
+        """Return, for each position in [start, stop), the component and the number of that component's earlier
+        elements; int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -222,12 +219,12 @@ class Mixture:
         return np.concatenate(components), np.concatenate(ranks)
 
     def counts(self, position: int) -> np.ndarray:
-        """Return the number of positions of each component before ``position``; (components,) int64."""
+        """Return how many positions before ``position`` belong to each component; (components,) int64."""
         number = self._stage(position)
         return self._counts[number] + self._stages[number].counts(position - self._starts[number])
 
     def block(self, position: int) -> int:
-        """Return the number of the block that contains a position, counted from the beginning of the stage."""
+        """Return the index of the block that contains a position, counted from the beginning of the stage."""
         number = self._stage(position)
         return self._stages[number].block(position - self._starts[number])
 
@@ -240,7 +237,7 @@ class Mixture:
 
 
 class _Stage:
-    """A mixture of constant rates."""
+    """A mixture with constant rates."""
 
     def __init__(self, rates: Sequence[Fraction], seed: int, domain: int, in_order: bool):
         self.denominator = math.lcm(*(rate.denominator for rate in rates))
@@ -252,7 +249,7 @@ class _Stage:
         return [block * rate // self.denominator for rate in self.rates]
 
     def block(self, position: int) -> int:
-        # Between b * rate - components and b * rate positions come before block b, so few blocks are candidates.
+        # Block b begins at most at b * sum of rates, and less than one position per component before that.
         total = sum(self.rates)
         low = position * self.denominator // total
         high = low + len(self.rates) * self.denominator // total + 1

@@ -48,10 +48,10 @@ from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptR
 from opendit.data.shards.scan import read_caption
 from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTars, grouped
 
-CHECKED = 1 << 22  # number of samples whose records are checked when the data set is opened
-REMOTE_CAPTIONS = 64  # number of captions that are fetched from an address, one by one, for the check before training
-WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning, for messages
-OPEN_A_THREAD = 16  # number of indexes, and also of tars, that each thread that reads media sizes keeps open
+CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened
+REMOTE_CAPTIONS = 64  # captions checked before training if each must be fetched from an address
+WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # by conditioning
+OPEN_A_THREAD = 16  # open indexes, and open tars, per thread that reads media sizes
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if the header's number of pictures is valid for ``use_video``: the header counts animations as
-        clips, but without ``use_video`` they are pictures."""
+        """Return True if the header's number of pictures is valid for ``use_video``.
+
+        The header counts animations as clips; without ``use_video`` they are pictures."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
@@ -79,7 +80,7 @@ class IndexedTar:
         return int((self.shapes(use_video) == PICTURE).sum())
 
     def shapes(self, use_video: bool) -> np.ndarray:
-        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. Records are read only if the tar holds both."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. Records are read only if the tar has both kinds."""
         header = self.index.header
         if self._told(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
@@ -90,9 +91,9 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Data set of the samples in indexed tars, in the order of the tars and of their samples.
+    """Data set of the samples in indexed tars, in the order of the tars and of the samples in each tar.
 
-    The indexes determine the conditioning: captions, classes, or a single class if there are neither.
+    The indexes determine the conditioning: captions, classes, or a single class if the samples have neither.
 
     Args:
         image_size, options: see ``PicturesAndClips``, which also describes the samples.
@@ -103,11 +104,11 @@ class ShardDataset(PicturesAndClips):
         ValueError: the tars can't be used; the message names the flag and the fix.
     """
 
-    size_threads = 8  # number of threads that read the sizes of media
-    names_file = CLASS_NAMES  # name of the file of class names, for messages
+    size_threads = 8  # number of threads that read media sizes
+    names_file = CLASS_NAMES  # file of the class names, for messages
     empty_captions = False  # True if a caption may be empty
     counted_captions = USUALLY_COUNTED
-    note = ""  # text at the end of the description in the log
+    note = ""  # appended to the description in the log
 
     def __init__(
         self,
@@ -135,12 +136,12 @@ class ShardDataset(PicturesAndClips):
             self.counted_captions = REMOTE_CAPTIONS
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
-        self._found: tuple[Any, ...] = (None, None)  # the last row that find_record looked up, and its result
+        self._found: tuple[Any, ...] = (None, None)  # last row that find_record looked up, and the result
         self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
-        # Maps rows of this data set to samples of the tars; None if all samples are used.
+        # Maps rows of this data set to samples in the tars; None if all samples are used.
         self.used = self._find_pictures() if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
@@ -150,9 +151,9 @@ class ShardDataset(PicturesAndClips):
         return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
-        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8; mapped from a file if there are many."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. A large array is mapped from a file."""
         if self._kinds is None:
-            # The times of the indexes are part of the name, because an index may be rewritten with other samples.
+            # The name includes the indexes' modification times, because an index may be rewritten with other samples.
             written = (str(shard.index.written) for shard in self.shards)
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
             name = partial(hash_parts, kinds, *self._contents(), *written)
@@ -169,19 +170,19 @@ class ShardDataset(PicturesAndClips):
         return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def _index(self, number: int) -> TarIndex:
-        """Return a tar's index. Only the files of recently used indexes are open."""
+        """Return a tar's index. Only the files of recently used indexes stay open."""
         if number in self._recent:
             self._recent.move_to_end(number)
             return self._recent[number]
-        index = copy.copy(self.shards[number].index)  # a copy, whose file no other copy of the data set closes
+        index = copy.copy(self.shards[number].index)  # other copies of the data set must not close its file
         self._recent[number] = index
         while len(self._recent) > MOST_OPEN:
             self._recent.popitem(last=False)[1].close()
         return index
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
-        """Return (number of the tar, number of the sample in its index, the sample's record)."""
-        if self._found[0] != row:  # the last result is kept because a picture and its caption both look it up
+        """Return (index of the tar, index of the sample in the tar's index, the sample's record)."""
+        if self._found[0] != row:  # the last result is cached, because a picture and its caption both need it
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
@@ -203,7 +204,7 @@ class ShardDataset(PicturesAndClips):
         return self._labelled(row, item)
 
     def _labelled(self, row: int, item: Item) -> Item:
-        """Return ``item`` with the class or the caption of its row, and the number of bytes read."""
+        """Return ``item`` with the row's class or caption and the number of bytes read."""
         text, record = self.caption(row), self.find_record(row)[2]
         size = record.medium_bytes + (0 if text is None else record.text_bytes)
         return item._replace(y=self.label(row), text=text, bytes_read=size)
@@ -224,7 +225,7 @@ class ShardDataset(PicturesAndClips):
         return record.medium_bytes > MAX_WHOLE_FILE and self._is_picture(number, record)
 
     def read_medium(self, row: int) -> bytes:
-        """Read a sample's picture or clip as bytes, and verify their checksum. Raises BadSample."""
+        """Read the bytes of a sample's picture or clip, and verify their checksum. Raises BadSample."""
         number, _, record = self.find_record(row)
         if self._is_too_large(number, record):
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
@@ -257,7 +258,7 @@ class ShardDataset(PicturesAndClips):
             lambda at, size: self._read(row, number, record.medium_at + at, size),
         )
 
-    rated = 8  # number of clips whose frame rate is read; few, because clips may have to be fetched from an address
+    rated = 8  # clips whose frame rate is read; few, because each may have to be fetched from an address
 
     def rate_at(self, row: int) -> float:
         content = self.read_medium(row)
@@ -275,7 +276,7 @@ class ShardDataset(PicturesAndClips):
 
         def look(row: int) -> Size:
             mine: ShardDataset | None = getattr(local, "dataset", None)
-            # Each thread has its own copy, with its own cached lookup and a few open files.
+            # Each thread uses a separate copy, with a separate cached lookup and few open files.
             if mine is None or len(mine._recent) > OPEN_A_THREAD:
                 mine = local.dataset = copy.copy(self)
                 mine.store = copy.copy(self.store)
@@ -288,7 +289,7 @@ class ShardDataset(PicturesAndClips):
         if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
             raise BadSample(self.source(row), reason)
-        try:  # the sample's name is looked up only for an error
+        try:  # look up the sample's name only on an error
             image = read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
@@ -336,7 +337,7 @@ class ShardDataset(PicturesAndClips):
         return self.media_shapes(keys, self._media_sizes)
 
     def _contents(self) -> list[str]:
-        """Return strings that identify the tars and the samples that are used."""
+        """Return strings that identify the tars and the used samples."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
             header.sha256 or f"{shard.name} {header.tar_bytes}"
@@ -407,8 +408,8 @@ def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
 
 
 def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
-    """Check the records of the first ``CHECKED`` samples. Other records are checked when they are read. Raises
-    ValueError."""
+    """Check the records of the first tars, up to ``CHECKED`` samples. Other records are checked when they are read.
+    Raises ValueError."""
     left = CHECKED
     for shard in shards:
         left -= shard.index.header.rows
@@ -430,7 +431,7 @@ def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
 def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
-    """Return the names of the tars' classes: ``names`` from ``names_file``, or the class numbers if there are no names.
+    """Return the class names of the tars: ``names`` from ``names_file``, or the class numbers if there are no names.
 
     Raises ValueError, naming the tar and the sample, for a label that has no name or is too large."""
     headers = [shard.index.header for shard in shards]

@@ -1,9 +1,9 @@
-"""The index of a tar, a file that says where each sample's picture or clip, caption and label are.
+"""The index of a tar: a file that records where each sample's picture or clip, caption and label are in the tar.
 
 The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the length of the header (uint32),
-the header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` for each sample, and the
-concatenated keys of the samples. All numbers are little-endian. A process does not load the records and keys into its
-memory: it reads single ones from the file, and all processes share the page cache.
+the header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the
+concatenated keys of the samples. All numbers are little-endian. Processes do not load all records and keys into memory.
+They read single records from the file, so all processes of a machine share the page cache.
 """
 
 import io
@@ -37,8 +37,8 @@ MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
-MAX_TEXT = 2**20  # most bytes of a member that holds a caption or label
-_CHUNK = 1 << 16  # number of records checked at once
+MAX_TEXT = 2**20  # maximum bytes of a member that holds a caption or label
+_CHUNK = 1 << 16  # records checked per read
 ANIMATED = "animated"  # prefix of an animation's suffix in a header's ``suffixes``
 ROW = np.dtype(
     [
@@ -49,9 +49,9 @@ ROW = np.dtype(
         ("label", "<i4"),
         ("key_end", "<u4"),  # end of the sample's key in the concatenated keys
         ("crc32", "<u4"),  # checksum of the picture or clip, if ``checked`` is true in the header
-        ("suffix", "u1"),  # position of the medium's suffix in the header's ``suffixes``
-        ("caption", "u1"),  # position of the caption's place in the header's ``captions``
-        ("number", "<u4"),  # number of the sample in the tar, left-out samples included; 0 in old indexes
+        ("suffix", "u1"),  # index of the medium's suffix in the header's ``suffixes``
+        ("caption", "u1"),  # index of the caption's path in the header's ``captions``
+        ("number", "<u4"),  # index of the sample in the tar, counting left-out samples; 0 in old indexes
         ("padding", "u1", 2),
     ]
 )
@@ -67,13 +67,13 @@ class Header(JsonObject):
     Attributes:
         tar_bytes: size of the tar.
         sha256: checksum of the tar; "" if the tar was not read completely.
-        checked: True if the records have the CRC-32 of their picture or clip.
+        checked: True if the records contain the CRC-32 of their picture or clip.
         pictures: number of samples that are pictures; all other samples are clips.
         conditioning: "text" if samples have captions, "label" if they have classes, "none" if they have neither.
         num_classes: the largest label + 1.
-        suffixes: the distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``.
-        captions: the places of captions, each the ending of a member and then keys inside its JSON.
-        left_out: number of samples of the tar that have no record.
+        suffixes: distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``.
+        captions: paths of captions (see ``scan.FieldPath``): a member's extension, then keys inside its JSON.
+        left_out: number of samples in the tar that have no record.
         examples: "key: reason" for a few samples without a record.
         plan: hash of the inputs that the tar was written from; "" if another program wrote the tar.
     """
@@ -95,13 +95,13 @@ class Header(JsonObject):
 
 
 HEADER = FileKind(Header, 16 * MIB)
-CLASS_NAMES = "class_names.json"  # file in the folder of the tars: names of the classes, in the order of their labels
+CLASS_NAMES = "class_names.json"  # file beside the tars: class names, in the order of the labels
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
 
 
 def read_class_names(folder: Path) -> list[str]:
-    """Return the class names of a folder; an empty list if it has no file ``CLASS_NAMES``. Raises ValueError or
+    """Return the class names of a folder, or an empty list if it has no file ``CLASS_NAMES``. Raises ValueError or
     OSError."""
     path = folder / CLASS_NAMES
     return read_file(path, NAMES_OF_CLASSES) if path.exists() else []
@@ -133,7 +133,7 @@ def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
 def is_clip(suffix: str, use_video: bool = True) -> bool:
     """Return True if media with this suffix, as in ``Header.suffixes``, are clips.
 
-    Without ``use_video`` an animation counts as a picture, and its first frame is used."""
+    Without ``use_video`` an animation counts as a picture, namely its first frame."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -153,11 +153,10 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An open index. The constructor reads the header and compares it with the file's size; records and keys are read
-    when they are needed.
+    """An open index. The constructor reads the header and checks the file's size against it. Records and keys are read
+    on demand.
 
-    Raises OSError, and ValueError, naming the file, if the file is not an index, is damaged or has another version.
-    """
+    Raises OSError; and ValueError, naming the file, if the file is not an index, is damaged or has another version."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -169,11 +168,11 @@ class TarIndex:
 
     @property
     def rows(self) -> np.ndarray:
-        """All records, a memory-mapped array (rows,) of ``ROW``. Each access creates a new mapping."""
+        """All records as a memory-mapped array (rows,) of ``ROW``. Each access creates a new mapping."""
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Read one record with a file read. A memory mapping would add 64 KiB around the record to this process.
+        """Read one record from the file. A memory mapping would add 64 KiB around the record to the process's memory.
 
         Raises DataError, naming the sample, for an invalid record."""
         found = self._record(row)
@@ -188,8 +187,9 @@ class TarIndex:
     def _faults(self, found: Any) -> Iterator[tuple[Any, Callable[[], str]]]:
         """Yield (is the fault present, function that returns the message) for each possible fault.
 
-        found: one record, or the columns of many records. For columns the first item of each pair is an array with one
-            bool per record.
+        found: one record, or the columns of many records. For columns, the first item of each pair is a bool array with
+        one
+            entry per record.
         """
         header, size = self.header, self.header.tar_bytes
         bad = (found.medium_at > size) | (found.medium_bytes > size - found.medium_at)
@@ -207,8 +207,7 @@ class TarIndex:
         yield bad, lambda: f"has a key that ends at byte {found.key_end:,} of {end:,}"
 
     def check(self) -> None:
-        """Check all records as :meth:`record` does, and the counts in the header. Raises DataError, naming the
-        sample."""
+        """Check all records like :meth:`record`, and the counts in the header. Raises DataError, naming the sample."""
         header, last, pictures = self.header, 0, 0
         clips = np.array([is_clip(suffix) for suffix in header.suffixes] or [False])
         for start in range(0, header.rows, _CHUNK):
@@ -223,7 +222,7 @@ class TarIndex:
                 row = start + int((np.diff(ends) < 0).argmax())
                 raise DataError(f"{self.path} is damaged: the key of sample {row:,} ends before it begins; {_AGAIN}")
             last, pictures = int(ends[-1]), pictures + int((~clips[part["suffix"]]).sum())
-        self.close()  # because a process can't keep the indexes of thousands of tars open
+        self.close()  # a process can't keep the indexes of thousands of tars open
         if (pictures, last) != (header.pictures, header.key_bytes):
             what = f"{header.pictures:,} pictures and {header.key_bytes:,} bytes of keys"
             raise DataError(
@@ -237,7 +236,7 @@ class TarIndex:
         return int(labels[row]), row
 
     def key(self, row: int) -> str:
-        """Return a sample's key, the part of the name that all its members share. Raises DataError."""
+        """Return a sample's key, the part of the name that all members of the sample share. Raises DataError."""
         first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
         if not first <= end <= self.header.key_bytes:
             raise DataError(
@@ -304,7 +303,7 @@ def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, in
 
 
 def check_whole(content: bytes) -> None:
-    """Raise OSError if ``content`` is an incomplete index, and ValueError if it is not an index."""
+    """Raise OSError if ``content`` is an incomplete index, and ValueError if it is not an index at all."""
     try:
         _read_start("what came", io.BytesIO(content), len(content))
     except ValueError as error:
@@ -324,9 +323,9 @@ def is_index(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of an index that a data set uses, if it does not use all: the rows [first, last) except ``without``.
+    """The rows of an index that a data set uses, if not all: the rows [first, last) except ``without``.
 
-    ``without`` is ascending and within that range. The data set numbers the remaining rows 0, 1, ..."""
+    ``without`` is ascending and within that range. The data set numbers the used rows 0, 1, ..."""
 
     first: int
     last: int
@@ -340,11 +339,11 @@ class KeptRows:
         return Complement(self.last - self.first, self.without - self.first)
 
     def row(self, place: int) -> int:
-        """Return the ``place``-th row that is used."""
+        """Return the index row of the ``place``-th used row."""
         return self.first + self._places[place]
 
     def rows(self) -> np.ndarray:
-        """Return all rows that are used, ascending."""
+        """Return all used rows, ascending."""
         return self.first + self._places[:]
 
     def identity(self) -> str:

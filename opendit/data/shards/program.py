@@ -1,7 +1,7 @@
-"""``preprocess.py shards`` and ``index``: pack media, or cached latents in files, into tars, and index tars.
+"""``preprocess.py shards`` packs media or cached latents into tars, and ``preprocess.py index`` indexes tars.
 
-The contents of all tars are planned first. So any process can write any tar, and an interrupted tar is written again
-with the same bytes.
+The contents of all tars are planned before the first one is written. Any process can therefore write any tar, and
+rewriting an interrupted tar gives the same bytes.
 """
 
 import builtins
@@ -54,21 +54,22 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to be packed: its media file, the file's size and modification time, and its caption or class, which
-    becomes a second member."""
+    """A sample to pack: a media file, and a caption or class that becomes a second member of the tar.
+
+    ``bytes`` and ``changed`` are the media file's size and modification time (ns). ``ending`` is its extension."""
 
     key: str
     path: str
     bytes: int
     changed: int
     ending: str
-    beside: str  # ending of the second member: txt or cls
+    beside: str  # extension of the second member: txt or cls
     text: builtins.bytes
 
 
 @dataclass(frozen=True)
 class TarPlan:
-    """One tar of a plan."""
+    """A tar to write. ``plan`` is a hash of all entries of all tars, and is recorded in the tar's index."""
 
     tar: Path
     plan: str
@@ -76,8 +77,8 @@ class TarPlan:
 
 
 def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
-    """Return the samples of a table or a folder, the names of its classes (none with captions), and "path: why" for
-    files that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
+    """Return the samples of a table or folder, its class names (empty with captions), and "path: reason" for every file
+    that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
     captioned = find_captions(data_path) if os.path.isdir(data_path) else None
     if captioned is not None and not captioned.has_captions:
         found = find_pictures(data_path)
@@ -88,7 +89,7 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
         for row in read_table(data_path) if captioned is None else captioned.rows:
             suffix = suffix_of(str(row.path))
             if suffix not in picture_suffixes() | CLIPS:
-                suffix = ".jpg" if row.is_picture else ".mp4"  # decoders go by the bytes; this only tells the two apart
+                suffix = ".jpg" if row.is_picture else ".mp4"  # only tells pictures from clips; decoders ignore it
             media.append((str(row.path), suffix, row.text))
     states = in_threads(lambda medium: _state(medium[0]), media, 16)
     entries, left_out = [], []
@@ -111,7 +112,8 @@ def _state(path: str) -> tuple[int, int] | str:
 
 
 def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPlan]:
-    """Divide the entries, in order, into tars of up to ``shard_size`` bytes, with at least one entry each."""
+    """Divide the entries, in order, into tars of at most ``shard_size`` bytes. An entry larger than that gets a tar
+    alone."""
     cuts, used = [], 0
     for number, entry in enumerate(entries):
         size = 2 * BLOCK + padded(entry.bytes) + padded(len(entry.text))
@@ -130,7 +132,7 @@ def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPl
 
 
 def is_done(job: TarPlan) -> bool:
-    """Return True if the tar and its index exist. Raises ValueError if they belong to another plan."""
+    """Return True if the tar and its index exist. Raises ValueError if the index was made for another plan."""
     if not index_of(job.tar).exists():
         return False
     header = TarIndex(index_of(job.tar)).header
@@ -143,9 +145,9 @@ def is_done(job: TarPlan) -> bool:
 
 
 def write_job(job: TarPlan) -> int:
-    """Write a tar and then its index, each under a temporary name first, and return the number of its samples.
+    """Write a tar and then its index, each under a temporary name first. Return the number of samples.
 
-    Raises ValueError if a file has changed since the tars were planned; OSError, for example for a full disk.
+    Raises ValueError if a file has changed since the tars were planned, and OSError, for example if the disk is full.
     """
     with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
         written = write_file(new, _blocks(job.entries))
@@ -157,7 +159,7 @@ def write_job(job: TarPlan) -> int:
 
 
 def _blocks(entries: list[Entry]) -> Iterator[bytes]:
-    """Yield the bytes of a tar, which depend on the files' contents alone."""
+    """Yield the bytes of a tar. The same keys and file contents always give the same bytes."""
     total = 0
     for entry in entries:
         header = member_header(f"{entry.key}.{entry.ending}", entry.bytes)
@@ -179,7 +181,7 @@ def _blocks(entries: list[Entry]) -> Iterator[bytes]:
 # ------------------------------------------------------------------------------------------ the commands
 
 
-_TRIED = 100  # number of samples that are tried; the first readable one determines the array's name
+_TRIED = 100  # maximum number of samples that are read to find the array's name
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
@@ -218,24 +220,24 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
 def index_folder(
     root: str, *, latents: str | None, energon_cooker: str | None, num_workers: int, force: bool, **of_latents: Any
 ) -> None:
-    """Run ``preprocess.py index`` with its flags' values. of_latents: see ``index_latents``."""
+    """Run ``preprocess.py index`` with the values of its flags. of_latents: further arguments of ``index_latents``."""
     if latents is None:
         return make_indexes(root, num_workers=num_workers, energon_cooker=energon_cooker, force=force)
     return index_latents(root, latents, num_workers=num_workers, force=force, **of_latents)
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Make missing and outdated indexes of a folder of tars or of one tar; with ``force`` make all indexes.
+    """Index one tar, or all tars of a folder whose index is missing or outdated; with ``force``, all tars.
 
-    In a folder that Energon prepared, index the tars of all splits, with the folder's field map or a cooker
+    In a folder that Energon prepared, index the tars of all splits, with the folder's field map or with a cooker
     (``module:function``).
 
-    Raises ValueError, OSError or DataError; indexes of the tars before a bad one stay."""
+    Raises ValueError, OSError or DataError. Indexes written before the error remain."""
     path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if is_prepared(path):
         if energon_cooker:
-            load_cooker(energon_cooker)  # raises what is wrong with it
+            load_cooker(energon_cooker)  # raises ValueError for an unusable cooker
         prepared = all_tars(path, cooked=energon_cooker is not None)
         fields, plan, counts = prepared.fields, prepared.plan, [count for _, count in prepared.tars]
         tars = [path / name for name, _ in prepared.tars]
@@ -264,9 +266,11 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Make the index of every tar whose index is missing, outdated or of another plan; print the samples left out.
+    """Index every tar whose index is missing, outdated or made for another plan, and print the samples that are left
+    out.
 
-    root: the folder below which no link is followed (opendit/common/safe_files.py). Raises as :func:`make_indexes`."""
+    root: the folder below which no link is followed (opendit/common/safe_files.py). Raises like :func:`make_indexes`.
+    """
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -333,13 +337,13 @@ def index_latents(
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
-    """Make the indexes of a folder of tars with latents of ``form`` (see opendit/data/shards/latents.py).
+    """Index a folder of tars with latents of ``form`` (see opendit/data/shards/latents.py) from another program.
 
-    A run then reads it like a folder that ``preprocess.py latents`` made. Only the VAE's configuration is read, not its
-    weights.
+    Training then reads the folder like one that ``preprocess.py latents`` made. Of the VAE, only the configuration is
+    read, not the weights.
 
-    Raises ValueError, which says what to do, for tars that hold no latents of this form, VAE and size, or not all with
-    captions or all with classes; OSError."""
+    Raises OSError; and ValueError, which says what to do, if the latents do not fit this form, VAE and size, or if the
+    samples do not all have captions or all have classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:
@@ -349,7 +353,7 @@ def index_latents(
     if any("foreign" not in index for index in read_indexes(folder) or []):
         raise ValueError(f"{shown}: preprocess.py latents made these tars and their indexes; train with them")
     if vae not in HUB:
-        vae = str(Path(vae).expanduser().resolve())  # for runs started in other folders
+        vae = str(Path(vae).expanduser().resolve())  # valid in any working directory
     shape, scale, shift = _geometry(vae, image_size, num_frames if use_video else None)
     fields, plan = Fields(medium=SUFFIXES), hash_parts("latents of another program")
     indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)

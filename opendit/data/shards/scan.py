@@ -1,9 +1,9 @@
-"""Make the index of a tar: read the headers of its members, captions and labels, and compute checksums.
+"""Make the index of a tar: read the headers of its members, its captions and labels, and compute checksums.
 
-This module has its own reader of tar headers (ustar, PAX and GNU long names), with limits on their size and number.
+This module has its own reader of tar headers (ustar, PAX and GNU long names), which limits their size and number.
 Python's tarfile reads an extension header of any declared size into memory, follows a chain of such headers by
-recursion, and treats the first unreadable header as the end of the tar. For valid tars both readers give the same
-members. Sparse members, a member with two sizes or two names, and global names and sizes are refused.
+recursion, and treats the first unreadable header as the end of the tar. For valid tars both readers find the same
+members. This reader refuses sparse members, members with two sizes or two names, and global names and sizes.
 """
 
 import json
@@ -28,12 +28,12 @@ from opendit.data.folders import CLIPS
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, VERSION, Header, is_clip
 
-FieldPath = tuple[str, ...]  # the ending of a member, then the keys and list positions inside its JSON
+FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions inside its JSON
 
 BLOCK = 512
-MOST_EXTENSION = 1 << 20  # most bytes of one extension header
-MOST_EXTENSIONS = 8  # most extension headers before one member
-LONGEST = 4096  # most bytes of a name
+MOST_EXTENSION = 1 << 20  # maximum bytes of one extension header
+MOST_EXTENSIONS = 8  # maximum number of extension headers before one member
+LONGEST = 4096  # maximum bytes of a name
 _FITS = 8**11  # sizes below this fit into the main header
 
 _REGULAR = (b"0", b"\0", b"7")
@@ -44,7 +44,7 @@ _NUMBER = re.compile(rb"\d{1,19}")
 _META = re.compile(r"__[^/]*__($|/)")
 
 EXAMPLES, EXAMPLE_LETTERS = 5, 500
-MOST_KEYS = 2**32  # limit of the bytes of all keys of a tar, because ``key_end`` of a record has four bytes
+MOST_KEYS = 2**32  # limit on the total key bytes of a tar: ``key_end`` in a record is a uint32
 _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
@@ -52,11 +52,11 @@ _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 class TarError(ValueError):
-    """Raised for a damaged or refused tar. Callers put the tar's name before the message."""
+    """Raised for a damaged or refused tar. The message lacks the tar's name; callers prepend it."""
 
 
 class NoTar(TarError):
-    """Raised for a file that does not begin as a tar, or that ends inside a block. The message is the reason."""
+    """Raised for a file that does not begin like a tar, or that ends inside a block. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Member:
 
     Attributes:
         start: offset of the member's first header.
-        at, size: offset and number of bytes of its content.
+        at, size: offset and number of bytes of the content.
         end: offset of the next member's header.
         regular: True if the member is a regular file.
     """
@@ -81,7 +81,7 @@ class Member:
 def members(file: BinaryIO) -> Iterator[Member]:
     """Yield the members of a tar in order.
 
-    Raises OSError, and TarError for a damaged tar, also for one without an end-of-archive mark."""
+    Raises OSError; and TarError for a damaged tar, or one without an end-of-archive mark."""
     length = file.seek(0, os.SEEK_END)
     at, chain = 0, _Extensions()
     while True:
@@ -122,7 +122,7 @@ def members(file: BinaryIO) -> Iterator[Member]:
 
 @dataclass
 class _Extensions:
-    """The extension headers before one member. start: offset of the first extension header that is not global."""
+    """The extension headers before one member. start: offset of the first of them that is not global."""
 
     start: int | None = None
     count: int = 0
@@ -164,7 +164,7 @@ _LENGTH = re.compile(rb"(\d{1,7}) ")
 
 
 def _records(content: bytes, at: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key, value) of the records of a PAX header; each record is ``LENGTH KEY=VALUE`` and a line break."""
+    """Yield (key, value) for each record of a PAX header. A record is ``LENGTH KEY=VALUE`` and a line break."""
     begin = 0
     while begin < len(content) and content[begin] != 0:
         found = _LENGTH.match(content, begin)
@@ -192,7 +192,7 @@ def _member(info: tarfile.TarInfo, at: int, chain: _Extensions) -> Member:
 
 
 def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
-    """Return a member's header as tarfile parses it; None if the block is not a header."""
+    """Return a member's header, parsed by tarfile, or None if the block is not a header."""
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -203,12 +203,12 @@ def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
 
 
 def padded(size: int) -> int:
-    """Return ``size`` rounded up to whole blocks: the space that ``size`` bytes of content take in a tar."""
+    """Return ``size`` rounded up to whole blocks, which is the space that the content takes in a tar."""
     return -(-size // BLOCK) * BLOCK
 
 
 def member_header(name: str, size: int) -> bytes:
-    """Return the header of a member. The header has no owner and time, so that a tar depends only on its contents."""
+    """Return a member's header. It stores no owner and no time, so that a tar depends only on its contents."""
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.PAX_FORMAT)
@@ -219,14 +219,14 @@ def member_header(name: str, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Fields:
-    """Places of the picture or clip, the caption and the label among a sample's members. If several places are
-    listed for a part, the first one that the sample has is used.
+    """Which members of a sample hold the picture or clip, the caption and the label. If several candidates are listed,
+    the first one that the sample has is used.
 
     Attributes:
-        medium: endings of the picture or clip; None to use a member with any known ending of pictures or clips.
-        caption, label: places of the caption and of the label, see ``FieldPath``.
-        parts: the only endings that are read; None means all.
-        exact: True if endings keep their case, as in Energon; False converts them to lower case, as webdataset does.
+        medium: extensions of the picture or clip; None accepts any known extension of pictures or clips.
+        caption, label: candidates for the caption and the label, see ``FieldPath``.
+        parts: the only extensions that are read; None means all.
+        exact: True keeps the case of extensions, like Energon; False converts them to lower case, like webdataset.
         whole: True if the user's code reads all members of a sample; the index then has no medium, caption or label.
         empty: True if a caption may be empty.
     """
@@ -237,10 +237,10 @@ class Fields:
     parts: tuple[str, ...] | None = None
     exact: bool = False
     whole: bool = False
-    empty: bool = field(default=False, repr=False)  # the repr identifies indexes of Energon's folders
+    empty: bool = field(default=False, repr=False)  # the repr is hashed
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:
-        """Return the ending of the member that is the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
+        """Return the extension of the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
         if self.parts is not None:
             parts = {ending: part for ending, part in parts.items() if self.takes(ending)}
         if self.medium is not None:
@@ -253,11 +253,11 @@ class Fields:
 
 
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
-    """Return the key and the ending of a member's name; None if the member belongs to no sample.
+    """Return the key and the extension of a member's name, or None if the member belongs to no sample.
 
-    The ending is in lower case unless ``exact``. A name is cut at the first dot after the last slash. The result is
-    that of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with many
-    slashes; this function takes linear time."""
+    The name is split at the first dot after the last slash. The extension is in lower case unless ``exact``. The result
+    equals that of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with
+    many slashes; this function takes linear time."""
     last = name.rfind("/")
     dot = name.find(".", last + 1)
     if dot < 0 or _META.match(name):
@@ -274,14 +274,14 @@ def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
 
 
 def suffix_of(ending: str) -> str:
-    """Return the last suffix in lower case: ``seg.PNG`` gives ``.png``."""
+    """Return the last suffix in lower case: ``.png`` for ``seg.PNG``."""
     return "." + ending.rpartition(".")[2].lower()
 
 
 def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
-    """Return the caption in a member's bytes, without surrounding whitespace.
+    """Return the caption in a member's content, without surrounding whitespace.
 
-    Raises ValueError if there is no caption, or if the caption is empty and ``empty`` is False."""
+    Raises ValueError if there is no caption, or if it is empty and ``empty`` is False."""
     text = _read(content, path)
     if not isinstance(text, str):
         raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
@@ -291,7 +291,7 @@ def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
 
 
 def read_label(content: bytes, path: FieldPath) -> int:
-    """Return the class in a member's bytes. Raises ValueError if the bytes hold no class."""
+    """Return the class in a member's content. Raises ValueError if the content is not a class."""
     label = _read(content, path)
     try:
         number = int(label) if isinstance(label, str) else label
@@ -330,9 +330,9 @@ def _kind(value: object) -> str:
 
 @dataclass
 class Sample:
-    """The members of a tar with one key.
+    """The members of a tar that share one key.
 
-    parts: ending -> (offset, number of bytes) of the member's content. start, end: byte range of all the members."""
+    parts: extension -> (offset, number of bytes) of a member's content. start, end: byte range of all members."""
 
     key: str
     start: int
@@ -343,8 +343,8 @@ class Sample:
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
     """Yield the samples of a tar in order. A sample is a run of members with the same key. exact: see ``Fields``.
 
-    Raises ValueError, naming the tar, if the tar is truncated, damaged or compressed, or has a key or a member twice.
-    """
+    Raises ValueError, naming the tar, if the tar is truncated, damaged or compressed, or if a key or a member occurs
+    twice."""
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
         try:
@@ -379,7 +379,7 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
 
 @dataclass
 class _Rows:
-    """The rows of an index while its tar is scanned."""
+    """The records of an index, collected while the tar is scanned."""
 
     fields: Fields
     rows: list[tuple[Any, ...]] = field(default_factory=list)
@@ -387,9 +387,9 @@ class _Rows:
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    why_not: list[str] = field(default_factory=list)  # for each row, the reason why its caption or label is missing
+    why_not: list[str] = field(default_factory=list)  # for each record, why its caption or label is missing
     seen: int = 0
-    latents: bool = False  # True if a sample without a picture or clip has a file that may hold latents
+    latents: bool = False  # True if some sample without a picture or clip has a member that may hold latents
 
     def add(self, sample: Sample, file, checked: bool) -> None:
         number, self.seen = self.seen, self.seen + 1
@@ -427,7 +427,7 @@ class _Rows:
         self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
-        """Return (number of the path that gave the value, the value or None, the reason if there is no value)."""
+        """Return (index of the path that gave the value, the value or None, the reason if there is no value)."""
         why = ""
         for number, path in enumerate(paths):
             if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
@@ -476,18 +476,18 @@ def _crc32(file, at: int, size: int) -> int:
 def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
-    """Return the parts of a tar's index: the header, the records (an array of ``ROW``) and the keys.
+    """Return the three parts of a tar's index: the header, the records (an array of ``ROW``) and the keys.
 
-    Samples without a picture or clip are left out. If any sample has a caption, samples without a caption are left out
-    too. Otherwise, if any sample has a label, samples without a label are left out.
+    Samples without a picture or clip are left out. If any sample has a caption, samples without one are left out too.
+    Otherwise, if any sample has a label, samples without a label are left out.
 
     Args:
-        checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip; False reads
+        checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads
             only headers, captions and labels.
         sha256: SHA-256 of the tar, if known.
 
     Raises:
-        ValueError: see :func:`samples_of`; also for a tar without samples.
+        ValueError: see :func:`samples_of`; also raised for a tar without samples.
         OSError: the tar can't be read.
     """
     path, fields = Path(path), fields or Fields()

@@ -27,7 +27,7 @@ def open_source(asked: Request) -> ShardDataset | None:
     if folder.is_dir():
         names, folders = list_folder(str(folder), picture_suffixes() | {".tar"}, ignored)
         tars = [folder / name for name in names if name.lower().endswith(".tar")]
-        # A folder of pictures may also contain tars that have nothing to do with the pictures.
+        # A folder of pictures may also contain unrelated tars.
         if not tars or len(tars) < len(names) + len(folders) and not any(index_of(tar).exists() for tar in tars):
             return None
     elif folder.suffix.lower() == ".tar":

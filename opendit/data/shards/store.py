@@ -1,6 +1,6 @@
 """Read byte ranges of tars, from local disks or from addresses that fsspec opens (https, s3, ...).
 
-Bytes from an address are cached on this machine, and the ranges that are needed next are fetched in advance.
+Ranges from an address are cached on the local disk, and the ranges that are needed next are prefetched.
 """
 
 import asyncio
@@ -32,25 +32,24 @@ from opendit.common.utils import shown as short
 from opendit.data.files import DOWN, printable, retried, retried_disk
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
-# Number of tars, and also of indexes, that are open at once: most systems allow 1,024 open files in a process.
+# Maximum number of open tars, and also of open indexes. Most systems allow a process 1,024 open files.
 MOST_OPEN = 256
 
 
 class LocalTars:
-    """Tars on a disk of this machine. A tar is opened at its first read, and its size is compared with its index.
+    """Tars on a local disk. A tar is opened when it is first read, and its size is then compared with its index.
 
-    sizes: number of bytes of each tar, as recorded in its index.
-    """
+    sizes: number of bytes of each tar, as its index records it."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
         self._files: OrderedDict[int, int] = OrderedDict()  # tar -> file descriptor, the least recently used first
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``at``.
+        """Return ``size`` bytes starting at offset ``at``.
 
         Raises DataError, naming the tar, if the tar is missing, truncated or not the indexed one, or if its disk stays
-        down. Raises OSError for other errors of the disk."""
+        unavailable. Raises OSError for other disk errors."""
         return retried_disk(self.paths[tar], partial(self._read, tar, at, size))
 
     def _read(self, tar: int, at: int, size: int) -> bytes:
@@ -70,7 +69,7 @@ class LocalTars:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Return False: damaged bytes can't be read again, because there is no other copy of them."""
+        """Return False: reading damaged bytes again would not help, because there is no other copy of them."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -107,7 +106,7 @@ class LocalTars:
 
 
 def size_problem(name: str, found: int, expected: int) -> str:
-    """Return an error message for a tar whose size differs from the size in its index."""
+    """Return the error message for a tar whose size differs from the size in its index."""
     what = "is truncated" if found < expected else "is not the tar that its index was made of"
     return (
         f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "
@@ -115,35 +114,35 @@ def size_problem(name: str, found: int, expected: int) -> str:
     )
 
 
-TIME_LIMIT = 30.0  # seconds for one attempt, plus the time that its bytes take at the rate ``SLOWEST``
-SLOWEST = 1 << 20  # lowest accepted rate, bytes a second
-CHUNK = 1 << 18  # bytes read at once
-AT_ONCE = 16  # number of indexes fetched at once
-MOST_TARS = 1_000_000  # most names that all patterns together may give
-MOST_LETTERS = 1 << 27  # most characters of all these names together
-MOST_DEPTH, MOST_PARTS = 16, 1_000  # most levels of nested braces, and most pairs of braces, in one pattern
-_DIGITS = 18  # most digits of a number in braces
+TIME_LIMIT = 30.0  # seconds for one attempt, in addition to the transfer time at the rate ``SLOWEST``
+SLOWEST = 1 << 20  # lowest accepted transfer rate in bytes per second
+CHUNK = 1 << 18  # bytes per read
+AT_ONCE = 16  # number of indexes fetched concurrently
+MOST_TARS = 1_000_000  # maximum number of names that all patterns together may give
+MOST_LETTERS = 1 << 27  # maximum number of characters of these names together
+MOST_DEPTH, MOST_PARTS = 16, 1_000  # maximum brace nesting, and maximum pairs of braces, in one pattern
+_DIGITS = 18  # maximum digits of a number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
-MOST_PAGE = 16 * MIB  # most bytes of a web server's page that lists a folder
-MOST_INDEX = 1024 * MIB  # most bytes of the index of one tar
+MOST_PAGE = 16 * MIB  # maximum bytes of a web page that lists a folder
+MOST_INDEX = 1024 * MIB  # maximum bytes of one tar's index
 NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
-GROUPS = 16  # most groups that are fetched ahead and not yet used
-BYTES = 2**28  # most bytes of these groups; a first group may be larger, because clips are large
-GAP = 2**14  # ranges at most this many bytes apart share a request, because reading the gap costs less than a request
+GROUPS = 16  # maximum number of prefetched groups that are not yet used
+BYTES = 2**28  # maximum bytes of these groups; a single group may be larger, because clips are large
+GAP = 2**14  # ranges at most this many bytes apart share a request: reading the gap is cheaper than another request
 
 
 # ------------------------------------------------------------------------------------------ cache
 
 
 class FileCache:
-    """Cache of byte strings by name, stored as files in ``folder``. Several processes may use one folder at once.
+    """Cache of byte strings by name, stored as files in ``folder``. Several processes may share one folder.
 
-    A file is written under a temporary name and then renamed, so every existing file is complete even if a writer was
-    killed. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size. If the folder
-    exceeds ``limit``, it deletes the least recently used files until nine tenths of ``limit`` are left.
-    """
+    A file is written under a temporary name and then renamed. Every existing file is therefore complete, even if a
+    writer was killed. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size. If
+    the folder exceeds ``limit``, the process deletes the least recently used files until nine tenths of ``limit``
+    remain."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -156,7 +155,7 @@ class FileCache:
         return cls(folder, read_size(os.environ.get(SIZE) or DEFAULT_SIZE, SIZE))
 
     def path(self, name: str) -> Path:
-        """Return the path of the content with this name, whether or not it exists."""
+        """Return the path of the entry with this name, whether or not the file exists."""
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
         return self.folder / digest[:2] / digest[2:40]
 
@@ -173,7 +172,7 @@ class FileCache:
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        """Store a content. If the disk is full or not writable, print a note once and store nothing from then on."""
+        """Store an entry. If the disk is full or not writable, print a note once and store nothing from then on."""
         if self._off or len(content) > self.limit:
             return
         path = self.path(name)
@@ -220,18 +219,18 @@ class FileCache:
 
 
 class ByteRange(NamedTuple):
-    """A range of bytes in the tar with this number."""
+    """``size`` bytes at offset ``at`` of the tar with index ``tar``."""
 
     tar: int
     at: int
     size: int
 
 
-Ranges = Sequence[ByteRange]  # ranges that one request fetches
+Ranges = Sequence[ByteRange]  # fetched by one request
 
 
 def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
-    """Group ranges of one tar that are at most ``GAP`` bytes apart. The order of the ranges is kept otherwise."""
+    """Group the ranges of one tar that are at most ``GAP`` bytes apart. Groups have the order of their first ranges."""
     groups: list[list[ByteRange]] = []
     for part in ranges:
         near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
@@ -255,11 +254,10 @@ class _Begun(NamedTuple):
 class FetchAhead:
     """Fetches groups of byte ranges in threads while the process decodes earlier ranges.
 
-    A thread that hangs blocks only the caller that takes a range of its group. The process does not wait for threads
-    when it ends.
+    A thread that hangs blocks only a caller that takes a range of that thread's group. The process does not wait for
+    the threads when it ends.
 
-    fetch: returns the contents of a group. :meth:`take` raises the errors of ``fetch``.
-    """
+    fetch: returns the contents of a group. :meth:`take` raises the errors of ``fetch``."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
@@ -267,14 +265,14 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching the ranges that will be taken next, in this order. Ranges of earlier calls are dropped."""
+        """Start fetching the ranges that will be taken next, in this order. Drop the ranges of earlier calls."""
         self._process = os.getpid()  # a forked process does not inherit the threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
     def take(self, part: ByteRange) -> bytes | None:
-        """Wait for a range and return its bytes; a range can be taken once. Return None if the range is not being
-        fetched, so that the caller reads it."""
+        """Wait for a range and return its bytes. A range can be taken once. Return None if the range is not being
+        fetched; the caller then reads it."""
         if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
         while part not in self.begun[0].ranges:  # drop groups of samples that the caller skipped
@@ -307,7 +305,7 @@ class FetchAhead:
 def expand(patterns: Iterable[str]) -> list[str]:
     """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do.
 
-    Raises ValueError for unmatched braces, and if all patterns together give too many or too long names."""
+    Raises ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
     names, size = [], 0
     for pattern in patterns:
         names += (found := _expand(pattern))
@@ -328,9 +326,9 @@ class _Brace:
     """An open brace while its pattern is parsed.
 
     Attributes:
-        choices: the complete choices before the last comma.
-        names: the beginnings of the choices after the last comma.
-        plain: True if there is no brace inside this one.
+        choices: complete choices before the last comma.
+        names: beginnings of the choices after the last comma.
+        plain: True if this brace contains no other brace.
     """
 
     choices: list[str] = field(default_factory=list)
@@ -339,7 +337,7 @@ class _Brace:
 
 
 def _expand(pattern: str) -> list[str]:
-    levels = [_Brace()]  # the first is the pattern itself
+    levels = [_Brace()]  # the first level is the pattern itself
 
     def append(found: list[str]) -> None:
         names = levels[-1].names
@@ -393,7 +391,7 @@ def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
 
 
 class _RefusedAnswer(DataError):
-    """Raised for an invalid answer of a server, if another attempt would give the same answer."""
+    """Raised for an invalid answer of a server if a retry would give the same answer."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
@@ -414,9 +412,9 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if an answer's Content-Range differs from the request.
+    """Raise an error if the answer's Content-Range, ``told``, differs from the request.
 
-    told: the Content-Range. whole: the size that the file must have, if known."""
+    whole: size that the file must have, if known."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -425,14 +423,14 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file from a web server, or ``most`` bytes of the file from ``start`` on."""
+    """Return a file from a web server, or ``most`` bytes of it starting at ``start``."""
     import aiohttp
 
-    headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could unpack to any number of bytes
+    headers = {"Accept-Encoding": "identity"}  # a small compressed answer could unpack to any size
     if start is not None:
         headers["Range"] = f"bytes={start}-{start + most - 1}"
     session = await system.set_session()
-    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take set the time limits instead
+    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take limit the time instead
     asked = session.get(system.encode_url(address), headers=headers, auto_decompress=False, timeout=no_limit)
     try:
         answer = await asyncio.wait_for(asked, TIME_LIMIT)
@@ -458,7 +456,7 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
 
 
 async def _get_s3(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return an S3 object, or ``most`` bytes of the object from ``start`` on."""
+    """Return an S3 object, or ``most`` bytes of it starting at ``start``."""
     bucket, key, version = system.split_path(address)
     asked = {} if start is None else {"Range": f"bytes={start}-{start + most - 1}"}
     asked |= {"VersionId": version} if version else {}
@@ -477,7 +475,7 @@ async def _get_s3(system: Any, address: str, start: int | None, most: int, whole
 
 
 class Remote:
-    """A file system behind addresses of one kind (https, s3, ...). A forked process opens new connections, as fsspec
+    """File system behind addresses of one kind (https, s3, ...). A forked process opens new connections, as fsspec
     requires."""
 
     def __init__(self, address: str):
@@ -487,7 +485,8 @@ class Remote:
 
     @property
     def system(self) -> Any:
-        """fsspec's file system. Raises ValueError if fsspec, or its package for this kind, is not installed."""
+        """The fsspec file system. Raises ValueError if fsspec, or its package for this kind of address, is not
+        installed."""
         if self._process != os.getpid():
             try:
                 import fsspec
@@ -502,7 +501,7 @@ class Remote:
         return {"kind": self.kind, "_system": None, "_process": None}
 
     def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
-        """Return ``size`` bytes from ``start`` on, with retries. whole: the size that the file must have, if known.
+        """Return ``size`` bytes starting at ``start``, with retries. whole: size that the file must have, if known.
 
         Raises DataError, naming the address, if the range can't be read or the server sends a different range."""
 
@@ -525,8 +524,8 @@ class Remote:
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
         """Return a file of at most ``most`` bytes, with retries.
 
-        check: validates the content; an error of ``check`` also leads to a retry. Raises DataError, naming the
-        address."""
+        check: validates the content; an error that it raises also causes a retry. Raises DataError, naming the address.
+        """
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -544,13 +543,13 @@ class Remote:
             raise
 
     def version(self, address: str) -> str:
-        """Return a text that changes when the file changes, made from the server's metadata; empty if the server gives
-        none."""
+        """Return a string, made from the server's metadata, that changes when the file changes. Return "" if the server
+        sends no metadata."""
 
         def once() -> dict[str, Any]:
             try:
                 return self.call("info", address)
-            except FileNotFoundError:  # fsspec raises this for any HTTP failure; reading the file raises the real error
+            except FileNotFoundError:  # fsspec raises this for any HTTP failure; the later read raises the real error
                 return {}
 
         if not (found := retried(address, once)):
@@ -561,7 +560,7 @@ class Remote:
         return " ".join(f"{name}={value}" for name, value in told.items())
 
     def list_tars(self, address: str) -> list[str]:
-        """Return the addresses of a folder's tars, sorted."""
+        """Return the addresses of the tars in a folder, sorted."""
         if self.kind in ("http", "https"):
             return self._linked_tars(f"{address.rstrip('/')}/")
         names = retried(address, lambda: self.call("ls", address, detail=False))
@@ -569,7 +568,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars that a web server's page of ``folder`` links to, if they are on the same server."""
+        """Return the tars on the same server that the web page of ``folder`` links to."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -600,7 +599,7 @@ class Remote:
         return system.cat_file(address, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call fsspec's method of this name with a time limit and, for ``cat_file``, a limit of bytes."""
+        """Call the fsspec method ``name`` with a time limit and, for ``cat_file``, a size limit."""
         if name == "cat_file":
             return self._cat(*args, **options)
         system = self.system
@@ -612,9 +611,9 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses, with a cache of the ranges that were read; same interface as ``LocalTars``.
+    """Tars behind addresses, with a cache of the ranges that were read. The interface is that of ``LocalTars``.
 
-    contents: checksum of each tar. sizes: number of bytes of each tar, as recorded in its index."""
+    contents: checksum of each tar. sizes: number of bytes of each tar, as its index records it."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
@@ -624,8 +623,8 @@ class RemoteTars:
         self._ahead = FetchAhead(self._fetch)
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching the ranges that the next calls of ``read`` need, in this order."""
-        _ = self.remote.system  # created here, because the fetching threads share it
+        """Start fetching the ranges that the next calls of ``read`` will need, in this order."""
+        _ = self.remote.system  # create it now, because the fetching threads share it
         self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
 
     def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
@@ -638,7 +637,7 @@ class RemoteTars:
         return f"{self.addresses[tar]} {self.contents[tar]} {at} {size}"
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``at`` on. Raises DataError, naming the address."""
+        """Return ``size`` bytes starting at offset ``at``. Raises DataError, naming the address."""
         name = self._name(tar, at, size)
         fetched = self._ahead.take(ByteRange(tar, at, size))
         content = self.cache.get(name) if fetched is None else None
@@ -650,7 +649,7 @@ class RemoteTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Remove a range from the cache. Return True, because the range can be read again from its address."""
+        """Remove a range from the cache. Return True: the range can be read again from its address."""
         self.cache.forget(self._name(tar, at, size))
         return True
 
@@ -658,7 +657,7 @@ class RemoteTars:
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
     """Fetch the index of every tar into the cache's folder, unless the same version is already there.
 
-    If the disk of that folder is full, the indexes go into a temporary folder of this process.
+    If that folder's disk is full, put the indexes into a temporary folder that is deleted when the process exits.
 
     Returns:
         The paths of the indexes, in the order of the tars.
@@ -677,7 +676,7 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
             if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
             content = remote.read_all(name, MOST_INDEX, check_whole)
-        except ValueError as error:  # the file is not an index, for example a web page
+        except ValueError as error:  # not an index but, for example, a web page
             raise DataError(f"{printable(name)}: {error}") from error
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"

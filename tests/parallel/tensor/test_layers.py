@@ -3,6 +3,7 @@ float64."""
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from torch import Tensor
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, build_model
 from opendit.models.attention import TokenGrid
+from opendit.parallel import overlapped_products
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.tensor import ReplicatedGradients, divide, divided_parameters, held_parameters
+from opendit.parallel.tensor import Part, ReplicatedGradients, divide, divided_parameters, held_parameters
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
+from tests.parallel.shared_memory import SharedMemory
 from tests.parallel.tensor.models import DIT, MODELS
+from tests.parallel.test_sequence import shared_memory
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
@@ -38,14 +42,24 @@ def gradients(model: DiT, batch: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def compare(
-    mesh: Mesh, config, batch: int, sequence: SequenceParallel | None = None, checkpointed=False, ops=None, **how
+    mesh: Mesh,
+    config,
+    batch: int,
+    sequence: SequenceParallel | None = None,
+    checkpointed=False,
+    ops=None,
+    memory: SharedMemory | None = None,
+    **how,
 ) -> dict[str, float]:
     """The relative error of the output and of every parameter's gradient. sequence: how more ranks share the tokens.
-    ops: what blocks compute with, in fp32."""
+    ops: what blocks compute with, in fp32. memory: what products overlap with their communication through."""
     whole = model_of(config) if ops is None else model_of(config).float()
     wanted, of_parameters = gradients(whole, batch)
     model, tensor = copy.deepcopy(whole), mesh.group("tp")
     model.use(ops=ops, sequence=divide(model, Group.of(tensor), sequence, **how)).grad_checkpoint = checkpointed
+    for part in model.modules():
+        if isinstance(part, Part):
+            part.memory = memory
     output, found = gradients(model, batch)
     divided, names = divided_parameters(model), [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
@@ -117,6 +131,26 @@ def every_model(mesh: Mesh, size: int) -> dict:
 @pytest.mark.parametrize("size", [2, 4])
 def test_output_and_every_gradient_are_those_of_one_process(size):
     for rank in run_ranks(4, every_model, size):
+        for case, errors in rank.items():
+            bad = {name: error for name, error in errors.items() if not error < TOLERANCE}
+            assert not bad, (case, bad)
+
+
+def overlapped(mesh: Mesh, size: int) -> dict:
+    tensor = init_mesh(dims=ParallelDims.fill(4, tp=size))
+    memory = shared_memory(Group.of(tensor.group("tp")), early=size == 4)
+    with mock.patch.object(overlapped_products, "LEAST_TOKENS", 1), mock.patch.object(SharedMemory, "SIZE", 2**22):
+        with mock.patch.object(torch, "addmm", wraps=torch.addmm) as products:
+            models = MODELS | (MEETS_FOUR if size == 4 else {})
+            found = {name: compare(tensor, config, 2, memory=memory) for name, config in models.items()}
+        assert products.call_count > 4 * len(found), "the collectives' products"
+        found["recomputed"] = compare(tensor, MODELS["DiT of text"], 1, checkpointed=True, memory=memory)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_products_that_overlap_with_communication_give_the_same(size):
+    for rank in run_ranks(4, overlapped, size):
         for case, errors in rank.items():
             bad = {name: error for name, error in errors.items() if not error < TOLERANCE}
             assert not bad, (case, bad)
