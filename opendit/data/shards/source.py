@@ -73,7 +73,7 @@ def _open_remote(asked: Request) -> ShardDataset:
 
 
 def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> LatentDataset | None:
-    """Open cached latents in tars behind an address; return None if their folder has no index.json.
+    """Open cached latents in tars behind an address. Return None if their folder has no index.json.
 
     Raises ValueError, DataError or OSError."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
