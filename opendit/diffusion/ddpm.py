@@ -265,7 +265,7 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """A model of velocities or of x_0, wrapped so that it predicts eps; see :func:`eps_model`."""
+    """A model of velocities, wrapped so that it predicts eps; see :func:`eps_model`."""
 
     model: Model
     schedule: DDPM
