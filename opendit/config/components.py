@@ -132,6 +132,12 @@ class CaptionFlags(Flags):
         at_most=16_384,
         unit="tokens",
     )
+    text_precision: str = flag(
+        "bf16",
+        "how the weights of frozen text encoders are stored: in half precision (bf16), in 1 byte (fp8, int8) or 0.56 "
+        "(nf4)",
+        choices=BASE_PRECISIONS,
+    )
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
 
 

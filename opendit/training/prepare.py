@@ -141,7 +141,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     codec = _codec(flags, dataset, vae, mesh, notes)
     # For a public model, sample grids use cached embeddings, because its text encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
-    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn or bool(flags.sample_prompts))
+    conditioner = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts))
     prompts = _prompts(flags, conditioner)
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
         conditioner.encoder = None  # frees the encoder's memory for the model
@@ -389,9 +389,7 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
     ]
 
 
-def _conditioner(
-    text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool
-) -> Conditioner:
+def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
     """Make the conditioner, with a text encoder only if one is needed.
 
     Args:
@@ -399,24 +397,23 @@ def _conditioner(
     """
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
+    name = cast(str, flags.text_encoder)
+    how: dict[str, Any] = dict(device=mesh.device, max_tokens=config.text.max_tokens, precision=flags.text_precision)
     encoder, empty = None, None if config.text.inside else dataset.describe().empty_caption
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = drawn or empty is None
     if isinstance(config, PublicConfig):
         told, published, family = embedded_guidance(config), None, family_of(config.family)
         if needed and not isinstance(dataset, MockDataset):
-            folder = Path(cast(str, text_encoder)).expanduser()
-            how: dict[str, Any] = dict(device=mesh.device, dtype=torch.bfloat16, max_tokens=config.text.max_tokens)
-            published = load_published_text(folder, family, **how)
+            published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
-        pictures = PictureTokens(Path(cast(str, text_encoder)), width, mesh.device) if width and not mock else None
+        pictures = PictureTokens(Path(name), width, mesh.device) if width and not mock else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
     # random latents (mock) have no captions
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
-        name, longest = cast(str, text_encoder), config.text.max_tokens
-        encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=longest)
+        encoder = load_text_encoder(name, dtype=dtype, **how)
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
