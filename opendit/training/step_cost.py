@@ -40,6 +40,9 @@ PASSES = 2.3
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
 QUANTISED = 20  # units of N x D values read and written to quantise the operands of float8 products
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
+# Bytes that decoding and encoding AdamW's moments in 8 bits reads and writes per weight, in addition to the update.
+# Kernels read a code and write an fp32 number, and the reverse. Under ddp, torch needs about 40 passes instead.
+DECODED, DECODED_BY_TORCH = 20, 330
 AVERAGE = 8  # bytes read and written per weight of an average
 # Number of gathers and sums of N x D values that tensor parallelism makes for each pair of divided layers. One of these
 # overlaps with a matrix product.
@@ -256,7 +259,8 @@ class _Step:
         trained = trained_count(self.config, setup)
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
-        seconds = (UPDATE * share + averaged) / self.hardware.memory
+        decoded = (DECODED_BY_TORCH if setup.plugin == "ddp" else DECODED) if setup.eight_bits else 0
+        seconds = ((UPDATE + decoded) * share + averaged) / self.hardware.memory
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
         state, _ = parse_offload(setup.offload)
