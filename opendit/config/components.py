@@ -520,8 +520,9 @@ class PluginFlags(Flags):
     reduce_dtype: str = flag("fp32", "of fsdp: in which gradients are summed over ranks", choices=REDUCE_DTYPES)
     offload: str = flag(
         "none",
-        "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); of "
-        "zero2 and ddp with --lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N)",
+        "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); with "
+        "--lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N); without --lora "
+        "blocks, gradients and the state (fsdp on several GPUs)",
         choices=(*OFFLOAD, BLOCKS),
         counted=BLOCKS,
     )

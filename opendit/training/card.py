@@ -89,8 +89,8 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
         options("fp8", *((False, True) if float8 else (False,))),
         options("batch_size", *BATCHES),
     ):
-        _, streamed = parse_offload(offload)
-        if streamed and (plugin == "fsdp" or not (checkpoint or recompute == BUT_ATTENTION)):
+        _, streamed = parse_offload(offload, frozen=True)
+        if streamed and plugin != "fsdp" and not (checkpoint or recompute == BUT_ATTENTION):
             continue
         # int8 is more exact, but products in FP8 are faster
         base = ("fp8" if fp8 else "int8") if base == "one" else base
@@ -186,7 +186,7 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
     depth = config.depth
     chosen = (
         {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
-        or parse_offload(flags.offload)[1]
+        or flags.streamed_blocks
         or setup.pipeline_parallel > 1
     )
     if not setup.recomputes_blocks or chosen:
@@ -204,7 +204,7 @@ def _words(flags: TrainConfig) -> str:
     found = [f"--lora {flags.lora}", f"--mixed_precision {flags.mixed_precision}", *(["--fp8"] if flags.fp8 else [])]
     if flags.base_precision != "bf16":
         found.append(f"--base_precision {flags.base_precision}")
-    if parse_offload(flags.offload)[1]:
+    if flags.streamed_blocks:
         found.append(f"--offload {flags.offload}")
     found += ["--grad_checkpoint"] if flags.grad_checkpoint else [f"--recompute {flags.recompute}"]
     found += [] if flags.recompute_blocks is None else [f"--recompute_blocks {flags.recompute_blocks}"]

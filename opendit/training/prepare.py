@@ -16,7 +16,6 @@ from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
-from opendit.config.parallel_sizes import parse_offload
 from opendit.config.public_models import family_in
 from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
@@ -92,7 +91,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     resume = _checkpoint(flags, flags.model, mesh, notes)
-    flags = _lora_of_resume(flags, resume)
+    flags = _lora_of_resume(flags, resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
     plan = plan_model(flags, dataset, resume)
@@ -417,7 +416,7 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
-def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
+def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None, world_size: int) -> TrainConfig:
     """Set LoRA flags that are not on the command line to the LoRA settings and base weights of the resumed run."""
     stored = read_info(resume.model).get("lora") if resume else None
     if stored is None:
@@ -425,8 +424,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
             raise ValueError(NO_BASE)
         if flags.lora is None and flags.base_precision != "bf16":
             raise ValueError(f"--base_precision {flags.base_precision}: does nothing without --lora; leave it out")
-        if flags.lora is None and parse_offload(flags.offload)[1]:
-            raise ValueError(f"--offload {flags.offload}: does nothing without --lora; leave it out")
+        flags.check_streamed(world_size, known=True)
         return flags
     if "base_precision" not in flags.given:
         kept = stored_fingerprint(cast(Checkpoint, resume).state).get("base_precision", "bf16")
@@ -439,6 +437,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
             raise ValueError(f"--load: adds to {stored['base']}, which is gone; give its new place to --pretrained")
         flags = replace(flags, pretrained=stored["base"])
     flags.check_lora()
+    flags.check_streamed(world_size, known=True)
     return flags
 
 
