@@ -218,10 +218,11 @@ class ShardedOptimizer:
 
     ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
-    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). A kernel on a side stream updates the
-    averages in place during the next forward and backward passes. The next step waits for that kernel before it changes
-    the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting state in
-    host memory.
+    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). Kernels access masters in host memory
+    and their gradients in place, and only in this case the host waits for the step. A kernel on a side stream updates
+    the averages in place during the next forward and backward passes. The next step waits for that kernel before it
+    changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting
+    state in host memory.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.
@@ -324,11 +325,6 @@ class ShardedOptimizer:
             averages = []
         self._adamw.attach_averages(averages, decays, updates)
 
-    def wait_for_masters(self) -> None:
-        """Make the host wait until the last step's update of masters in host memory is complete."""
-        if self._updated is not None and self._hosted:
-            self._updated.synchronize()
-
     def wait(self) -> None:
         """Make the host wait until the last step's updates of host memory are complete."""
         if self._side is not None:
@@ -371,9 +367,13 @@ class ShardedOptimizer:
         self._refresh_float8()
         if self._averages is not None and self._side is not None:
             self._side.run(partial(self._averages.move, fused.scalars))
-        if self._offload == "state" and self._device.type == "cuda":  # also if masters are in host memory
+        if self._offload == "state" and self._device.type == "cuda":
             self._updated = torch.cuda.Event()
             self._updated.record(torch.cuda.current_stream(self._device))
+            # torch's allocator does not know that kernels read gradients in host memory, and would give this memory to
+            # others. From here on the host may also read the masters.
+            if self._hosted:
+                self._updated.synchronize()
         for parameter in self._parameters:
             parameter.grad = None
         if self.loss_scale is not None:

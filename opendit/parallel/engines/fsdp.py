@@ -78,7 +78,6 @@ class FSDPEngine(OnePassEngine):
         return local_part(parameter), self._rows([name]).local(name)
 
     def master(self, name: str) -> Tensor:
-        self.optimizer.wait_for_masters()
         return self.optimizer.masters[name]
 
     def set_master(self, name: str, part: Tensor) -> None:
