@@ -152,6 +152,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
         memory, words = min(too_large)
         encoders = search.setup.encoders
         hint = f"cache latents ({encoders / GIB:,.1f} GiB are encoders; preprocess.py latents), " if encoders else ""
+        hint += "add --text_precision nf4, " if encoders and flags.text_precision != "nf4" else ""
         raise ValueError(
             f"--card {flags.card}: {where.capacity / GIB:,.1f} GiB can be used, and {words} needs {memory / GIB:,.1f}; "
             f"{hint}take more GPUs, a smaller --image_size, or fewer of the flags that were given"

@@ -247,8 +247,8 @@ class _Step:
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # In the forward and in the backward pass, blocks are copied over one of the link's two directions. Gradients are
-        # copied over the other.
+        # In the forward and in the backward pass, blocks are copied over one of the link's two directions. The other
+        # carries gradients.
         travel = 2 * of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 

@@ -46,6 +46,7 @@ def shards(mesh: Mesh) -> list[dict]:
                 "named": hosted_parameters(model, count),
                 "bytes": sum(local_part(parameter).nbytes for parameter in hosted.values()),
                 "gradients": sum(local_part(p.grad).nbytes for p in hosted.values() if p.grad is not None),
+                "places": len({local_part(parameter).untyped_storage().data_ptr() for parameter in hosted.values()}),
                 "ahead": max(len(call.args[0]) for call in prefetch.call_args_list),
             }
         )
@@ -55,6 +56,7 @@ def shards(mesh: Mesh) -> list[dict]:
 def test_shards_of_blocks_lie_in_host_memory():
     for found in run_ranks(2, shards):
         for (rank, count), held in zip(WAYS, found, strict=True):
+            assert held["places"] == 1, "all lie in one memory, page-locked on a GPU"
             assert held["attributes"] and sorted(held["hosted"]) == sorted(held["named"]) and held["hosted"]
             blocks = {name.split(".")[1] for name in held["hosted"]}
             assert len(blocks) == min(count, CONFIG.depth) and all(
