@@ -43,7 +43,7 @@ from opendit.kernels.split_heads import gather_heads_float8, split_heads
 from opendit.kernels.step_rows import gather_rows, take_step
 from opendit.kernels.sum_parts import sum_parts
 from opendit.kernels.transpose import transpose
-from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
+from tests.kernels.cases import ACTIVATIONS, OPERATORS, arguments_of, make_inputs, output_gradients
 
 BFLOAT16 = torch.bfloat16
 
@@ -78,14 +78,20 @@ def usage(binary: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def forward_and_backward(name: str, width: int, dtype: torch.dtype, lengths: tuple | None = None) -> None:
+def forward_and_backward(
+    name: str, width: int, dtype: torch.dtype, lengths: tuple | None = None, frozen: bool = False
+) -> None:
+    """frozen: True if only activations need gradients, as with LoRA."""
     op = OPERATORS[name]
     leaves, sample_of_row = make_inputs(op, 2, 256, width, dtype, lengths=lengths)
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in ACTIVATIONS or not frozen)
     arguments = arguments_of(op, leaves)
     options = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
     outputs = op.function(*arguments, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.autograd.grad(outputs, list(leaves.values()), output_gradients(op, leaves))
+    trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    torch.autograd.grad(outputs, trained, output_gradients(op, leaves))
 
 
 def optimizer_step() -> None:
@@ -125,7 +131,7 @@ def float8(width: int) -> None:
         gate_residual_layernorm_modulate_float8(x, gate, x, *vectors, None, by_row=by_row, center=False)
     rows_in_float8(x)
     bias_gelu_float8(x, bias)
-    bias_gelu_backward_float8(x, x, bias)
+    bias_gelu_backward_float8(x, x, bias, sums=True)
     gather_heads_float8(*x.view(2, 256, 8, width // 8).transpose(1, 2).expand(3, -1, -1, -1, -1), BFLOAT16)
     fp8.transposed(fp8.cast(x, fp8.E4M3).data)
 
@@ -207,6 +213,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, op in OPERATORS.items():
         for width, dtype in ((1152, BFLOAT16), (1152, torch.float32), (200, torch.float16)):
             yield f"{name} {width} {dtype}", lambda n=name, w=width, t=dtype: forward_and_backward(n, w, t)
+        yield f"{name} frozen", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, frozen=True)
         if op.modulated:
             yield f"{name} packed", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, (100, 156))
     yield "split_heads", lambda: heads(1152)
