@@ -7,6 +7,9 @@ With the fused kernels, a block saves 18 tensors of tokens x D:
     attention's projection 1 (for the gate's gradient), residual stream between the branches 1,
     second LayerNorm's output 1 (for fc1), fc1's output 4 (for GELU), GELU's output 4 (for fc2), fc2's output 1
 
+With LoRA on attention and MLPs alone, the gates have no gradients, and neither attention's projection nor fc2's output
+is saved (16 tensors).
+
 The policies:
 
     norms   recompute the LayerNorms' outputs, in one pass over memory each; 16 tensors are left.

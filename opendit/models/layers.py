@@ -163,11 +163,16 @@ class _LinearWithLowRank(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (x, weight, a, b, thin), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
-        dthin = (dy @ b).mul_(ctx.scale)
+        dthin = scaled(dy @ b, ctx.scale)
         weight = weight if ctx.stored is None else ctx.stored
         dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
-        dweight = dy.t() @ rows if of_weight else None  # None if the layer is frozen
-        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
+        dweight = dy.t() @ rows if of_weight else None  # None for a frozen layer
+        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, scaled(dy.t() @ thin, ctx.scale), None
+
+
+def scaled(product: Tensor, scale: float) -> Tensor:
+    """Multiply ``product`` in place by LoRA's scale, which is 1 unless alpha differs from the rank."""
+    return product if scale == 1 else product.mul_(scale)
 
 
 def multiply(

@@ -88,6 +88,11 @@ def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
         return targets(build_model(config), lora)
 
 
+def trains_modulation(config: DiTConfig, lora: Lora) -> bool:
+    """Return True if LoRA changes the modulation, so that shifts, scales and gates have gradients."""
+    return any("modulation" in name or "embedder" in name for name in lora_layers(config, lora))
+
+
 def check_targets(config: DiTConfig, lora: Lora) -> None:
     """Raise ValueError if a pattern matches no layer, or if a rank is not less than a layer's width."""
     for text in lora.targets:

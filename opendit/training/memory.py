@@ -30,7 +30,7 @@ from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
 from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
-from opendit.models.lora import Lora, lora_layers
+from opendit.models.lora import Lora, lora_layers, trains_modulation
 from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes
 from opendit.parallel.apply import PREFETCHED
@@ -214,8 +214,9 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     highest peak of its ranks.
 
     LoRA's trained weights are counted in addition to the model's. Embedders that LoRA trains in full are not counted.
-    Activations are estimated as if all weights were trained. In fact, with LoRA they take up to a fifth less if no
-    embedder is trained.
+    Activations are estimated as if all weights were trained, except that a public model whose gates are frozen does not
+    keep what only their gradients need. With LoRA of other models they take up to a fifth less if no embedder is
+    trained.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -527,7 +528,9 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     The first number is for all blocks except one. The second is for the remaining block, including its backward pass.
     """
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
-    kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
+    frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
+    execution = replace(setup.execution, frozen_gates=frozen)
+    kept, backward = plan.kept(config, execution), plan.backward(config, execution)
     tokens = config.tokens
     if config.axial_attention and setup.sequence_parallel > 1:
         frames, *places = config.grid
