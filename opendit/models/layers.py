@@ -181,6 +181,8 @@ def multiply(
     """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
+    if has_torch_function((x,)):  # x is the deferred result of a kernel, which computes it for torch functions
+        return handle_torch_function(multiply, (x,), x, weight, bias, low_rank)
     if low_rank is None:
         return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
     return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale)

@@ -337,18 +337,18 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 
 @functools.cache
-def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple[range, ...] | None = None) -> int:
+def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
     """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds.
 
     If the ranks divide a layer's inputs, each rank holds a part of A and all of B. If they divide its outputs, each
     rank holds all of A and a part of B.
 
     Args:
-        blocks: count only these blocks; None for all.
+        stages: count only the layers of these stages of a pipeline; None for all layers.
     """
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
-        if blocks is not None and not any(int(name.split(".")[1]) in own for own in blocks):
+        if stages is not None and not stages.has(config, name):
             continue
         rule = rule_of(rules, f"{name}.weight")
         if isinstance(rule, Row):
@@ -670,7 +670,7 @@ def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Se
             pipeline_parallel=1,
             world=setup.world // ranks,
             absent=absent_parameters(config, stages, tensor),
-            trained=setup.lora and lora_parameters(config, setup.lora, tensor, blocks),
+            trained=setup.lora and lora_parameters(config, setup.lora, tensor, stages),
             held_micro_batches=in_flight(actions) / stages.chunks,
         )
         found.append((replace(config, depth=own), replace(setup, **changes)))
