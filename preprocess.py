@@ -20,7 +20,11 @@ continue.
 
 import sys
 
-from opendit.config.console import prepare_console, print_error, should_print
+from opendit.config.console import answer_interrupts, prepare_console, print_error, should_print
+
+if __name__ == "__main__":
+    answer_interrupts()  # also during the imports below
+
 from opendit.config.preprocess import build_parser, check
 
 

@@ -68,8 +68,8 @@ class LoraLayer(NamedTuple):
 
 def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
     """Return the linear layers that get LoRA, by name. The last pattern that matches the end of a layer's name
-    determines the rank. Outside of the blocks, a pattern must match the whole name and begin with the name of one of the
-    modules in ``OUTSIDE``. Routers and experts never get LoRA."""
+    determines the rank. Outside of the blocks, a pattern must match the whole name and begin with the name of one of
+    the modules in ``OUTSIDE``. Routers and experts never get LoRA."""
     layers, found = _linear_layers(model), {}
     for text in lora.targets or TARGETS:
         pattern, rank = parse_target(text)
