@@ -29,10 +29,11 @@ from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
+from opendit.kernels.low_rank import low_rank_gradients
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views, split_heads
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import LowRank, Projection, RMSNorm, in_working_dtype, scaled
+from opendit.models.layers import LowRank, Projection, RMSNorm, in_working_dtype
 
 EPS = 1e-6
 
@@ -242,12 +243,12 @@ class _LinearBesideLora(Function):
         given, descale, a, b, thin, *saved = ctx.saved_tensors
         dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), saved)
         rows = dy.flatten(0, -2)
-        dthin = scaled(rows @ b, ctx.scale)
+        dthin, db = low_rank_gradients(rows, b, thin, ctx.scale)
         if dx is not None:
             dx.flatten(0, -2).addmm_(dthin, a)
         da = _thin(dthin, descale).t() @ given.flatten(0, -2).to(a.dtype)
         dbias = _sum_of_rows(dy, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-        return dx, None, dw, dbias, da, scaled(rows.t() @ thin, ctx.scale), None
+        return dx, None, dw, dbias, da, db, None
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:

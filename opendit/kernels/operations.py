@@ -32,13 +32,13 @@ from opendit.kernels.rotate_heads import fits_across, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm, multiply
+from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
 
 # ------------------------------------------------------------------------ operations that take over a projection's bias
 
 
 def _linear_heads(
-    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = multiply
+    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = unbiased
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. This doesn't work
@@ -54,7 +54,7 @@ def _linear_heads(
 def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     if linear.bias is None:
         return TORCH_OPS.linear_gelu(x, linear)
-    return bias_gelu(linear.product(x), linear.bias)
+    return bias_gelu(linear.product(x, multiply=unbiased), linear.bias)
 
 
 def _linear_gate_residual(

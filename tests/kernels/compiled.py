@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from opendit.kernels import base_precision, fp8
+from opendit.kernels import base_precision, fp8, low_rank
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
@@ -136,6 +136,12 @@ def float8(width: int) -> None:
     fp8.transposed(fp8.cast(x, fp8.E4M3).data)
 
 
+def gradients_of_lora(rank: int, dtype: torch.dtype) -> None:
+    low_rank.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
+    dy, b, thin = (torch.zeros(shape, dtype=dtype) for shape in ((8192, 1152), (1152, rank), (8192, rank)))
+    low_rank.low_rank_gradients(dy, b, thin, 1.0)
+
+
 def gelu_rows_in_float8(width: int) -> None:
     rows_in_float8(torch.zeros(512, width, dtype=BFLOAT16), torch.zeros(width, dtype=BFLOAT16))
 
@@ -233,6 +239,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "exchange_heads", heads_of_other_ranks
     yield "sum_parts", lambda: sum_parts(torch.zeros(3, 64, 1152, dtype=BFLOAT16))
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
+    for rank in (4, 16, 64):
+        yield f"low_rank {rank}", lambda r=rank: gradients_of_lora(r, BFLOAT16)
     yield "float8", lambda: float8(1152)
     for width in (4608, 12288, 24576):
         yield f"GELU's rows in float8 {width}", lambda w=width: gelu_rows_in_float8(w)
