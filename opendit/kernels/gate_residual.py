@@ -102,12 +102,12 @@ def _backward_rows(
         dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if SUMS:
             branch = tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                branch += bias
         tl.store(dbranch_ptr + offsets, (gate * dout).to(dbranch_ptr.dtype.element_ty), mask=mask)
         if HAS_BIAS:
             total += dout
         if SUMS:
-            if HAS_BIAS:
-                branch += bias
             dgate += branch * dout
     if SUMS:
         store_column_sums(dgate_ptr, dgate, column, D, BLOCK)
