@@ -91,7 +91,7 @@ def _bias_gelu_backward_kernel(
         s = gelu_sigmoid(u, square, APPROXIMATE)
         dx = dy * (s + u * (s - s * s) * (1.5957691216057308 + 0.2140644488178144 * square))
         if SUMS:
-            total += dx  # rows beyond ``stop`` have dy = 0
+            total += dx  # rows beyond ``stop`` add nothing, because their dy is 0
         if FLOAT8:
             dx = float8_range(dx, factor, LIMIT)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -152,7 +152,8 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Ten
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Float8, Tensor | None]:
     """Return (dx in e5m2, dbias); dbias is None without ``sums``.
 
-    dx is scaled by dy's amax: |GELU'| <= 1.13, which the scale's margin covers.
+    The scale of dx follows from dy's amax, because GELU' is at most 1.13 in absolute value, which the scale's margin
+    covers.
     """
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
     return dx, _launch_backward(dy, x, bias, sums, dx, fp8.amax(dy))

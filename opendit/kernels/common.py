@@ -243,8 +243,8 @@ class Rows:
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums.
 
-        If one program processes all rows of a sample, or ``like`` is empty, no second stage is needed: the outputs
-        themselves are returned in place of slots.
+        If one program processes all rows of a sample, or ``like`` is empty, no second stage is needed, and the
+        outputs also serve as slots.
         """
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]

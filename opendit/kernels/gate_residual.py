@@ -93,7 +93,8 @@ def _backward_rows(
     """
     gate = load_columns(gate_ptr, column, D, BLOCK)
     if SUMS:
-        dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over rows at the end: warps hold different rows
+        # one sum per row of the tile, added up at the end, because warps hold different rows
+        dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)

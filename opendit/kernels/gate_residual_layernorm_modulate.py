@@ -408,7 +408,7 @@ def save(
 ) -> None:  # fmt: skip
     """Save for :func:`gradients` what the gradients need that the inputs of an autograd function ask for."""
     _, of_gate, _, of_shift, of_scale, of_bias = ctx.needs_input_grad[:6]
-    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
+    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     ctx.dtype = branch.dtype
     kept, bias = gate_residual.kept_branch(branch, bias, of_gate or of_shift or of_scale, of_bias)
     ctx.save_for_backward(h, gate, kept, scale, bias, mean, rstd, sample_of_row)

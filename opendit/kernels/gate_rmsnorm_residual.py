@@ -282,7 +282,9 @@ def _backward(
     gate, scale = unit_columns(gate, common.or_unused(scale, gate))
     launch = backward_launch(width, h.element_size())
     cut = common.cut_rows("gate_rmsnorm_residual_backward", launch, h, gate.shape[0], sample_of_row)
-    outputs, sums = cut.new_sums((branch_rstd,) * (3 if follows else 1) if needs_sums else ())  # fp32
+    outputs, sums = cut.new_sums(
+        (branch_rstd,) * (3 if follows else 1) if needs_sums else ()
+    )  # like branch_rstd, in fp32
     main, tail = split_width(width)
     _gate_rmsnorm_residual_backward_kernel[(cut.programs,)](
         *(cut.x if grad is None else grad.contiguous() for grad in (dh, dy)), cut.x, gate, branch.contiguous(), weight,

@@ -333,7 +333,7 @@ def gradients(
 def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
+    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     # Without a norm, only the scale's gradient needs x.
     kept = x if ctx.normalize or any(ctx.needs_input_grad[1:3]) else None
     ctx.save_for_backward(kept, scale, mean, rstd, sample_of_row)

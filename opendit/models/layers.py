@@ -176,7 +176,7 @@ class _LinearWithLowRank(torch.autograd.Function):
         dthin, db = ctx.gradients(dy, b, thin, ctx.scale)
         weight = weight if ctx.stored is None else ctx.stored
         dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
-        dweight = dy.t() @ rows if of_weight else None  # None for a frozen layer
+        dweight = dy.t() @ rows if of_weight else None  # None if the layer is frozen
         return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, db, None, None
 
 
