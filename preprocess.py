@@ -20,7 +20,15 @@ continue.
 
 import sys
 
-from opendit.config.console import prepare_console, print_error, should_print
+from opendit.config.console import answer_interrupts, prepare_console, print_error, should_print
+
+if __name__ == "__main__":
+    answer_interrupts()  # also during the imports below
+
+import os
+from pathlib import Path
+
+from opendit.common.safe_files import removed_if_empty
 from opendit.config.preprocess import build_parser, check
 
 
@@ -66,17 +74,18 @@ def main(arguments: list[str] | None = None) -> int:
     if command is None:
         parser.print_help()
         return 0
-    try:
-        check(command, options, given)
-    except ValueError as error:
-        return refuse(error) if should_print(error) else 2
-    from opendit.data.base import DataError  # imports torch, which --help doesn't need
+    with removed_if_empty(Path(options.get("output") or os.curdir)):  # of a job that fails
+        try:
+            check(command, options, given)
+        except ValueError as error:
+            return refuse(error) if should_print(error) else 2
+        from opendit.data.base import DataError  # imports torch, which --help doesn't need
 
-    try:
-        run(command, options)
-    except (ValueError, OSError, DataError) as error:
-        return refuse(error)
-    return 0
+        try:
+            run(command, options)
+        except (ValueError, OSError, DataError) as error:
+            return refuse(error)
+        return 0
 
 
 def refuse(error: Exception) -> int:

@@ -11,11 +11,16 @@ number.
 """
 
 import sys
+
+from opendit.config.console import answer_interrupts, prepare_console
+
+if __name__ == "__main__":
+    answer_interrupts()  # also during the imports below
+
 from typing import TYPE_CHECKING
 
 from opendit.common.stages import Stages
 from opendit.config.command_line import read_flags
-from opendit.config.console import prepare_console
 from opendit.config.sample import SampleConfig
 
 if TYPE_CHECKING:

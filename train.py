@@ -7,12 +7,17 @@ Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-X
 from __future__ import annotations
 
 import sys
+
+from opendit.config.console import answer_interrupts, prepare_console
+
+if __name__ == "__main__":
+    answer_interrupts()  # also during the imports below
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opendit.config.command_line import read_flags
-from opendit.config.console import prepare_console
 from opendit.config.train import TrainConfig
 
 if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only after the flags have been read

@@ -232,6 +232,18 @@ def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
         raise LinkRefused(f"{flag}: {error}" if flag else str(error)) from None
 
 
+@contextlib.contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove the folder when this context ends if it was made meanwhile and is empty."""
+    is_new = not folder.exists()
+    try:
+        yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it was never made, or is not empty
+                folder.rmdir()
+
+
 # ------------------------------------------------------------------------------------------ by descriptors
 
 

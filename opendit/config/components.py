@@ -168,7 +168,9 @@ class StartFlags(Flags):
         None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"
     )
     lora_targets: list[str] = flag(
-        [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"
+        [],
+        "only of these layers, as qkv, attn.*, final_layer.linear, or fc1:4 for rank 4 (default: attention and MLP)",
+        unit="pattern",
     )
     base_precision: str = flag(
         "bf16",

@@ -67,11 +67,16 @@ def prepare_console() -> None:
             setattr(sys, name, _stream(descriptor, stream.encoding))
         elif hasattr(stream, "reconfigure"):  # tests, for example, replace streams by objects without ``reconfigure``
             stream.reconfigure(errors="backslashreplace")
-    sys.excepthook = _report
+    answer_interrupts()
     logger = logging.getLogger("opendit")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, _AboveProgressBar) for handler in logger.handlers):
         logger.addHandler(_AboveProgressBar())
+
+
+def answer_interrupts() -> None:
+    """Let Ctrl-C end the program with one line. A script calls this before its other imports, which take a while."""
+    sys.excepthook = _report
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -161,7 +161,8 @@ def convert_lora(ckpt: str, output: Path, base: str | None, form: str) -> None:
     from opendit.export.lora import export_lora  # imports torch, so not at the top
     from opendit.models.families import FAMILIES
 
-    export_lora(ckpt, output, base, FAMILIES, form)
+    for line in export_lora(ckpt, output, base, FAMILIES, form):
+        print(f"note: {line}", flush=True)
     print(f"wrote {output}; {READERS[form]}diffusers reads it by pipeline.load_lora_weights({str(output)!r})")
 
 

@@ -24,7 +24,7 @@ from opendit.checkpoint.lora import (
 from opendit.checkpoint.pretrained import read_newest
 from opendit.checkpoint.published import PublishedFolder, expert_of, network_of, open_published
 from opendit.checkpoint.tensor_set import write_weights
-from opendit.export.published import name_of
+from opendit.export.published import caption_length, name_of
 from opendit.models.families.base import Family
 from opendit.models.lora import Lora, check_lora
 
@@ -38,8 +38,8 @@ def export_lora(
     families: Mapping[str, Family],
     form: str = "diffusers",
     which: str = "ema",
-) -> None:
-    """Write the LoRA of a run as one file.
+) -> list[str]:
+    """Write the LoRA of a run as one file, and return messages for the user.
 
     Args:
         ckpt: a checkpoint of a run with --lora, or the run's folder.
@@ -61,13 +61,14 @@ def export_lora(
     products, full = of_run(weights)
     if full:
         raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
-    opened = open_published(network_of(base or lora.base, weights.config), families)
+    opened, notes = open_published(network_of(base or lora.base, weights.config), families), []
     try:
         state = _named(products, opened, form)
-        metadata = _metadata(lora, opened, form, output.stem)
+        metadata = _metadata(lora, opened, form, output.stem) | caption_length(weights, opened.family, notes)
     finally:
         opened.close()
     write_weights(output, state, metadata, LARGEST)
+    return notes
 
 
 def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:

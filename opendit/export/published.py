@@ -29,8 +29,24 @@ NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # files that are never copied: code, an
 MOST_FILES = 10_000  # maximum number of files of a component
 
 
+def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
+    """Return metadata with the number of tokens of a run's captions if it is not that of diffusers' pipeline, whose
+    argument has the same name. Then add a message for the user to ``notes``."""
+    text = None if weights.config is None else weights.config.text
+    if text is None or text.max_tokens == family.text.tokens:
+        return {}
+    count = text.max_tokens - family.text.beside
+    notes.append(f"trained with captions of {count} tokens; give diffusers' pipeline max_sequence_length={count}")
+    return {"max_sequence_length": str(count)}
+
+
 def export_published(
-    state: Mapping[str, Tensor], source: Path, base: PublishedFolder, output: Path, most_bytes: int
+    state: Mapping[str, Tensor],
+    source: Path,
+    base: PublishedFolder,
+    output: Path,
+    most_bytes: int,
+    more: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Write a folder that diffusers loads: ``base`` with other weights.
 
@@ -42,6 +58,7 @@ def export_published(
         source: path of the weights, for messages.
         base: the public model's folder.
         most_bytes: largest size of a weights file.
+        more: further metadata of the weights file.
 
     Returns:
         The files of ``base`` that were not copied, because they hold code.
@@ -72,7 +89,7 @@ def export_published(
         link_or_copy(base.transformer / CONFIG, new / inside / CONFIG, root=root)
         # Don't copy the metadata of the run, because they contain captions and paths.
         said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
-        metadata = {**said, **base.files.metadata, "format": "pt"}
+        metadata = {**said, **base.files.metadata, **(more or {}), "format": "pt"}
         write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
         sync_folder(new / inside, root=root)
         _take_place(new, output, old)
@@ -178,7 +195,8 @@ def export_run(
         if "lora" in weights.info:
             check_lora(weights)
             weights = replace(weights, state=Merged(opened.tensors(), *of_run(weights)))
-        left_out = export_published(weights.state, weights.path, opened, output, most_bytes)
+        length = caption_length(weights, opened.family, notes)
+        left_out = export_published(weights.state, weights.path, opened, output, most_bytes, length)
     finally:
         opened.close()
     return notes + [f"{Path(base) / name} holds code, or may; it was left out" for name in left_out]

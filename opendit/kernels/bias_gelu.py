@@ -7,6 +7,8 @@ the bias's gradient:
     dx = GELU'(x + bias) * dy,  dbias = sum over rows of dx
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,7 +71,7 @@ def _bias_gelu_backward_kernel(
     dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, descale_ptr, dbias_ptr, rows,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
-    LIMIT: tl.constexpr, APPROXIMATE: tl.constexpr,
+    LIMIT: tl.constexpr, APPROXIMATE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
@@ -79,7 +81,8 @@ def _bias_gelu_backward_kernel(
     if FLOAT8:
         factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     bias = load_columns(bias_ptr, column, D, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if SUMS:
+        total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         offsets, mask = column_block(column, start, stop, D, BLOCK, ROWS)
         u = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) + bias
@@ -87,11 +90,13 @@ def _bias_gelu_backward_kernel(
         square = u * u
         s = gelu_sigmoid(u, square, APPROXIMATE)
         dx = dy * (s + u * (s - s * s) * (1.5957691216057308 + 0.2140644488178144 * square))
-        total += dx  # rows beyond ``stop`` add nothing, because their dy is 0
+        if SUMS:
+            total += dx  # rows beyond ``stop`` add nothing, because their dy is 0
         if FLOAT8:
             dx = float8_range(dx, factor, LIMIT)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    store_column_sums(dbias_ptr + tl.cast(program, tl.int64) * D, total, column, D, BLOCK)
+    if SUMS:
+        store_column_sums(dbias_ptr + tl.cast(program, tl.int64) * D, total, column, D, BLOCK)
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
@@ -121,48 +126,54 @@ def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
     return y
 
 
-def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, partial: Tensor | None = None) -> Tensor:
-    """Run the backward kernel: write dx, and return the bias's gradient."""
+def _launch_backward(
+    dy: Tensor, x: Tensor, bias: Tensor, sums: bool, dx: Tensor | Float8, partial: Tensor | None = None
+) -> Tensor | None:  # fmt: skip
+    """Run the backward kernel: write dx, and return the bias's gradient; None without ``sums``."""
     cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
-    total = cut.new_total()
+    total = cut.new_total() if sums else None
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
-    grid = (cut.programs * options["BLOCKS"],)
-    _bias_gelu_backward_kernel[grid](dy, cut.x, bias, *pointers, total, cut.length, **options, **format_options)
-    return common.finish_total(total, bias.dtype)
+    _bias_gelu_backward_kernel[(cut.programs * options["BLOCKS"],)](
+        dy, cut.x, bias, *pointers, common.or_unused(total, x), cut.length, SUMS=sums, **options, **format_options
+    )
+    return None if total is None else common.finish_total(total, bias.dtype)
 
 
-def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (dx, dbias)."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, _launch_backward(dy.contiguous(), x, bias, dx)
+def _backward(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    dx, none = _backward_fake(dy, x, bias, False)
+    dbias = _launch_backward(dy.contiguous(), x, bias, sums, dx)
+    return dx, none if dbias is None else dbias
 
 
-def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dbias = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, bias))
-    return dx, dbias
+def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), common.like_bias(bias if sums else None, x)
 
 
-def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Float8, Tensor]:
-    """Return (dx in e5m2, dbias). The scale of dx follows from dy's amax, because GELU' is at most 1.13 in absolute
-    value, which the scale's margin covers."""
+def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Float8, Tensor | None]:
+    """Return (dx in e5m2, dbias); dbias is None without ``sums``.
+
+    The scale of dx follows from dy's amax, because GELU' is at most 1.13 in absolute value, which the scale's margin
+    covers.
+    """
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
-    return dx, _launch_backward(dy, x, bias, dx, fp8.amax(dy))
+    return dx, _launch_backward(dy, x, bias, sums, dx, fp8.amax(dy))
 
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _autograd_backward(ctx, dy):
-    return _backward_op(dy, *ctx.saved_tensors)
+def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and bias, the first two inputs of an autograd function that has saved both. A frozen
+    bias gets None."""
+    dx, dbias = _backward_op(dy, *ctx.saved_tensors, ctx.needs_input_grad[1])
+    return dx, dbias if ctx.needs_input_grad[1] else None
 
 
 _backward_op = operator(
-    "bias_gelu_backward(Tensor dy, Tensor x, Tensor bias) -> (Tensor, Tensor)", bias_gelu_backward, _backward_fake
+    "bias_gelu_backward(Tensor dy, Tensor x, Tensor bias, bool sums) -> (Tensor, Tensor)", _backward, _backward_fake
 )
-_forward_op = operator(
-    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_fake, _autograd_backward, _setup_context
-)
+_forward_op = operator("bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_fake, gradients, _setup_context)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -243,11 +243,12 @@ class Rows:
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums.
 
-        If one program processes all rows of a sample, no second stage is needed, and the outputs also serve as slots.
+        If one program processes all rows of a sample, or ``like`` is empty, no second stage is needed, and the
+        outputs also serve as slots.
         """
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
-        if not self.packed and self.chunks_per_sample == 1:
+        if not like or (not self.packed and self.chunks_per_sample == 1):
             return outputs, outputs
         slots = self.programs + (self.samples if self.packed else 0)
         partial = torch.empty(len(like), slots, width, dtype=torch.float32, device=self.x.device)
@@ -297,6 +298,12 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.empty(slots.shape[1], dtype=dtype, device=slots.device)
     _finish(slots, [total], 1, slots.shape[0])
     return total
+
+
+def no_sums(other: Tensor, count: int) -> list[Tensor]:
+    """Return ``count`` tensors of size 0 in place of gradients that nothing needs, because an operator must return
+    tensors."""
+    return [other.new_empty(0) for _ in range(count)]
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from opendit.kernels import fp8
+from opendit.kernels import bias_gelu, fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels import layernorm_modulate as adaln
-from opendit.kernels.bias_gelu import bias_gelu_backward, bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.capability import missing, pretending
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
+from opendit.kernels.low_rank import low_rank_gradients
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views, split_heads
 from opendit.models.blocks import NormalisedProjection
@@ -200,7 +200,7 @@ class _NormModulate(Function):
 
     @staticmethod
     def backward(ctx, dy, _):
-        return *adaln.layernorm_modulate_backward(dy, *ctx.saved_tensors, True, None), None, None, None
+        return *adaln.gradients(ctx, dy, ctx.saved_tensors), None, None, None
 
 
 class _Linear(Function):
@@ -243,12 +243,12 @@ class _LinearBesideLora(Function):
         given, descale, a, b, thin, *saved = ctx.saved_tensors
         dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), saved)
         rows = dy.flatten(0, -2)
-        dthin = (rows @ b).mul_(ctx.scale)
+        dthin, db = low_rank_gradients(rows, b, thin, ctx.scale)
         if dx is not None:
             dx.flatten(0, -2).addmm_(dthin, a)
         da = _thin(dthin, descale).t() @ given.flatten(0, -2).to(a.dtype)
         dbias = _sum_of_rows(dy, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-        return dx, None, dw, dbias, da, ctx.scale * (rows.t() @ thin), None
+        return dx, None, dw, dbias, da, db, None
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
@@ -261,11 +261,11 @@ class _BiasGelu(Function):
     @staticmethod
     def forward(ctx, u, bias):
         ctx.save_for_backward(u, bias)
-        return _stand_in(u, u.shape[-1]), bias_gelu_float8(u, bias)
+        return _stand_in(u, u.shape[-1]), bias_gelu.bias_gelu_float8(u, bias)
 
     @staticmethod
     def backward(ctx, dh, _):
-        return bias_gelu_backward(dh, *ctx.saved_tensors)
+        return bias_gelu.gradients(ctx, dh)
 
 
 class _LinearHeads(Function):
@@ -273,7 +273,7 @@ class _LinearHeads(Function):
     def forward(ctx, stand_in, x, weight, bias, num_heads):
         qkv, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
         ctx.save_for_backward(*saved)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = bias.dtype if ctx.needs_input_grad[3] else None
         return head_views(qkv, num_heads)
 
     @staticmethod
@@ -288,12 +288,12 @@ class _LinearGelu(Function):
     def forward(ctx, stand_in, x, weight, bias):
         u, saved = _forward_product(ctx, x, weight, stand_in.dtype)
         ctx.save_for_backward(u, bias, *saved)
-        return _stand_in(stand_in, weight.shape[0]), bias_gelu_float8(u, bias)
+        return _stand_in(stand_in, weight.shape[0]), bias_gelu.bias_gelu_float8(u, bias)
 
     @staticmethod
     def backward(ctx, dh, _):
         u, bias, *saved = ctx.saved_tensors
-        du, dbias = bias_gelu_backward_float8(dh, u, bias)
+        du, dbias = bias_gelu.bias_gelu_backward_float8(dh, u, bias, ctx.needs_input_grad[3])
         dx, dw = _backward_products(ctx, du, saved)
         return dx, None, dw, dbias
 
@@ -305,16 +305,12 @@ class _GateResidualNormModulate(Function):
         h, y, mean, rstd = joined.gate_residual_layernorm_modulate_float8(
             x, gate, branch, shift, scale, bias, eps, **of_norm
         )
-        ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
+        joined.save(ctx, h, gate, branch, scale, bias, mean, rstd, sample_of_row)
         return h, _stand_in(h, h.shape[-1]), y
 
     @staticmethod
     def backward(ctx, dh, dy, _):
-        h, gate, branch, scale, bias, *of_norm = ctx.saved_tensors
-        dx, dbranch, dgate, dshift, dscale, dbias = joined.gate_residual_layernorm_modulate_backward(
-            dy, dh, h, gate, branch, scale, bias, *of_norm
-        )
-        return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None, None
+        return *joined.gradients(ctx, dh, dy), None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------ BlockOps

@@ -85,24 +85,33 @@ def _gate_residual_forward_kernel(
 def _backward_rows(
     dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, column, first, stop,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch of rows first .. stop, all of one sample; write the sums for dgate and dbias to one slot each."""
+    """Write dbranch of rows first .. stop, all of one sample.
+
+    With SUMS, also write the sum for dgate to one slot; with HAS_BIAS, the sum for dbias.
+    """
     gate = load_columns(gate_ptr, column, D, BLOCK)
-    # one sum per row of the tile, added up at the end, because warps hold different rows
-    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if SUMS:
+        # one sum per row of the tile, added up at the end, because warps hold different rows
+        dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         offsets, mask = column_block(column, start, stop, D, BLOCK, ROWS)
         dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        branch = tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if SUMS:
+            branch = tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                branch += bias
         tl.store(dbranch_ptr + offsets, (gate * dout).to(dbranch_ptr.dtype.element_ty), mask=mask)
         if HAS_BIAS:
-            branch += bias
             total += dout
-        dgate += branch * dout
-    store_column_sums(dgate_ptr, dgate, column, D, BLOCK)
+        if SUMS:
+            dgate += branch * dout
+    if SUMS:
+        store_column_sums(dgate_ptr, dgate, column, D, BLOCK)
     if HAS_BIAS:
         store_column_sums(dbias_ptr, gate * total, column, D, BLOCK)
 
@@ -112,7 +121,7 @@ def _gate_residual_backward_kernel(
     dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, sample_ptr, rows, length,
     chunks_per_sample, gate_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
@@ -124,14 +133,14 @@ def _gate_residual_backward_kernel(
             _backward_rows(
                 dout_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr, dbranch_ptr,
                 of_sample(dgate_ptr, slot, D), of_sample(dbias_ptr, slot, D), column, first, end,
-                D, BLOCK, ROWS, STAGES, HAS_BIAS,
+                D, BLOCK, ROWS, STAGES, HAS_BIAS, SUMS,
             )  # fmt: skip
             first = end
     else:
         _backward_rows(
             dout_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr, dbranch_ptr,
             of_sample(dgate_ptr, program, D), of_sample(dbias_ptr, program, D), column, first, stop,
-            D, BLOCK, ROWS, STAGES, HAS_BIAS,
+            D, BLOCK, ROWS, STAGES, HAS_BIAS, SUMS,
         )  # fmt: skip
 
 
@@ -156,43 +165,63 @@ def _forward_fake(x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, 
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _backward(dout: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sample_of_row: Tensor | None):
+def _backward(
+    dout: Tensor, gate: Tensor, branch: Tensor | None, bias: Tensor | None, sample_of_row: Tensor | None,
+    dtype: torch.dtype,
+):  # fmt: skip
     (gate,) = unit_columns(gate)
-    width = branch.shape[-1]
+    width = dout.shape[-1]
     block = block_width(width)
     blocks = -(-width // block)
-    cut = common.cut_rows("gate_residual_backward", BACKWARD, branch, gate.shape[0], sample_of_row, blocks)
-    dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
-    outputs, sums = cut.new_sums((gate,))
+    cut = common.cut_rows("gate_residual_backward", BACKWARD, dout, gate.shape[0], sample_of_row, blocks)
+    dbranch = torch.empty(dout.shape, dtype=dtype, device=dout.device)
+    outputs, sums = cut.new_sums(() if branch is None else (gate,))
     total = None if bias is None else cut.new_total()
     _gate_residual_backward_kernel[(cut.programs * blocks,)](
-        dout.contiguous(), gate, cut.x, common.or_unused(bias, branch), dbranch, *sums,
-        common.or_unused(total, branch), *cut.shape_arguments, gate.stride(0),
-        D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
+        cut.x, gate, dbranch if branch is None else branch.contiguous(), common.or_unused(bias, dbranch), dbranch,
+        *(sums or [dbranch]), common.or_unused(total, dbranch), *cut.shape_arguments, gate.stride(0),
+        D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, HAS_BIAS=bias is not None, SUMS=branch is not None,
+        **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
-    return dbranch, outputs[0], common.finish_bias(total, bias, branch)
+    return dbranch, *(outputs or common.no_sums(dbranch, 1)), common.finish_bias(total, bias, dbranch)
 
 
-def _backward_fake(dout: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sample_of_row: Tensor | None):
-    dbranch, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (branch, gate))
-    return dbranch, dgate, common.like_bias(bias, branch)
+def _backward_fake(
+    dout: Tensor, gate: Tensor, branch: Tensor | None, bias: Tensor | None, sample_of_row: Tensor | None,
+    dtype: torch.dtype,
+):  # fmt: skip
+    dbranch = torch.empty(dout.shape, dtype=dtype, device=dout.device)
+    dgate = torch.empty(0 if branch is None else gate.shape, dtype=gate.dtype, device=gate.device)
+    return dbranch, dgate, common.like_bias(bias, dbranch)
+
+
+def kept_branch(branch: Tensor, bias: Tensor | None, sums: bool, of_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return branch and bias as the backward pass needs them, None for what it does not.
+
+    Only the gate's gradient needs the branch. LoRA freezes gates and biases. sums: the gate needs a gradient. of_bias:
+    the bias needs one.
+    """
+    return branch if sums else None, bias if sums or of_bias else None
 
 
 def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, bias, sample_of_row = inputs
-    ctx.save_for_backward(gate, branch, bias, sample_of_row)
+    _, of_gate, _, of_bias, _ = ctx.needs_input_grad[:5]
+    ctx.dtype = branch.dtype
+    ctx.save_for_backward(gate, *kept_branch(branch, bias, of_gate, of_bias), sample_of_row)
 
 
 def _autograd_backward(ctx, dout):
     gate, branch, bias, sample_of_row = ctx.saved_tensors
-    dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, sample_of_row)
-    return dout, dgate, dbranch, None if bias is None else dbias, None
+    dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, sample_of_row, ctx.dtype)
+    return dout, None if branch is None else dgate, dbranch, None if bias is None else dbias, None
 
 
+# Without a branch, the operator computes no gradient of the gate. dtype: the branch's.
 gate_residual_backward = operator(
-    "gate_residual_backward(Tensor dout, Tensor gate, Tensor branch, Tensor? bias, Tensor? sample_of_row) "
-    "-> (Tensor, Tensor, Tensor)",
+    "gate_residual_backward(Tensor dout, Tensor gate, Tensor? branch, Tensor? bias, Tensor? sample_of_row, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -14,6 +14,8 @@ backward pass six instead of eight. From dh and dy, the backward pass computes
 With CENTER false, the same kernels compute RMSNorm in place of LN, see rmsnorm_modulate.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -205,15 +207,19 @@ def _backward_rows(
     dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
     dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dbranch of rows first .. stop, all of one sample; write each per-sample sum to one slot."""
+    """Write dx and dbranch of rows first .. stop, all of one sample.
+
+    With SUMS, also write the sums for dgate, dshift and dscale to one slot each; with HAS_BIAS, the sum for dbias.
+    """
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
-    dgate, dgate_t = zero_vectors(MAIN, TAIL)
-    dshift, dshift_t = zero_vectors(MAIN, TAIL)
-    dscale, dscale_t = zero_vectors(MAIN, TAIL)
+    if SUMS:
+        dgate, dgate_t = zero_vectors(MAIN, TAIL)
+        dshift, dshift_t = zero_vectors(MAIN, TAIL)
+        dscale, dscale_t = zero_vectors(MAIN, TAIL)
     if HAS_BIAS:
         total, total_t = zero_vectors(MAIN, TAIL)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
@@ -221,9 +227,10 @@ def _backward_rows(
         row = tl.cast(start, tl.int64)
         h, ht = load_tiles(h_ptr, row, live, D, MAIN, TAIL, ROWS)
         dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
-        branch, branch_t = _load_branch(
-            branch_ptr, branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, False
-        )  # fmt: skip
+        if SUMS:
+            branch, branch_t = _load_branch(
+                branch_ptr, branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, False
+            )  # fmt: skip
         if HAS_DH:
             dh, dht = load_tiles(dh_ptr, row, live, D, MAIN, TAIL, ROWS)
         if not HOLD:
@@ -236,20 +243,23 @@ def _backward_rows(
             dxt += dht
         store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
         store_tiles(dbranch_ptr, gate * dx, gate_t * dxt, row, live, D, MAIN, TAIL, ROWS)
-        dgate += tl.sum(branch * dx, axis=0)
+        if SUMS:
+            dgate += tl.sum(branch * dx, axis=0)
         if HAS_BIAS:
             total += tl.sum(dx, axis=0)
             if TAIL > 0:
                 total_t += tl.sum(dxt, axis=0)
-        dshift += tl.sum(dy, axis=0)
-        dscale += tl.sum(dy * h, axis=0)
-        if TAIL > 0:
-            dgate_t += tl.sum(branch_t * dxt, axis=0)
-            dshift_t += tl.sum(dyt, axis=0)
-            dscale_t += tl.sum(dyt * ht, axis=0)
-    store_vectors(dgate_ptr, dgate, dgate_t, D, MAIN, TAIL)
-    store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
-    store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
+        if SUMS:
+            dshift += tl.sum(dy, axis=0)
+            dscale += tl.sum(dy * h, axis=0)
+            if TAIL > 0:
+                dgate_t += tl.sum(branch_t * dxt, axis=0)
+                dshift_t += tl.sum(dyt, axis=0)
+                dscale_t += tl.sum(dyt * ht, axis=0)
+    if SUMS:
+        store_vectors(dgate_ptr, dgate, dgate_t, D, MAIN, TAIL)
+        store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
+        store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
     if HAS_BIAS:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
         total = tl.sum(gate, axis=0) * total  # turns gate from a tile of one row into (MAIN,)
@@ -265,7 +275,7 @@ def gate_residual_layernorm_modulate_backward_kernel(
     scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -278,6 +288,7 @@ def gate_residual_layernorm_modulate_backward_kernel(
                 of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
                 of_sample(dgate_ptr, slot, D), of_sample(dshift_ptr, slot, D), of_sample(dscale_ptr, slot, D),
                 of_sample(dbias_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER, HAS_DH, HAS_BIAS,
+                SUMS,
             )  # fmt: skip
             first = end
     else:
@@ -286,6 +297,7 @@ def gate_residual_layernorm_modulate_backward_kernel(
             of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
             of_sample(dgate_ptr, program, D), of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D),
             of_sample(dbias_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER, HAS_DH, HAS_BIAS,
+            SUMS,
         )  # fmt: skip
 
 
@@ -352,8 +364,8 @@ def _forward_fake(
 
 
 def _backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None,
-    mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None,
+    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor | None, scale: Tensor, bias: Tensor | None,
+    mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, dtype: torch.dtype,
 ):  # fmt: skip
     gate, scale = unit_columns(gate, scale)
     width = h.shape[-1]
@@ -365,55 +377,75 @@ def _backward(
         sample_of_row,
     )
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
-    outputs, sums = cut.new_sums((gate, scale, scale))
+    dbranch = torch.empty(h.shape, dtype=dtype, device=h.device)
+    outputs, sums = cut.new_sums(() if branch is None else (gate, scale, scale))
     total = None if bias is None else cut.new_total()
     dy = dy.contiguous()
     main, tail = split_width(width)
     gate_residual_layernorm_modulate_backward_kernel[(cut.programs,)](
-        dy if dh is None else dh.contiguous(), dy, cut.x, gate, branch.contiguous(), common.or_unused(bias, h), scale,
-        mean, rstd, dx, dbranch, *sums, common.or_unused(total, h), *cut.shape_arguments,
-        gate.stride(0), scale.stride(0),
+        dy if dh is None else dh.contiguous(), dy, cut.x, gate, h if branch is None else branch.contiguous(),
+        common.or_unused(bias, h), scale, mean, rstd, dx, dbranch, *(sums or (h, h, h)), common.or_unused(total, h),
+        *cut.shape_arguments, gate.stride(0), scale.stride(0),
         D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, CENTER=mean.numel() > 0, HAS_DH=dh is not None,
-        HAS_BIAS=bias is not None, **cut.launch.options(),
+        HAS_BIAS=bias is not None, SUMS=branch is not None, **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
-    return dx, dbranch, *outputs, common.finish_bias(total, bias, h)
+    return dx, dbranch, *(outputs or common.no_sums(dx, 3)), common.finish_bias(total, bias, h)
 
 
 def _backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None,
-    mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None,
+    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor | None, scale: Tensor, bias: Tensor | None,
+    mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, dtype: torch.dtype,
 ):  # fmt: skip
-    grads = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (h, branch, gate, scale, scale))
-    return *grads, common.like_bias(bias, h)
+    dx, dbranch = (torch.empty(h.shape, dtype=kind, device=h.device) for kind in (h.dtype, dtype))
+    sums = common.no_sums(dx, 3) if branch is None else [torch.empty_like(t) for t in (gate, scale, scale)]
+    return dx, dbranch, *sums, common.like_bias(bias, h)
+
+
+def save(
+    ctx: Any, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    sample_of_row: Tensor | None,
+) -> None:  # fmt: skip
+    """Save for :func:`gradients` what the gradients need that the inputs of an autograd function ask for."""
+    _, of_gate, _, of_shift, of_scale, of_bias = ctx.needs_input_grad[:6]
+    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
+    ctx.dtype = branch.dtype
+    kept, bias = gate_residual.kept_branch(branch, bias, of_gate or of_shift or of_scale, of_bias)
+    ctx.save_for_backward(h, gate, kept, scale, bias, mean, rstd, sample_of_row)
+
+
+def gradients(ctx: Any, dh: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, gate, branch, shift, scale and bias, the first six inputs of an autograd function."""
+    h, gate, branch, scale, bias, mean, rstd, sample_of_row = ctx.saved_tensors
+    if dy is None and dh is None:
+        return (None,) * 6
+    dshift = dscale = None
+    if dy is None:
+        dx = dh
+        dbranch, dgate, dbias = gate_residual.gate_residual_backward(dh, gate, branch, bias, sample_of_row, ctx.dtype)
+    else:
+        dx, dbranch, dgate, dshift, dscale, dbias = gate_residual_layernorm_modulate_backward(
+            dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row, ctx.dtype
+        )
+    if branch is None:
+        dgate = dshift = dscale = None
+    return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias
 
 
 def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, _, scale, bias, sample_of_row, _, _ = inputs
     h, _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
-    ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
+    save(ctx, h, gate, branch, scale, bias, mean, rstd, sample_of_row)
 
 
 def _autograd_backward(ctx, dh, dy, dmean, drstd):
-    h, gate, branch, scale, bias, mean, rstd, sample_of_row = ctx.saved_tensors
-    if dy is None and dh is None:
-        return (None,) * 9
-    dshift = dscale = None
-    if dy is None:
-        dx = dh
-        dbranch, dgate, dbias = gate_residual.gate_residual_backward(dh, gate, branch, bias, sample_of_row)
-    else:
-        dx, dbranch, dgate, dshift, dscale, dbias = gate_residual_layernorm_modulate_backward(
-            dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
-        )
-    return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None, None
+    return *gradients(ctx, dh, dy), None, None, None
 
 
+# Without a branch, the operator computes no gradients of gate, shift and scale. dtype: the branch's.
 gate_residual_layernorm_modulate_backward = operator(
-    "gate_residual_layernorm_modulate_backward(Tensor dy, Tensor? dh, Tensor h, Tensor gate, Tensor branch, "
-    "Tensor scale, Tensor? bias, Tensor mean, Tensor rstd, Tensor? sample_of_row) "
+    "gate_residual_layernorm_modulate_backward(Tensor dy, Tensor? dh, Tensor h, Tensor gate, Tensor? branch, "
+    "Tensor scale, Tensor? bias, Tensor mean, Tensor rstd, Tensor? sample_of_row, ScalarType dtype) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,

@@ -148,9 +148,9 @@ def _backward_rows(
     dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, weight_ptr, next_weight_ptr, scale_ptr, branch_rstd_ptr, rstd_ptr,
     dx_ptr, dbranch_ptr, gate_sum_ptr, shift_sum_ptr, scale_sum_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr,
+    HOLD: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch and, with NEXT, dx of rows first .. stop, all of one sample; write each sum to one slot.
+    """Write dbranch and, with NEXT, dx of rows first .. stop, all of one sample; with SUMS, each sum to one slot.
 
     Without NEXT, dx equals dh and is not written.
     """
@@ -158,10 +158,11 @@ def _backward_rows(
         gate, gate_t = _product(gate_ptr, weight_ptr, 0.0, D, MAIN, TAIL)
         if NEXT:
             gain, gain_t = _product(scale_ptr, next_weight_ptr, 1.0, D, MAIN, TAIL)
-    gate_sum, gate_sum_t = zero_vectors(MAIN, TAIL)
-    if NEXT:
-        shift_sum, shift_sum_t = zero_vectors(MAIN, TAIL)
-        scale_sum, scale_sum_t = zero_vectors(MAIN, TAIL)
+    if SUMS:
+        gate_sum, gate_sum_t = zero_vectors(MAIN, TAIL)
+        if NEXT:
+            shift_sum, shift_sum_t = zero_vectors(MAIN, TAIL)
+            scale_sum, scale_sum_t = zero_vectors(MAIN, TAIL)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
@@ -181,11 +182,12 @@ def _backward_rows(
                 dx += dh
                 dxt += dht
             store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
-            shift_sum += tl.sum(dy, axis=0)
-            scale_sum += tl.sum(dy * h, axis=0)
-            if TAIL > 0:
-                shift_sum_t += tl.sum(dyt, axis=0)
-                scale_sum_t += tl.sum(dyt * ht, axis=0)
+            if SUMS:
+                shift_sum += tl.sum(dy, axis=0)
+                scale_sum += tl.sum(dy * h, axis=0)
+                if TAIL > 0:
+                    shift_sum_t += tl.sum(dyt, axis=0)
+                    scale_sum_t += tl.sum(dyt * ht, axis=0)
         else:
             dx, dxt = dh, dht
         branch, branch_t, branch_rstd = normalize_rows_again(
@@ -195,13 +197,15 @@ def _backward_rows(
             dx, dxt, branch, branch_t, gate, gate_t, branch_rstd, D, TAIL, ROWS, False
         )  # fmt: skip
         store_tiles(dbranch_ptr, dbranch, dbranch_t, row, live, D, MAIN, TAIL, ROWS)
-        gate_sum += tl.sum(branch * dx, axis=0)
-        if TAIL > 0:
-            gate_sum_t += tl.sum(branch_t * dxt, axis=0)
-    store_vectors(gate_sum_ptr, gate_sum, gate_sum_t, D, MAIN, TAIL)
-    if NEXT:
-        store_vectors(shift_sum_ptr, shift_sum, shift_sum_t, D, MAIN, TAIL)
-        store_vectors(scale_sum_ptr, scale_sum, scale_sum_t, D, MAIN, TAIL)
+        if SUMS:
+            gate_sum += tl.sum(branch * dx, axis=0)
+            if TAIL > 0:
+                gate_sum_t += tl.sum(branch_t * dxt, axis=0)
+    if SUMS:
+        store_vectors(gate_sum_ptr, gate_sum, gate_sum_t, D, MAIN, TAIL)
+        if NEXT:
+            store_vectors(shift_sum_ptr, shift_sum, shift_sum_t, D, MAIN, TAIL)
+            store_vectors(scale_sum_ptr, scale_sum, scale_sum_t, D, MAIN, TAIL)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -211,6 +215,7 @@ def _gate_rmsnorm_residual_backward_kernel(
     gate_stride, scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -222,7 +227,7 @@ def _gate_rmsnorm_residual_backward_kernel(
                 dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, weight_ptr,
                 next_weight_ptr, of_sample(scale_ptr, sample, scale_stride), branch_rstd_ptr, rstd_ptr, dx_ptr,
                 dbranch_ptr, of_sample(gate_sum_ptr, slot, D), of_sample(shift_sum_ptr, slot, D),
-                of_sample(scale_sum_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, NEXT,
+                of_sample(scale_sum_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, NEXT, SUMS,
             )  # fmt: skip
             first = end
     else:
@@ -230,7 +235,7 @@ def _gate_rmsnorm_residual_backward_kernel(
             dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, weight_ptr,
             next_weight_ptr, of_sample(scale_ptr, sample, scale_stride), branch_rstd_ptr, rstd_ptr, dx_ptr,
             dbranch_ptr, of_sample(gate_sum_ptr, program, D), of_sample(shift_sum_ptr, program, D),
-            of_sample(scale_sum_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, NEXT,
+            of_sample(scale_sum_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, NEXT, SUMS,
         )  # fmt: skip
 
 
@@ -268,33 +273,38 @@ def _forward_fake(
 def _backward(
     h: Tensor, dh: Tensor | None, dy: Tensor | None, gate: Tensor, branch: Tensor, weight: Tensor,
     next_weight: Tensor | None, scale: Tensor | None, branch_rstd: Tensor, rstd: Tensor, sample_of_row: Tensor | None,
+    needs_sums: bool,
 ):  # fmt: skip
     dx, dbranch, *_ = _backward_fake(
-        h, dh, dy, gate, branch, weight, next_weight, scale, branch_rstd, rstd, sample_of_row
+        h, dh, dy, gate, branch, weight, next_weight, scale, branch_rstd, rstd, sample_of_row, needs_sums
     )
     follows, width = dy is not None, h.shape[-1]
     gate, scale = unit_columns(gate, common.or_unused(scale, gate))
     launch = backward_launch(width, h.element_size())
     cut = common.cut_rows("gate_rmsnorm_residual_backward", launch, h, gate.shape[0], sample_of_row)
-    outputs, sums = cut.new_sums((branch_rstd,) * (3 if follows else 1))  # in fp32, like branch_rstd
+    outputs, sums = cut.new_sums(
+        (branch_rstd,) * (3 if follows else 1) if needs_sums else ()
+    )  # like branch_rstd, in fp32
     main, tail = split_width(width)
     _gate_rmsnorm_residual_backward_kernel[(cut.programs,)](
         *(cut.x if grad is None else grad.contiguous() for grad in (dh, dy)), cut.x, gate, branch.contiguous(), weight,
-        common.or_unused(next_weight, weight), scale, branch_rstd, rstd, dx, dbranch, *(sums * 3)[:3],
+        common.or_unused(next_weight, weight), scale, branch_rstd, rstd, dx, dbranch, *((sums or [h]) * 3)[:3],
         *cut.shape_arguments, gate.stride(0), scale.stride(0),
-        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_DH=dh is not None, NEXT=follows, **cut.launch.options(),
+        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_DH=dh is not None, NEXT=follows, SUMS=needs_sums,
+        **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
-    return dx, dbranch, *outputs, *(dx.new_empty(0, dtype=torch.float32) for _ in range(3 - len(outputs)))
+    return dx, dbranch, *outputs, *common.no_sums(branch_rstd, 3 - len(outputs))
 
 
 def _backward_fake(
     h: Tensor, dh: Tensor | None, dy: Tensor | None, gate: Tensor, branch: Tensor, weight: Tensor,
     next_weight: Tensor | None, scale: Tensor | None, branch_rstd: Tensor, rstd: Tensor, sample_of_row: Tensor | None,
+    needs_sums: bool,
 ):  # fmt: skip
     dx = torch.empty(0 if dy is None else h.shape, dtype=h.dtype, device=h.device)
     dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
-    shapes = (gate.shape, *((gate.shape if dy is not None else (0,),) * 2))
+    shapes = (gate.shape if needs_sums else (0,), *((gate.shape if needs_sums and dy is not None else (0,),) * 2))
     return dx, dbranch, *(torch.empty(shape, dtype=torch.float32, device=h.device) for shape in shapes)
 
 
@@ -311,9 +321,13 @@ def _autograd_backward(ctx, dh, dy, *_):
         return (None,) * 10
     h, gate, branch, weight, next_weight, scale, *rest = ctx.saved_tensors
     dy = None if next_weight is None else dy
+    # LoRA freezes norms and gates: then nothing needs the sums over a sample's tokens.
+    sums = any(needed for place, needed in enumerate(ctx.needs_input_grad[:7]) if place not in (0, 2))
     dx, dbranch, gate_sum, shift_sum, scale_sum = _backward_op(
-        h, dh, dy, gate, branch, weight, next_weight, scale, *rest
+        h, dh, dy, gate, branch, weight, next_weight, scale, *rest, sums
     )
+    if not sums:
+        return dh if dy is None else dx, None, dbranch, *(None,) * 7
     dgate, dweight = (gate_sum * weight).to(gate.dtype), (gate_sum * gate).sum(0).to(weight.dtype)
     if dy is None:
         return dh, dgate, dbranch, dweight, None, None, None, None, None, None
@@ -324,7 +338,7 @@ def _autograd_backward(ctx, dh, dy, *_):
 
 _backward_op = operator(
     "gate_rmsnorm_residual_backward(Tensor h, Tensor? dh, Tensor? dy, Tensor gate, Tensor branch, Tensor weight, "
-    "Tensor? next_weight, Tensor? scale, Tensor branch_rstd, Tensor rstd, Tensor? sample_of_row) "
+    "Tensor? next_weight, Tensor? scale, Tensor branch_rstd, Tensor rstd, Tensor? sample_of_row, bool needs_sums) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,

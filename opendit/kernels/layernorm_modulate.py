@@ -13,6 +13,7 @@ With CENTER false, the same kernels compute RMSNorm in place of LN, see rmsnorm_
 saved, and dx has no term mean_D(g).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -172,17 +173,22 @@ def _layernorm_modulate_forward_kernel(
 def _backward_rows(
     dy_ptr, x_ptr, other_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop, all of one sample; write the sums for dshift and dscale to one slot each."""
+    """Write dx of rows first .. stop, all of one sample.
+
+    With SUMS, also write the sums for dshift and dscale to one slot each.
+    """
     if HOLD:
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
-    dshift, dshift_t = zero_vectors(MAIN, TAIL)
-    dscale, dscale_t = zero_vectors(MAIN, TAIL)
+    if SUMS:
+        dshift, dshift_t = zero_vectors(MAIN, TAIL)
+        dscale, dscale_t = zero_vectors(MAIN, TAIL)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
-        x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
+        if NORMALIZE or SUMS:
+            x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
         dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
         if HAS_OTHER:
             other, other_t = load_tiles(other_ptr, row, live, D, MAIN, TAIL, ROWS)
@@ -198,13 +204,15 @@ def _backward_rows(
             dx += other
             dxt += other_t
         store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
-        dshift += tl.sum(dy, axis=0)
-        dscale += tl.sum(dy * x, axis=0)
-        if TAIL > 0:
-            dshift_t += tl.sum(dyt, axis=0)
-            dscale_t += tl.sum(dyt * xt, axis=0)
-    store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
-    store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
+        if SUMS:
+            dshift += tl.sum(dy, axis=0)
+            dscale += tl.sum(dy * x, axis=0)
+            if TAIL > 0:
+                dshift_t += tl.sum(dyt, axis=0)
+                dscale_t += tl.sum(dyt * xt, axis=0)
+    if SUMS:
+        store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
+        store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -213,7 +221,7 @@ def _layernorm_modulate_backward_kernel(
     chunks_per_sample, scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr,
-    HAS_OTHER: tl.constexpr,
+    HAS_OTHER: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -223,14 +231,14 @@ def _layernorm_modulate_backward_kernel(
             _backward_rows(
                 dy_ptr, x_ptr, other_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
                 of_sample(dshift_ptr, program + sample, D), of_sample(dscale_ptr, program + sample, D), first, end,
-                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER, HAS_OTHER,
+                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER, HAS_OTHER, SUMS,
             )  # fmt: skip
             first = end
     else:
         _backward_rows(
             dy_ptr, x_ptr, other_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
             of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D), first, stop,
-            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER, HAS_OTHER,
+            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER, HAS_OTHER, SUMS,
         )  # fmt: skip
 
 
@@ -285,50 +293,61 @@ def _forward_fake(
 
 def _backward(
     dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool,
-    other: Tensor | None,
+    other: Tensor | None, sums: bool,
 ):  # fmt: skip
     (scale,) = unit_columns(scale)
     launch = backward_launch(x.shape[-1], x.element_size(), sample_of_row is not None)
     cut = common.cut_rows("layernorm_modulate_backward", launch, x, scale.shape[0], sample_of_row)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    outputs, sums = cut.new_sums((scale, scale))
+    outputs, slots = cut.new_sums((scale, scale) if sums else ())
     main, tail = split_width(x.shape[-1])
     _layernorm_modulate_backward_kernel[(cut.programs,)](
-        dy.contiguous(), cut.x, dy if other is None else other.contiguous(), scale, mean, rstd, dx, *sums,
-        *cut.shape_arguments, scale.stride(0),
+        dy.contiguous(), cut.x, dy if other is None else other.contiguous(), scale, mean, rstd, dx,
+        *(slots if sums else (dx, dx)), *cut.shape_arguments, scale.stride(0),
         D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, CENTER=mean.numel() > 0,
-        HAS_OTHER=other is not None, **cut.launch.options(),
+        HAS_OTHER=other is not None, SUMS=sums, **cut.launch.options(),
     )  # fmt: skip
-    cut.finish_sums(outputs, sums)
-    return dx, *outputs
+    cut.finish_sums(outputs, slots)
+    return dx, *(outputs if sums else common.no_sums(dx, 2))
 
 
 def _backward_fake(
     dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool,
-    other: Tensor | None,
+    other: Tensor | None, sums: bool,
 ):  # fmt: skip
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, *(torch.empty(scale.shape, dtype=scale.dtype, device=scale.device) for _ in range(2))
+    return dx, *([torch.empty_like(scale) for _ in range(2)] if sums else common.no_sums(dx, 2))
+
+
+def gradients(
+    ctx: Any, dy: Tensor, saved: Sequence[Tensor | None], normalize: bool = True, other: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, shift and scale, the first three inputs of an autograd function; None for a shift and
+    a scale that need none. saved: x, scale, mean, rstd and sample_of_row. other: a second gradient of x."""
+    x, scale, *of_norm = saved
+    sums = any(ctx.needs_input_grad[1:3])
+    dx, *grads = layernorm_modulate_backward(dy, dy if x is None else x, scale, *of_norm, normalize, other, sums)
+    return (dx, *grads) if sums else (dx, None, None)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
     ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
-    ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
+    # Without a norm, only the scale's gradient needs x.
+    kept = x if ctx.normalize or any(ctx.needs_input_grad[1:3]) else None
+    ctx.save_for_backward(kept, scale, mean, rstd, sample_of_row)
 
 
 def _autograd_backward(ctx, dy, dmean, drstd):
     if dy is None:
         return (None,) * 7
-    x, scale, mean, rstd, sample_of_row = ctx.saved_tensors
-    grads = layernorm_modulate_backward(dy, x, scale, mean, rstd, sample_of_row, ctx.normalize, None)
-    return *grads, None, None, None, None
+    return *gradients(ctx, dy, ctx.saved_tensors, ctx.normalize), None, None, None, None
 
 
 layernorm_modulate_backward = operator(
     "layernorm_modulate_backward(Tensor dy, Tensor x, Tensor scale, Tensor mean, Tensor rstd, Tensor? sample_of_row, "
-    "bool normalize, Tensor? other) -> (Tensor, Tensor, Tensor)",
+    "bool normalize, Tensor? other, bool sums) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
@@ -381,7 +400,7 @@ class ResidualNormModulate(torch.autograd.Function):
     def backward(ctx: Any, other: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return other, None, None, None, None, None
-        return *layernorm_modulate_backward(dy, *ctx.saved_tensors, True, other), None, None, None
+        return *gradients(ctx, dy, ctx.saved_tensors, other=other), None, None, None
 
 
 def residual_layernorm_modulate(

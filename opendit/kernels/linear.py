@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from opendit.kernels.common import kernels_available
+from opendit.kernels.low_rank import low_rank_gradients
 from opendit.kernels.transpose import transpose
 from opendit.models.layers import LowRank, StoredWeight, multiply
 
@@ -48,9 +49,8 @@ def linear(
     """Compute x W^T (..., out) for x (..., in), weight (out, in), as ``opendit.models.layers.multiply`` does."""
     # Neither weights with LoRA nor stored weights need a gradient.
     if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
-        return multiply(x, weight, bias, low_rank)
-    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions. Both work only with
-    # F.linear.
+        return multiply(x, weight, bias, low_rank, low_rank_gradients)
+    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions, so both need F.linear.
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
         return F.linear(x, weight)
     return _Narrowing.apply(x, weight)

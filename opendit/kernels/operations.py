@@ -32,13 +32,13 @@ from opendit.kernels.rotate_heads import fits_across, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm, multiply
+from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
 
 # ------------------------------------------------------------------------ operations that take over a projection's bias
 
 
 def _linear_heads(
-    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = multiply
+    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = unbiased
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. This doesn't work
@@ -54,7 +54,7 @@ def _linear_heads(
 def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     if linear.bias is None:
         return TORCH_OPS.linear_gelu(x, linear)
-    return bias_gelu(linear.product(x), linear.bias)
+    return bias_gelu(linear.product(x, multiply=unbiased), linear.bias)
 
 
 def _linear_gate_residual(
@@ -164,7 +164,8 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # names of the switches
 
 # For each operation, the last row whose switches are all on is used. ``keeps`` names the activations that are saved for
-# the backward pass: an argument's name, u for a projection's output, h for the new residual stream.
+# the backward pass: arguments, u for a projection's product, and h for the new residual stream. An operation with a
+# gate keeps u only if the gate has a gradient, which it does not have with LoRA.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),

@@ -7,6 +7,9 @@ With the fused kernels, a block saves 18 tensors of tokens x D:
     attention's projection 1 (for the gate's gradient), residual stream between the branches 1,
     second LayerNorm's output 1 (for fc1), fc1's output 4 (for GELU), GELU's output 4 (for fc2), fc2's output 1
 
+With LoRA on attention and MLPs alone, the gates have no gradients, and neither attention's projection nor fc2's output
+is saved (16 tensors).
+
 The policies:
 
     norms   recompute the LayerNorms' outputs, in one pass over memory each; 16 tensors are left.
@@ -37,6 +40,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from opendit.kernels.linear import linear as unbiased
 from opendit.models import DiT
 from opendit.models.layers import BlockOps, Projection
 
@@ -160,8 +164,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     def linear_gelu(x: Tensor, layer: Projection) -> Tensor:
         x = _as_a_linear_sees(x)
-        after = None if layer.bias is None else activation  # torch's GELU if the layer has no bias
-        product = layer if after is None else layer.product
+        after = None if layer.bias is None else activation  # layers without a bias use torch's GELU
+        product = layer if after is None else functools.partial(layer.product, multiply=unbiased)
 
         def gelu(u: Tensor) -> Tensor:
             return F.gelu(u, approximate="tanh") if after is None else after(u, layer.bias)

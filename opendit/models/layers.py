@@ -146,39 +146,64 @@ class _LinearWithLowRank(torch.autograd.Function):
     """x W^T + bias + scale * (x a^T) b^T.
 
     In the forward and the backward pass, the low-rank product is written first, and the product with W is then added
-    to that result by ``addmm``. A separate addition would cost one more pass over y and over dx."""
+    to that result by ``addmm``. A separate addition would cost one more pass over y and over dx. ``gradients`` computes
+    the two products that read dy beside W's (see :func:`low_rank_gradients`)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        gradients: Callable[..., tuple[Tensor, Tensor]],
+    ):
         rows = x.flatten(0, -2)
         thin = rows @ a.t()
         first = thin.new_zeros(1) if bias is None else bias
         y = torch.addmm(first, thin, b.t(), beta=0 if bias is None else 1, alpha=scale).addmm_(rows, dense(weight).t())
         ctx.stored = weight if isinstance(weight, StoredWeight) else None
         ctx.save_for_backward(x, weight if isinstance(weight, Tensor) else None, a, b, thin)
-        ctx.scale = scale
+        ctx.scale, ctx.gradients = scale, gradients
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x, weight, a, b, thin), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
-        dthin = (dy @ b).mul_(ctx.scale)
+        dthin, db = ctx.gradients(dy, b, thin, ctx.scale)
         weight = weight if ctx.stored is None else ctx.stored
         dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
         dweight = dy.t() @ rows if of_weight else None  # None if the layer is frozen
-        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
+        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, db, None, None
+
+
+def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of thin = x a^T (M, rank) and of b (out, rank) from dy (M, out): scale * dy b and
+    scale * dy^T thin."""
+    products = dy @ b, dy.t() @ thin
+    return products if scale == 1 else (products[0].mul_(scale), products[1].mul_(scale))
 
 
 def multiply(
-    x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
+    x: Tensor,
+    weight: Tensor | StoredWeight,
+    bias: Tensor | None = None,
+    low_rank: LowRank | None = None,
+    gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients,
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight."""
+    """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight.
+
+    gradients: function to use in place of :func:`low_rank_gradients`."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
+    if has_torch_function((x,)):  # x is the deferred result of a kernel, which computes it for torch functions
+        return handle_torch_function(multiply, (x,), x, weight, bias, low_rank, gradients)
     if low_rank is None:
         return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
-    return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale)
+    return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale, gradients)
 
 
 class Factor(nn.Module):

@@ -23,6 +23,7 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
 
 TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # all linear layers of attention and MLP
+OUTSIDE = ("media_refiner", "text_refiner", "final_layer")  # modules beside the blocks whose layers may get LoRA
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # suffixes of peft's parameter names
 
 
@@ -34,7 +35,8 @@ class Lora:
         rank: Default rank of A and B.
         alpha: Scale of the LoRA term, before the division by ``rank``.
         base: Weights file that LoRA is added to.
-        targets: Patterns of layer names in the format of --lora_targets. Empty for all layers of attention and MLP.
+        targets: Patterns of layer names in the format of --lora_targets. Empty for all layers of attention and MLP in
+            the blocks.
     """
 
     rank: int
@@ -65,20 +67,26 @@ class LoraLayer(NamedTuple):
 
 
 def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
-    """Return the linear layers of the blocks that get LoRA, by name. The last pattern that matches the end of a layer's
-    name determines the rank. Routers and experts never get LoRA."""
+    """Return the linear layers that get LoRA, by name. The last pattern that matches the end of a layer's name
+    determines the rank. Outside of the blocks, a pattern must match the whole name and begin with the name of one of
+    the modules in ``OUTSIDE``. Routers and experts never get LoRA."""
     layers, found = _linear_layers(model), {}
     for text in lora.targets or TARGETS:
         pattern, rank = parse_target(text)
+        first = pattern.partition(".")[0]
         for name, layer in layers.items():
-            if fits(pattern, name) or fits(f"**.{pattern}", name):
+            here = name.partition(".")[0] in ("blocks", first)
+            if here and (fits(pattern, name) or (name.startswith("blocks.") and fits(f"**.{pattern}", name))):
                 found[name] = LoraLayer(rank or lora.rank, layer.in_features, layer.out_features)
     return {name: found[name] for name in layers if name in found}
 
 
 def _linear_layers(model: DiT) -> dict[str, nn.Linear]:
-    named = model.blocks.named_modules(prefix="blocks")
-    return {name: layer for name, layer in named if isinstance(layer, nn.Linear) and not name.endswith(".router")}
+    found = {}
+    for part in ("blocks", *OUTSIDE):
+        if (owner := getattr(model, part, None)) is not None:
+            found |= {name: layer for name, layer in owner.named_modules(prefix=part) if isinstance(layer, nn.Linear)}
+    return {name: layer for name, layer in found.items() if not name.endswith(".router")}
 
 
 @functools.cache
@@ -88,16 +96,19 @@ def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
         return targets(build_model(config), lora)
 
 
+def trains_modulation(config: DiTConfig, lora: Lora) -> bool:
+    """Return True if LoRA changes the modulation of a block, so that shifts, scales and gates have gradients."""
+    return any("modulation" in name and not name.startswith("final_layer.") for name in lora_layers(config, lora))
+
+
 def check_targets(config: DiTConfig, lora: Lora) -> None:
     """Raise ValueError if a pattern matches no layer, or if a rank is not less than a layer's width."""
     for text in lora.targets:
         if not lora_layers(config, replace(lora, targets=(text,))):
             with on_meta():
                 names = _linear_layers(build_model(config))
-            ends = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in names})
-            raise ValueError(
-                f"--lora_targets {text}: fits no linear layer of the blocks; give one of {', '.join(ends)}"
-            )
+            ends = sorted({re.sub(r"\.\d+\.", ".*.", name).removeprefix("blocks.*.") for name in names})
+            raise ValueError(f"--lora_targets {text}: fits no linear layer; give one of {', '.join(ends)}")
     for rank, *widths in lora_layers(config, lora).values():
         if rank >= min(widths):
             flag = f"--lora {rank}" if rank == lora.rank else f"--lora_targets with rank {rank}"

@@ -131,6 +131,7 @@ class Execution:
         fp8: True if the blocks' linear layers compute in FP8.
         recompute: Level of --recompute.
         sequence_parallel: Number of ranks that divide a sample's tokens.
+        frozen_gates: True if LoRA leaves all gates without a gradient. Only the plans of public models consider this.
     """
 
     fused: bool = True
@@ -138,6 +139,7 @@ class Execution:
     fp8: bool = False
     recompute: str = "none"
     sequence_parallel: int = 1
+    frozen_gates: bool = False
 
 
 @dataclass(frozen=True)

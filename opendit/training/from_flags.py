@@ -348,11 +348,10 @@ def lora_of(flags: StartFlags, base: str = "") -> Lora | None:
 
 
 def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> None:
-    """Raise ValueError if a rank of a pipeline would have no LoRA weights to train."""
-    numbers = {int(name.split(".")[1]) for name in lora_layers(config, lora)}
+    """Raise ValueError if a rank of a pipeline would have nothing to train."""
     for rank in range(ranks):
         stages = stages_of(config, schedule, rank, ranks)
-        if not any(numbers & set(stages.own(chunk)) for chunk in range(stages.chunks)):
+        if not any(stages.has(config, name) for name in lora_layers(config, lora)):
             raise ValueError(
                 f"--lora_targets: the blocks of pipeline rank {rank} have none of these layers; choose layers of all "
                 "blocks, or a smaller --pipeline_parallel_size"

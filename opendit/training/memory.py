@@ -30,7 +30,7 @@ from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
 from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
-from opendit.models.lora import Lora, lora_layers
+from opendit.models.lora import Lora, lora_layers, trains_modulation
 from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes
 from opendit.parallel.apply import PREFETCHED
@@ -214,8 +214,9 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     highest peak of its ranks.
 
     LoRA's trained weights are counted in addition to the model's. Embedders that LoRA trains in full are not counted.
-    Activations are estimated as if all weights were trained. In fact, with LoRA they take up to a fifth less if no
-    embedder is trained.
+    Activations are estimated as if all weights were trained, except that a public model whose gates are frozen does not
+    keep what only their gradients need. With LoRA of other models they take up to a fifth less if no embedder is
+    trained.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -336,18 +337,18 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 
 @functools.cache
-def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple[range, ...] | None = None) -> int:
+def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
     """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds.
 
     If the ranks divide a layer's inputs, each rank holds a part of A and all of B. If they divide its outputs, each
     rank holds all of A and a part of B.
 
     Args:
-        blocks: count only these blocks; None for all.
+        stages: count only the layers of these stages of a pipeline; None for all layers.
     """
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
-        if blocks is not None and not any(int(name.split(".")[1]) in own for own in blocks):
+        if stages is not None and not stages.has(config, name):
             continue
         rule = rule_of(rules, f"{name}.weight")
         if isinstance(rule, Row):
@@ -527,7 +528,9 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     The first number is for all blocks except one. The second is for the remaining block, including its backward pass.
     """
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
-    kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
+    frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
+    execution = replace(setup.execution, frozen_gates=frozen)
+    kept, backward = plan.kept(config, execution), plan.backward(config, execution)
     tokens = config.tokens
     if config.axial_attention and setup.sequence_parallel > 1:
         frames, *places = config.grid
@@ -667,7 +670,7 @@ def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Se
             pipeline_parallel=1,
             world=setup.world // ranks,
             absent=absent_parameters(config, stages, tensor),
-            trained=setup.lora and lora_parameters(config, setup.lora, tensor, blocks),
+            trained=setup.lora and lora_parameters(config, setup.lora, tensor, stages),
             held_micro_batches=in_flight(actions) / stages.chunks,
         )
         found.append((replace(config, depth=own), replace(setup, **changes)))

@@ -215,9 +215,9 @@ def write_run(path, folder, config, name, seed=0, full=()):
     return write_lora(path, lora, config, name, seed, full)
 
 
-def public_run(oracle, folder, path, seed=0):
+def public_run(oracle, folder, path, seed=0, max_tokens=None):
     values = json.loads((folder / "transformer/config.json").read_text()) | {"_diffusers_version": "0.1"}
-    config = public_config(oracle.family, values, oracle.shape[1:])
+    config = public_config(oracle.family, values, oracle.shape[1:], max_tokens)
     return write_run(path, folder, config, f"{oracle.family}/{oracle.family}", seed)
 
 
@@ -234,6 +234,17 @@ def foreign(form, seed=0):
     return family, found
 
 
+@pytest.mark.parametrize("to", ["lora", "diffusers"])
+def test_the_length_of_captions_that_a_run_shortened_is_exported(oracles, to, tmp_path, capsys):
+    oracle, folder = oracles["flux"]
+    run, output = public_run(oracle, folder, tmp_path / "run.safetensors", max_tokens=77), tmp_path / "out.safetensors"
+    export([to, "--ckpt", str(run), "--base", str(folder), "--output", str(output)])
+    file = output if to == "lora" else next(output.glob("transformer/*.safetensors"))
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["max_sequence_length"] == "77"
+    assert "give diffusers' pipeline max_sequence_length=77" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("form", ["diffusers", "comfyui", "kohya"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, form, tmp_path, capsys):
@@ -247,6 +258,7 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
         assert (one - other).abs().max() <= 2e-6 * one.abs().max(), key
     with safe_open(file, "pt") as opened:
         metadata, keys = opened.metadata(), set(opened.keys())
+    assert "max_sequence_length" not in metadata
     assert metadata["base"] == name and metadata["modelspec.architecture"].endswith("/lora")
     alphas = {key for key in keys if key.endswith(".alpha")}
     assert bool(alphas) == (form != "diffusers") == (metadata.get("ss_network_alpha") == "5")

@@ -78,3 +78,19 @@ def test_ctrl_c_during_imports_is_one_line():
     program = "from opendit.config.console import prepare_console; prepare_console(); raise KeyboardInterrupt"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGINT and done.stderr == "\nerror: interrupted\n"
+
+
+@pytest.mark.parametrize("program", ("train.py", "sample.py", "preprocess.py"))
+def test_ctrl_c_during_a_program_s_first_imports_is_one_line(program):
+    """The interrupt comes with the first module after the one that answers it."""
+    code = f"""
+import runpy, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("opendit.") and "opendit.config.console" in sys.modules:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+runpy.run_path({program!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and done.stderr == "\nerror: interrupted\n"

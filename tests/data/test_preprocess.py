@@ -17,7 +17,7 @@ from PIL import Image
 import preprocess
 import train
 from opendit.config.command_line import underscored
-from opendit.data import SampleKey, build_dataset
+from opendit.data import DataError, SampleKey, build_dataset
 from opendit.encoders import load_codec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +150,19 @@ def test_mistakes_are_told_in_one_line(job, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         preprocess.main([*flags, "--output", "x", "--batch_size", "0"])
     assert stopped.value.code == 2
+
+
+def test_a_failed_job_leaves_no_empty_folder(job, tmp_path, capsys, monkeypatch):
+    def overflow(*args):
+        raise DataError("rows 0 to 3 overflow")
+
+    monkeypatch.setattr("opendit.data.make_latents._Encoding.encode", overflow)
+    flags, output = [*job[0], "--output", str(tmp_path / "latents")], tmp_path / "latents"
+    for was_there in (False, True):
+        assert preprocess.main(flags) == 2 and "error: rows 0 to 3 overflow" in capsys.readouterr().err
+        left = [path.name for path in output.glob("*")] if output.exists() else None
+        assert left == ([] if was_there else None) or left == [".index.lock"]  # tars are written under a lock
+        output.mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize("vae", ["none", "ema"])

@@ -6,6 +6,7 @@ import torch
 from opendit.config.components import SpeedFlags
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.low_rank import low_rank_gradients
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
@@ -70,6 +71,19 @@ def test_gradients_beside_kernels_are_near_fp32():
             how,
             max(errors.items(), key=lambda e: e[1]),
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "rank"), [(32768, 4608, 16), (4608, 3072, 16), (4097, 1160, 5), (300, 64, 64)]
+)
+def test_both_gradients_of_one_read_are_near_fp64_and_repeat(rows, width, rank):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (rows, width), (width, rank), (rows, rank)
+    dy, b, thin = (torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes)
+    found, again = (low_rank_gradients(dy, b, thin, 0.5) for _ in range(2))
+    exact = 0.5 * (dy.double() @ b.double()), 0.5 * (dy.double().t() @ thin.double())
+    for got, same, want in zip(found, again, exact, strict=True):
+        assert torch.equal(got, same) and (got.double() - want).norm() < 3e-3 * want.norm()
 
 
 @needs_float8

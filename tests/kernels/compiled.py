@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from opendit.kernels import base_precision, fp8
+from opendit.kernels import base_precision, fp8, low_rank
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
@@ -43,7 +43,7 @@ from opendit.kernels.split_heads import gather_heads_float8, split_heads
 from opendit.kernels.step_rows import gather_rows, take_step
 from opendit.kernels.sum_parts import sum_parts
 from opendit.kernels.transpose import transpose
-from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
+from tests.kernels.cases import ACTIVATIONS, OPERATORS, arguments_of, make_inputs, output_gradients
 
 BFLOAT16 = torch.bfloat16
 
@@ -78,14 +78,20 @@ def usage(binary: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def forward_and_backward(name: str, width: int, dtype: torch.dtype, lengths: tuple | None = None) -> None:
+def forward_and_backward(
+    name: str, width: int, dtype: torch.dtype, lengths: tuple | None = None, frozen: bool = False
+) -> None:
+    """frozen: True if only activations need gradients, as with LoRA."""
     op = OPERATORS[name]
     leaves, sample_of_row = make_inputs(op, 2, 256, width, dtype, lengths=lengths)
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in ACTIVATIONS or not frozen)
     arguments = arguments_of(op, leaves)
     options = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
     outputs = op.function(*arguments, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.autograd.grad(outputs, list(leaves.values()), output_gradients(op, leaves))
+    trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    torch.autograd.grad(outputs, trained, output_gradients(op, leaves))
 
 
 def optimizer_step() -> None:
@@ -125,9 +131,15 @@ def float8(width: int) -> None:
         gate_residual_layernorm_modulate_float8(x, gate, x, *vectors, None, by_row=by_row, center=False)
     rows_in_float8(x)
     bias_gelu_float8(x, bias)
-    bias_gelu_backward_float8(x, x, bias)
+    bias_gelu_backward_float8(x, x, bias, sums=True)
     gather_heads_float8(*x.view(2, 256, 8, width // 8).transpose(1, 2).expand(3, -1, -1, -1, -1), BFLOAT16)
     fp8.transposed(fp8.cast(x, fp8.E4M3).data)
+
+
+def gradients_of_lora(rank: int, dtype: torch.dtype) -> None:
+    low_rank.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
+    dy, b, thin = (torch.zeros(shape, dtype=dtype) for shape in ((8192, 1152), (1152, rank), (8192, rank)))
+    low_rank.low_rank_gradients(dy, b, thin, 1.0)
 
 
 def gelu_rows_in_float8(width: int) -> None:
@@ -207,6 +219,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, op in OPERATORS.items():
         for width, dtype in ((1152, BFLOAT16), (1152, torch.float32), (200, torch.float16)):
             yield f"{name} {width} {dtype}", lambda n=name, w=width, t=dtype: forward_and_backward(n, w, t)
+        yield f"{name} frozen", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, frozen=True)
         if op.modulated:
             yield f"{name} packed", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, (100, 156))
     yield "split_heads", lambda: heads(1152)
@@ -226,6 +239,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "exchange_heads", heads_of_other_ranks
     yield "sum_parts", lambda: sum_parts(torch.zeros(3, 64, 1152, dtype=BFLOAT16))
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
+    for rank in (4, 16, 64):
+        yield f"low_rank {rank}", lambda r=rank: gradients_of_lora(r, BFLOAT16)
     yield "float8", lambda: float8(1152)
     for width in (4608, 12288, 24576):
         yield f"GELU's rows in float8 {width}", lambda w=width: gelu_rows_in_float8(w)

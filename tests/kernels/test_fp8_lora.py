@@ -1,6 +1,8 @@
 """LoRA beside products in FP8: the frozen ones in float8, the thin ones in the activations' dtype. Here in Triton's
 interpreter; tests/gpu/test_lora_gpu.py runs the same on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,10 +16,10 @@ from tests.kernels import test_public_fp8 as cases
 LORA = Lora(3, 6.0, "")
 
 
-def with_lora(family: str):
-    """Return a public model with LoRA in all layers of attention and MLP, which has an influence."""
+def with_lora(family: str, lora: Lora = LORA):
+    """Return a public model with LoRA, by default in all layers of attention and MLP, which has an influence."""
     model = cases.model_of(family)
-    add_lora(model, LORA, (), seed=0)
+    add_lora(model, lora, (), seed=0)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if name.endswith(B):
@@ -66,3 +68,12 @@ def test_output_and_gradients_are_those_of_rounded_factors_beside_exact_thin_one
     want, wanted = gradients(model, torch.float32)
     assert cases.error(got, want) < 1e-3
     assert not {name: e for name, g in wanted.items() if (e := cases.error(found[name], g)) > 5e-3}
+
+
+def test_lora_beside_the_blocks_is_near_fp32():
+    """The final layer's norm is computed for its linear layer, in the activations' dtype."""
+    lora = replace(LORA, targets=("text_refiner.**", "media_refiner.**", "final_layer.linear"))
+    got, found = gradients(cases.in_float8(with_lora("z_image", lora), cases.ACTIVATIONS), cases.ACTIVATIONS)
+    want, wanted = gradients(with_lora("z_image", lora), torch.float32)
+    assert cases.error(got, want) < 0.1 and any(name.startswith("final_layer.") for name in wanted)
+    assert not {name: e for name, g in wanted.items() if (e := cases.error(found[name], g)) > 0.3}

@@ -121,6 +121,52 @@ def test_gradients_that_are_not_contiguous(op):
         torch.testing.assert_close(leaf.grad, exact[name].grad, rtol=1e-4, atol=1e-4)
 
 
+# Activations that the backward pass reads beside the gradients, if nothing but activations needs gradients.
+KEPT_BESIDE_FROZEN = {
+    "modulate": 0, "gate_residual": 0, "gate_residual_with_bias": 0, "gate_rmsnorm_residual": 2,
+    "gate_rmsnorm_residual_rmsnorm_modulate": 2,
+}  # fmt: skip
+
+
+@operators
+@pytest.mark.parametrize("packed", (False, True))
+def test_frozen_modulation_biases_and_weights_cost_nothing(op, packed, monkeypatch):
+    """LoRA freezes them: no sums over tokens are computed, and nothing is saved that only these sums need."""
+    if packed and not op.modulated:
+        pytest.skip("has no packed form")
+    leaves, sample_of_row = make_inputs(op, 2, 40, 72, BFLOAT16, lengths=(17, 23) if packed else None)
+    weights, frozen = output_gradients(op, leaves), [name for name in leaves if name not in ACTIVATIONS]
+    with every_kernel(Launch(rows=4, tiles=2, warps=1)):
+        want = run(op, op.function, leaves, sample_of_row, weights)
+        for name in frozen:
+            leaves[name].requires_grad_(False)
+        extra = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
+        monkeypatch.setattr(common, "_finish", None)  # the kernel that adds up sums
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t}) or t, lambda t: t):
+            outputs = op.function(*arguments_of(op, leaves), **extra)
+        inputs = [leaves[name] for name in leaves if name not in frozen]
+        got = torch.autograd.grad(outputs, inputs, weights)
+    for name, value in zip((name for name in leaves if name not in frozen), got, strict=True):
+        assert torch.equal(value, want[f"d{name}"]), name
+    large = [tensor for tensor in saved.values() if tensor.shape == leaves["x"].shape]
+    assert len(large) == KEPT_BESIDE_FROZEN.get(op.name, 1)
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS.values() if "bias" in op.arguments], ids=lambda op: op.name)
+@pytest.mark.parametrize("trained", ("six", "bias"))
+def test_a_bias_or_a_modulation_is_trained_without_the_other(op, trained):
+    leaves, _ = make_inputs(op, 2, 7, 72, FLOAT32)
+    weights = output_gradients(op, leaves)
+    want = run(op, op.function, leaves, None, weights)
+    kept = {name: leaf for name, leaf in leaves.items() if name in (trained, *ACTIVATIONS)}
+    for name in leaves.keys() - kept.keys():
+        leaves[name].requires_grad_(False)
+    got = torch.autograd.grad(op.function(*arguments_of(op, leaves)), kept.values(), weights)
+    for name, value in zip(kept, got, strict=True):
+        assert torch.equal(value, want[f"d{name}"]), name
+
+
 @pytest.mark.parametrize("name", ("gate_residual_layernorm_modulate", "gate_rmsnorm_residual_rmsnorm_modulate"))
 @pytest.mark.parametrize("used", (0, 1))
 def test_joined_operation_with_one_output_used(name, used):

@@ -35,7 +35,7 @@ from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
 from train import EagerPasses
 
-RANKS, STEPS, SAMPLES, CLIP, LR, DECAY = 4, 3, 16, 0.2, 2e-3, 0.7
+RANKS, SAMPLES, CLIP, LR, DECAY = 4, 16, 0.2, 2e-3, 0.7
 # Without qk_norm the gradient of the keys' bias is rounding noise. 5 blocks make unequal stages. Each expert takes 4
 # of the 15 tokens.
 CONFIGS: dict[str, DiTConfig] = {
@@ -57,8 +57,11 @@ CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
 PICTURES = dict(num_layers=3, in_channels=12, image_dim=6, added_kv_proj_dim=28)  # image to video
 CONFIGS["wan, LoRA"] = public_config("wan", WAN | PICTURES, (3, 6, 10), 5)
 PUBLIC = ("flux", "z_image", "wan")
-# Of layers of every rule, and a layer that is trained as a whole, which every stage of a pipeline has.
-LORA = Lora(3, 18.0, "", ("attn.*", "cross_attn.*:2", "fc1", "fc2", "adaLN_modulation.*:4"))
+# Of layers of every rule, in and beside the blocks, and a layer that is trained as a whole, which every stage of a
+# pipeline has.
+TARGETS = "attn.*", "cross_attn.*:2", "fc1", "fc2", "adaLN_modulation.*:4"
+BESIDE = "media_refiner.**", "text_refiner.**:2", "final_layer.linear:1"
+LORA = Lora(3, 18.0, "", TARGETS + BESIDE)
 WITH_LORA = {"t_embedder.mlp.2.weight"}
 
 
@@ -101,6 +104,8 @@ LORA_CASES = [
     Case(dict(sp=2, tp=2), "zero2", "axial, LoRA"),
     Case(dict(tp=2), "fsdp", "flux, LoRA", sharding=FREED),
     Case(dict(tp=2), "zero2", "wan, LoRA"),
+    Case(dict(pp=2, tp=2), "zero2", "z_image, LoRA", micro_batches=4),
+    Case(dict(sp=2), "fsdp", "z_image, LoRA", sharding=FREED),
 ]
 CASES = {
     "tensor": [
@@ -248,6 +253,12 @@ def weights_of(model: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in built.named_parameters()}
 
 
+def steps_of(model: str) -> int:
+    if model == "z_image, LoRA":  # in which rounding errors grow tenfold a step
+        return 2
+    return 8 if model.endswith("LoRA") else 3
+
+
 def is_public(model: str) -> bool:
     return model.startswith((*PUBLIC, "ltx", "cosmos2"))
 
@@ -288,7 +299,7 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
     trained = {each: p for each, p in model.named_parameters() if p.requires_grad}
     adam = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=0.01)
     averages = {each: p.detach().clone() for each, p in trained.items()}
-    for step in range(STEPS):
+    for step in range(steps_of(name)):
         batch = samples(name, step, slice(None))
         prepared = objective.prepare(batch.x0, batch.t, batch.noise)
         inputs, condition = batch.network_inputs(prepared.x_t, prepared.timestep)
@@ -359,7 +370,9 @@ def gathered(engine: Engine, shards: dict[str, Tensor]) -> dict[str, Tensor]:
 def engine_run(mesh: Mesh, case: Case):
     engine = engine_of(mesh, case)
     ema = EMA(engine, DECAY)
-    losses, norms, finite = train(mesh, case, engine, ema, range(STEPS if case.precision == "fp32" else 2))
+    losses, norms, finite = train(
+        mesh, case, engine, ema, range(steps_of(case.model) if case.precision == "fp32" else 2)
+    )
     assert all(finite), case
     moments = gathered(engine, {name: engine.moments(name)["exp_avg"] for name in engine.shapes})
     shared = gathered(engine, {name: engine.master(name) for name in engine.shared if name in engine.shapes})
@@ -391,7 +404,8 @@ def test_curves_averages_and_moments_are_those_of_one_process(kind):
     for runs in results:
         for case, (curve, of_gradients, means, ours, _) in zip(exact, runs, strict=False):
             losses, norms, averages, moments = plain[case.model]
-            assert off_by(curve, losses) < 1e-5 and off_by(of_gradients, norms) < 1e-5, case
+            bound = 2e-5 if case.model.endswith("LoRA") else 1e-5
+            assert off_by(curve, losses) < bound and off_by(of_gradients, norms) < bound, case
             bound = 3e-4 if is_public(case.model) else 1e-4  # their small gradients are sums of larger terms
             for name in ours:
                 assert off(ours[name], moments[name]) < bound, (case, name)

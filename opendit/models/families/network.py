@@ -173,8 +173,8 @@ class PublicDiT(DiT):
     def initial_distributions(self) -> dict[str, Distribution]:
         """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms and 0 for biases. LoRA's
         matrices have the same distributions as in other models."""
-        found: dict[str, Distribution] = {"blocks.**.lora_A.*.weight": FanInUniform()}
-        found["blocks.**.lora_B.*.weight"] = Constant(0)
+        found: dict[str, Distribution] = {"**.lora_A.*.weight": FanInUniform()}
+        found["**.lora_B.*.weight"] = Constant(0)
         for wrapped, parameter in self.named_parameters():
             name = canonical_name(wrapped)
             if ".lora_" in name:

@@ -224,9 +224,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
     fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
     tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
-    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. In FP8, attention's output
-    is kept twice: by the attention kernel, and in FP8.
-    """
+    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. Attention's output is then
+    kept in FP8 in addition to the tensors that the attention kernel keeps. Only gradients of gates, and of norms after
+    a branch, need the outputs of the two modulated branches."""
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
@@ -238,7 +238,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
         units += (1 + MLPS[block.mlp].branches) * wide + 1
-        if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes the norms after the branches
+        units -= 2 * (execution.frozen_gates and not block.norm_after)
+        if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes these norms.
             units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2
         if block.kv_heads is not None:  # Shared k and v are copied for every query head.
@@ -254,7 +255,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
 
 
 def backward(config: PublicConfig, execution: Execution) -> float:
-    return (5 + 5 / 4 * (config.mlp_ratio - 4)) * _streams(config, config.spec.block) / config.tokens
+    own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # else fc2's output is freed meanwhile
+    return own * _streams(config, config.spec.block) / config.tokens
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from tests.models.families.oracles import ORACLES, difference, in_double_precisi
 @pytest.mark.parametrize("family", ORACLES)
 def test_output_and_gradients_are_those_of_peft(family):
     """A layer of ours may be several of theirs, which share A: their gradients go back to ours by the chain rule."""
-    lora = Lora(3, 6.0, "", ("attn.*", "mlp.*:2"))
+    beside = "media_refiner.**", "text_refiner.**", "final_layer.**:1"
+    lora = Lora(3, 6.0, "", ("attn.*", "mlp.*:2", *beside))
     with in_double_precision():
         oracle = ORACLES[family](torch.float64)
         model, given = ours(oracle, torch.float64), inputs(oracle, torch.float64, [5, 7, 2])
