@@ -84,6 +84,16 @@ ROWS = {
     "tread": "--route 2:10:0.5",
     "tread_modern": "--route 2:10:0.5 --norm rms --mlp swiglu --positions rope --qk_norm",
 }
+# Its dense end is the last fifth of 126 seconds, or two fifths of 180, on an H100.
+SPRINT = "--route 2:10:0.75:sprint --route_until 3000"
+ROWS |= {
+    "tread_until": "--route 2:10:0.5 --route_until 2200",
+    "sprint": SPRINT,
+    "sprint_sparse": "--route 2:10:0.75:sprint",
+    "sprint_dense": "--route 2:10:0:sprint",
+    "sprint_modern": f"--route 2:10:0.75:sprint --route_until 2500 {ROWS['modern']}",
+    "sprint_muon_modern": f"--route 2:10:0.75:sprint --route_until 2500 --optimizer muon {ROWS['modern']}",
+}
 ROWS |= {
     "muon": "--optimizer muon",
     "meanflow": "--objective meanflow --no_enable_cuda_graph",  # measure it with --steps 1 and 2

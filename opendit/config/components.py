@@ -277,8 +277,13 @@ class RoutingFlags(Flags):
     group: ClassVar[str] = "Token routing: blocks that see a part of the tokens in training"
 
     route: str | None = flag(
-        None, "FIRST:LAST:SHARE: blocks FIRST to LAST - 1, from 0, do without this share of the tokens", unit="route"
+        None,
+        "FIRST:LAST:SHARE: blocks FIRST to LAST - 1, from 0, do without this share of the tokens (TREAD); "
+        "FIRST:LAST:SHARE:sprint: their result is fused with the tokens before them (SPRINT)",
+        unit="route",
     )
+    route_until: int | None = flag(None, "from this step on these blocks see all tokens", unit="step", **COUNT)
+    route_drop: float = flag(0.1, "sprint: share of samples without the result of these blocks", **SHARE)
 
 
 @dataclass(frozen=True)

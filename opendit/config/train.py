@@ -445,6 +445,10 @@ class TrainConfig(
             unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
+        if self.route is None:
+            unused["route_until"] = "does nothing without --route"
+        if self.token_route is None or not self.token_route.fused:
+            unused["route_drop"] = "does nothing without --route FIRST:LAST:SHARE:sprint"
         if self.repa is None:
             of_it = ("repa_block", "repa_weight", "repa_projector")
             unused |= dict.fromkeys(of_it, "does nothing without --repa")
@@ -583,9 +587,9 @@ class TrainConfig(
 
     @property
     def token_route(self) -> TokenRoute | None:
-        """The parsed --route; None if all blocks see all tokens."""
+        """The parsed --route; None if all blocks see all tokens and nothing is fused."""
         route = None if self.route is None else parse_route(self.route)
-        return route if route is not None and route.share > 0 else None
+        return route if route is not None and (route.share > 0 or route.fused) else None
 
     def _check_route(self) -> None:
         """Raise ValueError, with the reason, for flags that can't be combined with --route."""

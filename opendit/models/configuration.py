@@ -22,7 +22,7 @@ from opendit.models.positions import rotary_shares
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
 # New runs use the newest revision. A checkpoint keeps its revision, even when it is converted or resumed.
 REVISION = 2
-LATER = ("alignment", "patch_bottleneck")  # fields that are stored only if they are set
+LATER = ("alignment", "patch_bottleneck", "sprint")  # fields that are stored only if they are set
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # fields that can replace a kind's default norm or MLP -> their values
 
 
@@ -59,6 +59,7 @@ class DiTConfig:
     mlp: str = "gelu"  # gelu or swiglu
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
     patch_bottleneck: int | None = None  # width that patches are projected to before the tokens' width; None: direct
+    sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
 
     @property
     def options(self) -> Options:
@@ -272,6 +273,9 @@ class DiTConfig:
                 f"--patch_bottleneck {self.patch_bottleneck}: out of range; give fewer numbers than a patch has, "
                 f"{values}, and than the width, {self.hidden_size}"
             )
+        if self.sprint is not None and not 0 < self.sprint[0] < self.sprint[1] <= self.depth:
+            route = f"{self.sprint[0]}:{self.sprint[1]}"
+            raise ValueError(f"--route {route}: out of range; begin at 1 or later, and end at {self.depth} or before")
         if self.given_frames is not None:
             count = parse_given(self.given_frames)
             if not self.is_video:
@@ -308,6 +312,8 @@ class DiTConfig:
         """Raise ValueError, with the reason, if these models do not support packs of samples of unequal size."""
         if self.why_no_packs:
             raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
+        if self.sprint is not None:
+            raise ValueError("--pack_tokens: not models of a fused --route; leave one of the two out")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         """Raise ValueError if the blocks do not support FP8 or this level of --recompute."""
@@ -334,6 +340,7 @@ class DiTConfig:
         embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
         embed += 0 if narrow is None else (narrow + 1) * d
         embed += 0 if self.alignment is None else self.alignment.parameters(d)
+        embed += 0 if self.sprint is None else (2 * d + 2) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
             embed += sum(self.grid) * d

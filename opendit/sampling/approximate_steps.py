@@ -11,7 +11,8 @@ tensors.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from opendit.config.approximations import Approximations, FirstBlockCache, Taylo
 from opendit.diffusion.trajectory import at_least_float32
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block, run_blocks
+from opendit.models.token_routing import Fusion
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
 LOW, HIGH = 1e-2, 1e2  # noise levels below LOW count as clean; levels above HIGH count as pure noise
@@ -143,12 +145,15 @@ class BlockStack:
     """Run all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
 
     ``evaluated`` accumulates, over all calls, the number of blocks times the number of batch rows. Replaying a CUDA
-    graph does not call the stack and is not counted.
+    graph does not call the stack and is not counted. ``fusion`` and ``route`` are those of the model; see
+    :func:`~opendit.models.token_routing.run_routed`.
     """
 
     def __init__(self):
         self.evaluated = 0
         self.blocks: int | str = ALL
+        self.fusion: Fusion | None = None
+        self.route: tuple[int, int] = (0, 0)
         self._evaluation = 0
 
     def begin(self, blocks: int | str) -> None:
@@ -193,6 +198,7 @@ class _Blocks:
     ):
         self._stack, self._blocks, self._modulations = stack, blocks, modulations
         self._context, self._grid, self._done = context, grid, 0
+        self._shallow: Any = None  # tokens before the route of a fused model
 
     def _next(self, count: int | None) -> slice:
         first, self._done = self._done, len(self._blocks) if count is None else self._done + count
@@ -201,12 +207,19 @@ class _Blocks:
     def run(self, x: Tensor, count: int | None = None) -> Tensor:
         """Run the next ``count`` blocks on x and return the result; None runs all remaining blocks."""
         which = self._next(count)
-        blocks = self._blocks[which]
-        context = None if self._context is None else self._context.of(which)
+        number, (first, last), fusion = which.stop - which.start, self._stack.route, self._stack.fusion
         # Gather the modulation of the final layer together with the last blocks' modulations, in one kernel.
-        self._modulations.gather(len(blocks) + (self._done == len(self._blocks)))
-        self._stack.evaluated += len(blocks) * len(x)
-        return run_blocks(blocks, x, self._modulations, context, self._grid)
+        self._modulations.gather(number + (self._done == len(self._blocks)))
+        self._stack.evaluated += number * len(x)
+        cuts = [] if fusion is None else [cut for cut in (first, last) if which.start < cut < which.stop]
+        for start, stop in pairwise((which.start, *cuts, which.stop)):
+            if fusion is not None and start == first:
+                self._shallow = x
+            context = None if self._context is None else self._context.of(slice(start, stop))
+            x = run_blocks(self._blocks[start:stop], x, self._modulations, context, self._grid)
+            if fusion is not None and stop == last:
+                x = fusion(x, self._shallow)
+        return x
 
     def skip(self, count: int | None = None) -> None:
         """Skip the next ``count`` blocks; None skips all remaining blocks."""

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -358,6 +358,8 @@ class SamplingLoop:
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
         self.plan = plan_steps(settings.approximations, starts, trajectory.levels)
         self.stack = make_stack(settings.approximations, self.plan, device)
+        if model.fusion is not None:
+            self.stack.fusion, self.stack.route = model.fusion, cast(tuple[int, int], model.route)
         for network in self._networks:
             network.stack = self.stack
         self.fused = self._fuse()  # kernels for the start and the end of a step; None if torch operations run them

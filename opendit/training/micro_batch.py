@@ -36,6 +36,7 @@ class MicroBatch(NamedTuple):
             without conditioning frames.
         in_place: True if the conditioning frames replace frames of x_t. Frames that are replaced have no loss.
         kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None for all.
+        dropped: (B,) bool, samples whose routed blocks' result is dropped; None without a fused route.
         alignment: features that tokens are aligned with (opendit/models/alignment.py); None without alignment.
     """
 
@@ -46,6 +47,7 @@ class MicroBatch(NamedTuple):
     given: Tensor | None = None
     in_place: bool = False
     kept: Tensor | None = None
+    dropped: Tensor | None = None
     alignment: Alignment | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -53,7 +55,7 @@ class MicroBatch(NamedTuple):
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         features = None if self.alignment is None else self.alignment.features
-        return [*parts, *(tensor for tensor in (self.given, self.kept, features) if tensor is not None)]
+        return [*parts, *(tensor for tensor in (self.given, self.kept, self.dropped, features) if tensor is not None)]
 
     @property
     def full(self) -> bool:
@@ -69,6 +71,7 @@ class MicroBatch(NamedTuple):
         """Return the positional and keyword arguments of the network for noised samples x_t at the network's times
         (B,)."""
         more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
+        more |= {} if self.dropped is None else {"dropped": self.dropped}
         more |= {} if self.alignment is None else {"aligned": True}
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
@@ -113,12 +116,13 @@ class MicroBatch(NamedTuple):
         given: Tensor | None,
         in_place: bool,
         kept: Tensor | None = None,
+        dropped: Tensor | None = None,
         alignment: Alignment | None = None,
     ) -> "MicroBatch":
         """Make a micro-batch. For conditioning frames that are given in place, noise is x0, so that x_t is x0."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
-        return cls(x0, t, noise, condition, given, in_place, kept, alignment)
+        return cls(x0, t, noise, condition, given, in_place, kept, dropped, alignment)
 
     def clone(self) -> "MicroBatch":
         """Return a copy of the micro-batch with all tensors copied.
@@ -127,12 +131,13 @@ class MicroBatch(NamedTuple):
         """
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
+        dropped = None if self.dropped is None else y.pop()
         kept = None if self.kept is None else y.pop()
         given = None if self.given is None else y.pop()
         if isinstance(self.condition, Tensor):
-            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept, alignment)
+            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept, dropped, alignment)
         condition = TextCondition(*y, shortest=y[0].shape[1] * self.full)
-        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept, alignment)
+        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept, dropped, alignment)
 
 
 @dataclass(frozen=True)
