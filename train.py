@@ -86,6 +86,7 @@ class Inputs:
         route_until: step from which on these blocks see all tokens; None for never.
         route_drop: share of the samples that do without the result of these blocks, if the route is fused.
         teacher: encoder whose features tokens are aligned with (``--repa``).
+        uncertain: True if the weights of losses are learned (``--uncertainty_weighting``).
     """
 
     latents: Latents
@@ -103,6 +104,7 @@ class Inputs:
     route_until: int | None = None
     route_drop: float = 0.0
     teacher: VisionTeacher | None = None
+    uncertain: bool = False
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device. The host does not wait for the device."""
@@ -127,7 +129,8 @@ class Inputs:
         dropped = draw_dropped(self.route, self.route_drop, self.seed, batch.step, index)
         alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
         noise = self.noise(x0, batch.step, index)
-        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept, dropped, alignment)
+        more = kept, dropped, alignment, self.uncertain
+        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the latents x0, (B, C, ...) fp32, of samples x that have one shape."""

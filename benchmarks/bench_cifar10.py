@@ -103,6 +103,8 @@ PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values per token of width 
 ROWS |= {
     "min_snr": "--flow_min_snr 5",
     "contrast": "--flow_contrast 0.05",
+    "uncertainty": "--uncertainty_weighting",
+    "uncertainty_muon_modern": f"--uncertainty_weighting --optimizer muon {ROWS['modern']}",
     "x_prediction": "--flow_prediction x",
     "jit": "--flow_prediction x --flow_times logit_normal --flow_mean 0.8 --flow_std 0.8",
     "64_v": PIXELS_64,

@@ -263,6 +263,9 @@ class ObjectiveFlags(_with_flags("Objective", _settings_of(*(name for name in DE
         choices=tuple(DESCRIPTIONS),
         common="what is learned",
     )
+    uncertainty_weighting: bool = flag(
+        False, "learn how large the loss is at each time, and divide by that (EDM2); the logged loss is the sum of both"
+    )
 
 
 @dataclass(frozen=True)

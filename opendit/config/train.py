@@ -165,6 +165,7 @@ class TrainConfig(
         flags._check_packs()
         flags._check_route()
         flags._check_alignment()
+        flags._check_uncertainty()
         if flags.parallel != "auto":  # --parallel auto chooses the batch size itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
@@ -364,6 +365,7 @@ class TrainConfig(
             "--compile, which has no forward-mode derivatives": self.compile,
             "--route, because the target is made of all tokens": self.token_route is not None,
             "--repa, whose term has not been tried beside it": self.repa is not None,
+            "--uncertainty_weighting, whose target has two times": self.uncertainty_weighting,
             "--lora, whose layers have none": self.lora is not None,
             "--pack_tokens, whose tokens have one time each": self.pack_tokens is not None,
             "--parallel auto, which may divide the model": self.parallel == "auto",
@@ -641,6 +643,18 @@ class TrainConfig(
                 f"--repa_block {at}: --route {self.route} has a part of the tokens there; give {route.first} or less, "
                 f"or {route.last} or more"
             )
+
+    def _check_uncertainty(self) -> None:
+        """Raise ValueError, with the reason, for flags that can't be combined with --uncertainty_weighting."""
+        if not self.uncertainty_weighting:
+            return
+        clashes = {
+            f"--model {self.model}, which has no part for it": depth_and_heads(self.model) is None,
+            "--lora, which trains additions to blocks alone": self.lora is not None,
+            "--pipeline_parallel_size, whose stages each have some of the blocks": self.pipeline_parallel_size > 1,
+            "--parallel auto, which may choose a pipeline": self.parallel == "auto",
+        }
+        self._reject("uncertainty_weighting", clashes)
 
     def check_lora(self) -> None:
         """Raise ValueError if --lora can't be combined with the other flags."""

@@ -22,7 +22,7 @@ from opendit.models.positions import rotary_shares
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
 # New runs use the newest revision. A checkpoint keeps its revision, even when it is converted or resumed.
 REVISION = 2
-LATER = ("alignment", "patch_bottleneck", "sprint")  # fields that are stored only if they are set
+LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if they are set
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # fields that can replace a kind's default norm or MLP -> their values
 
 
@@ -59,6 +59,7 @@ class DiTConfig:
     mlp: str = "gelu"  # gelu or swiglu
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
     patch_bottleneck: int | None = None  # width that patches are projected to before the tokens' width; None: direct
+    uncertainty: bool = False  # True if the weights of losses by time are learned; see opendit.models.uncertainty
     sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
 
     @property
@@ -227,10 +228,10 @@ class DiTConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the kind as a dictionary for JSON.
 
-        ``norm`` and ``mlp`` are left out if they are the kind's defaults, and fields in LATER if they are None, so that
+        ``norm`` and ``mlp`` are left out if they are the kind's defaults, and fields in LATER if not set, so that
         earlier versions of OpenDiT can read the dictionary."""
         values = {"kind": self.kind, **asdict(self)}
-        values = {key: value for key, value in values.items() if key not in LATER or value is not None}
+        values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
 
     @property
@@ -340,6 +341,7 @@ class DiTConfig:
         embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
         embed += 0 if narrow is None else (narrow + 1) * d
         embed += 0 if self.alignment is None else self.alignment.parameters(d)
+        embed += self.uncertainty * (TIME_FREQUENCIES + 1)
         embed += 0 if self.sprint is None else (2 * d + 2) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":

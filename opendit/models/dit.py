@@ -32,6 +32,7 @@ from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, 
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segments import PlacedSegments, Segments, Varlen
 from opendit.models.token_routing import Fusion, run_routed
+from opendit.models.uncertainty import Uncertainty
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks
@@ -73,6 +74,7 @@ class DiT(nn.Module):
         self.projector: Projector | None = None if config.alignment is None else Projector(dim, config.alignment)
         # Fusion of the tokens before and after a route (--route ...:sprint).
         self.fusion: Fusion | None = None if config.sprint is None else Fusion(dim)
+        self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
         self.grad_checkpoint: bool | str = False  # argument ``checkpointed`` of run_blocks
         # True if blocks are shard units, whose weights are only available during a call of the block.
@@ -115,6 +117,7 @@ class DiT(nn.Module):
             "**.bias": zero,
             "x_embedder.*.weight": xavier,
             "projector.layers.*.weight": xavier,
+            "uncertainty.linear.weight": zero,
             "fusion.mask_token": embedder,
             "fusion.linear.weight": xavier,
             "t_embedder.mlp.*.weight": embedder,
@@ -188,6 +191,7 @@ class DiT(nn.Module):
         kept: Tensor | None = None,
         dropped: Tensor | None = None,
         aligned: bool = False,
+        uncertain: bool = False,
     ) -> Any:
         """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
 
@@ -207,22 +211,26 @@ class DiT(nn.Module):
             dropped: (B,) bool, samples without the tokens after the route of a configuration with ``sprint``; None for
                 none.
             aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
+            uncertain: True to also return the u(t) of :class:`~opendit.models.uncertainty.Uncertainty`, (B,) fp32.
 
         Returns:
             (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; (N, out_channels, *patch) for a
-            pack. If ``aligned``, a pair of the prediction and the projected tokens.
+            pack. If ``aligned`` or ``uncertain``, a tuple of the prediction and what was asked for.
 
         Raises:
             ValueError: the patch does not divide a side.
         """
         c, context = self.condition(t, y)
+        more: list[Tensor] = []
         if segments is not None:
-            return self._predict_pack(x, self.modulations(c), context, segments)
-        projected: list[Tensor] = []
-        output = self.predict(
-            x, self.modulations(c), context, run=self._runs(kept, dropped, aligned, x, projected.append)
-        )
-        return (output, projected[0]) if aligned else output
+            output = self._predict_pack(x, self.modulations(c), context, segments)
+        else:
+            run = self._runs(kept, dropped, aligned, x, more.append)
+            output = self.predict(x, self.modulations(c), context, run=run)
+        if uncertain:
+            assert self.uncertainty is not None, "a model of --uncertainty_weighting"
+            more.append(self.uncertainty(t))
+        return (output, *more) if more else output
 
     def _runs(
         self,

@@ -261,6 +261,7 @@ def rules(config: DiTConfig) -> dict[str, Rule]:
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
+        **({"uncertainty.linear.*": Replicated()} if config.uncertainty else {}),
         **({} if config.sprint is None else {"fusion.**": Replicated()}),
         "t_embedder.mlp.*.*": Replicated(),
         "y_embedder.embedding_table.weight": Vocabulary(),

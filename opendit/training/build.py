@@ -498,6 +498,7 @@ def build(
             route_until=flags.route_until,
             route_drop=flags.route_drop,
             teacher=spec.teacher,
+            uncertain=flags.uncertainty_weighting,
         )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation

@@ -305,6 +305,7 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
             **_condition(flags, dataset),
             **flags.architecture,
             alignment=_alignment(flags, dataset),
+            uncertainty=flags.uncertainty_weighting,
             sprint=(route.first, route.last) if (route := flags.token_route) and route.fused else None,
         )
     if flags.objective == "meanflow" and (config.text is not None or config.kind not in FORWARD_MODE):

@@ -67,7 +67,7 @@ def test_every_flag_is_listed_once():
              "pipeline_parallel_size", "pipeline_schedule", "bucket_tokens", "pack_tokens", "max_upscale",
              "shuffle_tags", "tag_drop", "random_crop", "optimizer", "muon_momentum", "muon_precision",
              "average", "route", "route_until", "route_drop", "repa", "repa_block", "repa_weight", "repa_projector",
-             "base_precision"}  # fmt: skip
+             "uncertainty_weighting", "base_precision"}  # fmt: skip
     lists = [FREE & FLAGS, OF_THE_MODEL, set(MADE_INTO), known]
     assert set().union(*lists) == FLAGS
     assert sum(map(len, lists)) == len(set().union(*lists))
