@@ -24,17 +24,17 @@ class TokenRoute:
         return max(1, round(tokens * (1 - self.share)))
 
 
-def parse_route(text: str) -> TokenRoute:
-    """Parse a value of ``--route``. Raises ValueError for an invalid value."""
+def parse_route(text: str, flag: str = "route") -> TokenRoute:
+    """Parse a value of ``--route`` or another ``flag``. Raises ValueError for an invalid value."""
     try:
         first, last, share, *fused = text.split(":")
         route = TokenRoute(int(first), int(last), float(share), bool(fused))
         if fused not in ([], ["sprint"]):
             raise ValueError
     except ValueError:
-        raise ValueError(f"--route {text}: is no route; give {TAKES}") from None
+        raise ValueError(f"--{flag} {text}: is no route; give {TAKES}") from None
     if not (0 <= route.first < route.last and 0 <= route.share < 1) or math.isnan(route.share):
-        raise ValueError(f"--route {text}: out of range; give {TAKES}")
+        raise ValueError(f"--{flag} {text}: out of range; give {TAKES}")
     if route.fused and route.first == 0:
-        raise ValueError(f"--route {text}: SPRINT fuses with a block before the route; begin at 1 or later")
+        raise ValueError(f"--{flag} {text}: SPRINT fuses with a block before the route; begin at 1 or later")
     return route

@@ -106,13 +106,13 @@ def run_routed(
         return run_blocks(blocks[which], x, modulations, contexts[which], grid, checkpointed=checkpointed)
 
     x = part(x, slice(first), grid) if first else x
-    deep = _on_some(partial(part, which=slice(first, last)), x, grid, kept, fusion)
+    deep = run_on_kept(partial(part, which=slice(first, last)), x, grid, kept, fusion)
     x = deep if fusion is None else fusion(deep, x, dropped)
     return part(x, slice(last, None), grid) if last < len(blocks) else x
 
 
-def _on_some(
-    run: Callable[..., Tensor], x: Tensor, grid: TokenGrid | None, kept: Tensor | None, fusion: Fusion | None
+def run_on_kept(
+    run: Callable[..., Tensor], x: Tensor, grid: TokenGrid | None, kept: Tensor | None, fusion: Fusion | None = None
 ) -> Tensor:
     """Return this rank's tokens x (B, N, D), of which those ``kept`` are replaced by run(tokens, grid=their grid), and
     all others by mask tokens if there is a ``fusion``. Other arguments: see :func:`run_routed`."""

@@ -71,7 +71,8 @@ def test_sprint_gives_the_same_curve_on_1_2_and_4_ranks_and_resumes_at_its_dense
     ]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     pipe = opendit.load(tmp_path / "1" / "000-DiT-Ti-2")
-    assert pipe([1], steps=2, progress=False)[0].size == (8, 8) and pipe.config.sprint == (1, 3)
+    null, route = (pipe([1], steps=2, progress=False, guidance_by=by)[0] for by in ("null", "route"))
+    assert null.size == route.size == (8, 8) and null.tobytes() != route.tobytes() and pipe.config.sprint == (1, 3)
 
 
 @pytest.mark.parametrize("mode", ["", ":sprint"])
