@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, after t
     from opendit.data import Batch
     from opendit.diffusion import Objective
     from opendit.encoders.conditioner import Conditioner
-    from opendit.encoders.vision import VisionTeacher
+    from opendit.encoders.vision import CachedTeacher, VisionTeacher
     from opendit.models import Condition
     from opendit.parallel.engines import Engine
     from opendit.training.build import Run
@@ -85,7 +85,7 @@ class Inputs:
         route: settings of blocks that see only some of the tokens (``--route``).
         route_until: step from which on these blocks see all tokens; None for never.
         route_drop: share of the samples that do without the result of these blocks, if the route is fused.
-        teacher: encoder whose features tokens are aligned with (``--repa``).
+        teacher: encoder whose features tokens are aligned with (``--repa``), or its features in the batches.
         uncertain: True if the weights of losses are learned (``--uncertainty_weighting``).
     """
 
@@ -103,7 +103,7 @@ class Inputs:
     route: TokenRoute | None = None
     route_until: int | None = None
     route_drop: float = 0.0
-    teacher: VisionTeacher | None = None
+    teacher: VisionTeacher | CachedTeacher | None = None
     uncertain: bool = False
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
@@ -127,7 +127,8 @@ class Inputs:
         routed = self.route_until is None or batch.step < self.route_until
         kept = draw_kept_tokens(self.route if routed else None, tokens, self.seed, batch.step, index)
         dropped = draw_dropped(self.route, self.route_drop, self.seed, batch.step, index)
-        alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
+        features = None if batch.features is None else batch.features.to(self.device, non_blocking=True)
+        alignment = self.teacher and self.teacher.alignment(to_pixels(x) if features is None else features)
         noise = self.noise(x0, batch.step, index)
         more = kept, dropped, alignment, self.uncertain
         return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)

@@ -289,6 +289,9 @@ class RoutingFlags(Flags):
     route_drop: float = flag(0.1, "sprint: share of samples without the result of these blocks", **SHARE)
 
 
+CACHED_FEATURES = "cached"  # value of --repa: the features that are stored with cached latents
+
+
 @dataclass(frozen=True)
 class AlignmentFlags(Flags):
     """Flags of representation alignment (REPA)."""
@@ -296,7 +299,10 @@ class AlignmentFlags(Flags):
     group: ClassVar[str] = "Alignment: a block's tokens with a vision encoder's features (REPA)"
 
     repa: str | None = flag(
-        None, "folder of a frozen vision transformer of transformers, such as DINOv2", unit="folder"
+        None,
+        "folder of a frozen vision transformer of transformers, such as DINOv2; cached: features that preprocess.py "
+        "latents --repa has stored",
+        unit="folder",
     )
     repa_block: int | None = flag(
         None, "tokens after this many blocks (default: two sevenths)", at_least=1, at_most=1024, unit="blocks"

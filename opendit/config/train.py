@@ -422,7 +422,7 @@ class TrainConfig(
             if self.dry_run is None:
                 check_weights(self.load, "--load", pipeline=True)
         check_vae(self.vae)
-        if self.repa is not None:
+        if self.repa not in (None, component.CACHED_FEATURES):
             check_exists(self.repa, "--repa", "the folder of a vision transformer")
         if self.dry_run is None:
             check_loggers(self.loggers)

@@ -7,6 +7,7 @@ A folder holds ``latents-00000-of-00012.safetensors``, ... and ``index.json``. A
     moments  (n, F, 2C, h, w) float16   mean and standard deviation of every picture and, if F = 2, of its mirror image
     labels   (n,) int64
     rows     (n,) int64                 the picture's row in the source data set
+    features (n, F, N, W) float16       with --repa: a vision encoder's features of the picture's N tokens
 
 A shard's metadata holds the settings and the files that couldn't be read. A shard holds either pictures or clips.
 Moments of clips have an axis of latent frames: (n, F, 2C, t, h, w). For captions see ``text_cache``. The index has the
@@ -128,6 +129,7 @@ class LatentDataset(CachedLatents):
         if shard not in self._open:
             file = safe_open(self.folder / self.index["shards"][shard]["file"], "pt")
             names = ("moments", "tokens", "pooled") if self.text_encoder else ("moments",)
+            names += ("features",) if self.features else ()
             self._open[shard] = {name: file.get_slice(name) for name in names}
         return shard, row - int(self.starts[shard]), self._open[shard]
 
@@ -139,12 +141,14 @@ class LatentDataset(CachedLatents):
         shard, place, tensors = self._find(row)
         moments = tensors["moments"][place, int(view.flip)]
         embedding, size = self._embedding(shard, place, tensors)
+        features = tensors["features"][place, int(view.flip)] if self.features else None
         return Item(
             moments.float(),
             int(self.labels[row]),
             self.caption(row),
             embedding=embedding,
-            bytes_read=moments.nbytes + size,
+            features=features,
+            bytes_read=moments.nbytes + size + (0 if features is None else features.nbytes),
         )
 
     def label(self, row: int) -> int:

@@ -7,6 +7,7 @@ The index is the file ``index.json``. In version 1 (safetensors files) it descri
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,7 +40,7 @@ from opendit.common.safe_files import open_to_write, remove, replacing
 from opendit.common.tensor_files import open_safetensors, write_file
 from opendit.common.utils import hash_parts, shown
 from opendit.config.data_sources import FOREIGN_FORMS
-from opendit.data.base import Description, Embedding, MediaDataset, flip_note
+from opendit.data.base import CachedFeatures, Description, Embedding, MediaDataset, flip_note
 from opendit.data.medium import Medium, of_moments
 
 Rate = Annotated[float, Interval(gt=0, le=1e6)]
@@ -75,6 +76,7 @@ class LatentsSettings(JsonObject):
     precision: Word = ""
     video: ClipSettings = absent()
     text: Word | None = None
+    features: Word = absent()
 
 
 class LatentsShard(JsonObject):
@@ -113,6 +115,14 @@ class TextEncoding(JsonObject):
     max_tokens: int = Field(ge=1, le=1 << 16)
     pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()
     dtype: Literal["bf16"] = absent()
+
+
+class StoredFeatures(JsonObject):
+    """The vision encoder's features that are stored with the latents: one for each of grid[0] x grid[1] tokens."""
+
+    encoder: Name
+    grid: Annotated[list[Side], Len(2, 2)]
+    width: Annotated[int, Interval(ge=1, le=1 << 16)]
 
 
 class CaptionCounts(JsonObject):
@@ -158,6 +168,7 @@ class LatentsOfOneSize(JsonObject):
     data_fps: Rate = 1  # frames a second of the files that the clips were read from
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
+    features: StoredFeatures = absent()
     captions: CaptionCounts = absent()
     checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of other files than the shards
     foreign: ForeignTars = absent()
@@ -195,6 +206,7 @@ class ShardLayout(NamedTuple):
         max_tokens: most tokens of an embedding; 0 if there are no embeddings.
         pooled: width of the pooled vectors; None if it equals the width of the tokens.
         dtype: dtype of the embeddings, as safetensors names it.
+        features: (tokens, width) of the stored features; None if there are none.
     """
 
     shape: tuple[int, ...]
@@ -203,6 +215,7 @@ class ShardLayout(NamedTuple):
     max_tokens: int
     pooled: int | None = None
     dtype: str = "F16"
+    features: tuple[int, int] | None = None
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
@@ -237,7 +250,9 @@ def layout_of(index: dict[str, Any]) -> ShardLayout:
     classes = 0 if text else len(index["class_names"])
     encoded = index.get("text", {"max_tokens": 0})
     embeddings = encoded["max_tokens"], encoded.get("pooled"), encoded.get("dtype", "fp16").upper().replace("P", "")
-    return ShardLayout((2 * channels, *sides), 2 if index["flips"] else 1, classes, *embeddings)
+    stored = index.get("features")
+    features = None if stored is None else (math.prod(stored["grid"]), stored["width"])
+    return ShardLayout((2 * channels, *sides), 2 if index["flips"] else 1, classes, *embeddings, features)
 
 
 def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict[str, np.ndarray]:
@@ -272,6 +287,8 @@ def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
     if layout.max_tokens:
         wanted |= {"tokens": (layout.dtype, (None, None)), "token_ends": ("I64", (rows,))}
         wanted |= {"pooled": (layout.dtype, (rows, layout.pooled))}
+    if layout.features is not None:
+        wanted["features"] = "F16", (rows, layout.views, *layout.features)
     names = set(file.keys())
     for name in sorted(names ^ wanted.keys()):
         raise ValueError(f"tensor {name[:100]!r} is {'not expected' if name in names else 'missing'}")
@@ -412,6 +429,7 @@ class CachedLatents(MediaDataset):
     note = ""  # end of the data set's line in the log
     seed: int = 0
     max_bad: float = 0.05
+    features: CachedFeatures | None = None
 
     def _take(
         self,
@@ -465,6 +483,10 @@ class CachedLatents(MediaDataset):
         self.conditioning = index.get("conditioning", "label")
         text = index.get("text")
         self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
+        stored = index.get("features")
+        self.features = stored and CachedFeatures(
+            stored["encoder"], (stored["grid"][0], stored["grid"][1]), stored["width"]
+        )
 
     def _recorded_rates(self) -> list[float]:
         return [self.index["data_fps"]] if "data_fps" in self.index else []
@@ -519,6 +541,7 @@ class CachedLatents(MediaDataset):
             text_encoder=self.text_encoder,
             max_tokens=self.max_tokens,
             empty_caption=empty_caption,
+            features=self.features,
             cut_captions=self._cut_captions(),
         )
 
@@ -531,10 +554,11 @@ class CachedLatents(MediaDataset):
         words = text if self.conditioning == "text" else f"of {len(self.class_names):,} classes"
         tokens = self.index.get("settings", {}).get("bucket_tokens")
         size = f"{size}x{size}" if tokens is None else f"of shapes near {size}x{size}, --bucket_tokens {tokens}"
+        features = f", features by {self.features.encoder}" if self.features else ""
         unchecked = "" if self.checksums else ", without checksums (made by an earlier version)"
         return (
             f"{name}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}, "
-            f"{flip_note(self.random_flip)}{unchecked}{self.note}"
+            f"{flip_note(self.random_flip)}{features}{unchecked}{self.note}"
         )
 
 

@@ -47,6 +47,7 @@ from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import HUB, Codec, load_codec
 from opendit.encoders.video_vae import load_video_codec
+from opendit.encoders.vision import VisionTeacher
 from opendit.models.families import FAMILIES
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.supervisor import Supervisor
@@ -96,6 +97,7 @@ def make_latents(
     shard_size: int = 4096,
     tar_bytes: int | None = None,
     bucket_tokens: int | None = None,
+    teacher: VisionTeacher | None = None,
     rank: int = 0,
     world_size: int = 1,
     max_bad: float = 0.05,
@@ -117,6 +119,7 @@ def make_latents(
         shard_size: samples of a safetensors file.
         tar_bytes: approximate bytes of a tar.
         bucket_tokens: most tokens of a sample of a ShapedDataset; for tars only.
+        teacher: vision encoder whose features of the pictures are stored, too.
         max_bad: largest tolerated share of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
@@ -129,7 +132,7 @@ def make_latents(
     """
     output = Path(output)
     form = FILES if tar_bytes is None else tars_of(image_size)
-    work = _Encoding(dataset, codec, encoder, image_size, flips)
+    work = _Encoding(dataset, codec, encoder, image_size, flips, teacher)
     settings = work.settings(tar_bytes or shard_size, form.version, bucket_tokens)
     plan = _plan(dataset, lambda rows: work.samples_of_a_tar(tar_bytes, rows) if tar_bytes else shard_size)
     shards = len(plan)
@@ -219,6 +222,7 @@ class _Encoding:
     encoder: AnyEncoder | None
     image_size: int
     flips: bool
+    teacher: VisionTeacher | None = None
 
     @property
     def device(self) -> torch.device:
@@ -248,6 +252,8 @@ class _Encoding:
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.encoder:
             numbers += form_of(self.encoder).numbers(self.encoder.max_tokens)
+        if self.teacher is not None:
+            numbers += (2 if self.flips else 1) * math.prod(self.teacher.grid) * self.teacher.width
         return max(1, tar_bytes // (2 * numbers + HEADERS))
 
     def settings(self, shard_size: int, version: int, bucket_tokens: int | None) -> dict[str, Any]:
@@ -268,6 +274,8 @@ class _Encoding:
             settings["video"] = {name: value for name, value in vars(about.clips).items() if value is not None}
         if self.has_captions:
             settings["text"] = self.encoder and self.encoder.fingerprint()
+        if self.teacher is not None:
+            settings["features"] = self.teacher.fingerprint()
         if isinstance(self.dataset, ShapedDataset):  # several sizes of the same media may lie in one folder
             whole = self.dataset.whole.fingerprint().identity
             settings |= {"data": whole, "shapes": data, "bucket_tokens": bucket_tokens}
@@ -280,6 +288,9 @@ class _Encoding:
         views, (channels, *sides) = 2 if self.flips else 1, self.latent_shape(of_shard)
         moments = [torch.empty(0, views, 2 * channels, *sides, dtype=torch.half)]  # used if no picture is readable
         all_labels, all_rows, all_captions, embedded, all_skipped = [], [], [], [], []
+        teacher, features = self.teacher, []
+        if teacher is not None:
+            features.append(torch.empty(0, views, math.prod(teacher.grid), teacher.width, dtype=torch.half))
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
             all_skipped += skipped
@@ -293,11 +304,20 @@ class _Encoding:
                         "bf16 or fp32, and check the VAE's weights if that doesn't help"
                     )
                 moments = [*moments, made.cpu()] if len(moments[0]) else [made.cpu()]
+                if teacher is not None:
+                    seen = torch.stack([teacher.features(view) for view in shown], dim=1).half()
+                    if not seen.isfinite().all():
+                        raise DataError(
+                            f"the features of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass "
+                            "--mixed_precision bf16 or fp32, or leave --repa out"
+                        )
+                    features.append(seen.cpu())
                 embedded += embed(self.encoder, captions) if self.encoder else []
                 all_labels, all_rows, all_captions = all_labels + labels, all_rows + rows, all_captions + captions
             bar.update(len(rows) + len(skipped))
         of = {"labels": torch.tensor(all_labels, dtype=torch.int64), "rows": torch.tensor(all_rows, dtype=torch.int64)}
         tensors = {"moments": torch.cat(moments), **of}
+        tensors |= {"features": torch.cat(features)} if features else {}
         tensors |= pack_captions(all_captions) if self.has_captions else {}
         tensors |= pack_embeddings(embedded, form_of(self.encoder)) if self.encoder else {}
         return tensors, all_skipped
@@ -344,6 +364,9 @@ class _Encoding:
                 index["data_fps"] = rate
         if self.has_captions:
             index["conditioning"] = "text"
+        if self.teacher is not None:
+            teacher = self.teacher
+            index["features"] = {"encoder": teacher.name, "grid": [*teacher.grid], "width": teacher.width}
         if self.encoder:
             width, pooled, dtype = form_of(self.encoder)
             index["text"] = {"encoder": self.encoder.name, "max_tokens": self.encoder.max_tokens}
@@ -373,6 +396,7 @@ def run(
     patch: tuple[int, ...] = (),
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
+    repa: str | None = None,
     data_timeout: float = 300.0,
     **media: Any,
 ) -> dict[str, Any] | None:
@@ -381,7 +405,8 @@ def run(
     If torchrun started several processes, each uses one GPU.
 
     Args:
-        patch: ([frames,] rows, columns), the patch of the model for which ``bucket_tokens`` counts tokens.
+        patch: ([frames,] rows, columns), the patch of the model for which ``bucket_tokens`` counts tokens, and whose
+            tokens get features of ``repa``.
         media: fields of ``sources.Request`` about how files are read.
 
     Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
@@ -430,6 +455,13 @@ def run(
                 raise ValueError(f"{what}: --data_path {data_path} has no captions; {fix}")
             text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
             encoder = _load_encoder(text_encoder, pretrained, max_text_tokens, device, dtype)
+        teacher = None
+        if repa is not None:
+            _, *sides = _Encoding(dataset, codec, None, image_size, flip).latent_shape()
+            if any(side % p for side, p in zip(sides, patch, strict=True)):
+                raise ValueError(f"--repa {repa}: a patch of {patch[0]} does not divide {sides} latents; give --model")
+            grid = tuple(side // p for side, p in zip(sides, patch, strict=True))
+            teacher = VisionTeacher(str(Path(repa).expanduser().resolve()), grid, 1.0, False, device, dtype)
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
@@ -454,6 +486,7 @@ def run(
             shard_size=shard_size,
             tar_bytes=tar_bytes,
             bucket_tokens=bucket_tokens,
+            teacher=teacher,
             rank=rank,
             world_size=world_size,
             max_bad=about.max_bad,

@@ -21,7 +21,7 @@ from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.vae import ImageCodec, codec_geometry
 from opendit.encoders.video_vae import VideoCodec, video_geometry
-from opendit.encoders.vision import VisionTeacher
+from opendit.encoders.vision import CachedTeacher, VisionTeacher
 from opendit.kernels.select import KernelChoice
 from opendit.models import Condition, DiTConfig, config_from_dict
 from opendit.models.lora import Lora
@@ -66,7 +66,7 @@ class RunSpecification:
     notes: list[str]
     ema_warmup: float  # warm-up of the averages, see opendit.checkpoint.ema.EMA
     samples_at_once: int  # number of samples of the configured size with as many tokens as a rank's micro-batch
-    teacher: VisionTeacher | None = None  # frozen vision encoder of --repa
+    teacher: VisionTeacher | CachedTeacher | None = None  # frozen vision encoder of --repa, or its cached features
     validation: MediaDataset | None = None  # held-out samples
     prompts: tuple[list[str], Condition] | None = None  # drawn in sample grids instead of the data set's captions
     clip_fps: float | None = None  # frames per second of the clips that the model draws; None if unknown

@@ -11,6 +11,7 @@ The safetensors member has the tensors
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
     pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
+    features (F, N, W) float16            with --repa: a vision encoder's features of the picture's N tokens
 
 A folder may hold pictures of several sizes, with separate tars for each size. ``empty-caption.safetensors``: see
 ``text_cache``.
@@ -29,6 +30,7 @@ A leading batch dimension of 1 is removed. The mirror image of the array NAME, i
 
 import io
 import json
+import math
 import os
 import tarfile
 import zipfile
@@ -130,7 +132,7 @@ def _members(tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
     texts, words = tensors.get("captions"), tensors.get("tokens")
     first_text = first_word = 0
     for i, row in enumerate(tensors["rows"].tolist()):
-        mine = {"moments": tensors["moments"][i].contiguous()}
+        mine = {name: tensors[name][i].contiguous() for name in ("moments", "features") if name in tensors}
         if words is not None:
             end = int(tensors["token_ends"][i])
             mine |= {"tokens": words[first_word:end].contiguous(), "pooled": tensors["pooled"][i].contiguous()}
@@ -322,6 +324,11 @@ class TarLatents(CachedLatents, ShardDataset):
                 raise ValueError(f"moments of shape {shape}, not {wanted}")
             if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
+            if self.features is not None:
+                stored = tensors["features"].shape, tensors["features"].dtype
+                right = torch.Size([wanted[0], math.prod(self.features.grid), self.features.width]), torch.half
+                if stored != right:
+                    raise ValueError(f"features of {list(stored[0])} {stored[1]}, not {list(right[0])} {right[1]}")
         except BadSample:
             raise
         except Exception as error:  # files of other programs may raise any type
@@ -344,7 +351,9 @@ class TarLatents(CachedLatents, ShardDataset):
         tensors, embedding = self._tensors(row), None
         if self.text_encoder is not None:
             embedding = padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
-        return self._labelled(row, Item(tensors["moments"][int(view.flip)].float(), embedding=embedding))
+        features = tensors["features"][int(view.flip)] if self.features else None
+        moments = tensors["moments"][int(view.flip)].float()
+        return self._labelled(row, Item(moments, embedding=embedding, features=features))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._shown(self.read(row).x)
