@@ -30,7 +30,8 @@ def main(argv: list[str]) -> None:
     prepare_console()
     flags = read_flags(SampleConfig, argv)
     stages = Stages("Python, flags")  # times of the stages, for --profile
-    with stages("imports"):  # imported here, so that a wrong flag is reported without waiting for torch
+    # imported after the flags are checked, so that a wrong flag is reported without waiting for torch
+    with stages("imports"):
         import torch
 
         from opendit.parallel.mesh import init_mesh
@@ -46,13 +47,14 @@ def main(argv: list[str]) -> None:
                 group_of_one=False,
             )
             if flags.profile and mesh.device.type == "cuda":
-                stages.wait = torch.cuda.synchronize  # prevents stages from overlapping on the device
+                # makes each stage wait for the device, so that stages don't overlap there
+                stages.wait = torch.cuda.synchronize
         with stages("flags and files: checked"):
-            # This reads the checkpoint, its VAE and text encoder, and all samples' conditions.
+            # Read the checkpoint, its VAE and text encoder, and the conditions of all samples.
             run = load_run(flags, mesh, stages)
         with run.lock:
             output = open_output(run)
-            supervisor.started(())  # errors from here on are not caused by the flags
+            supervisor.started(())  # later errors are errors of the run, not of its flags
             draw(run, output)
 
 
@@ -62,7 +64,7 @@ def draw(run: "SamplingRun", output: "SampleOutput") -> None:
         for batch in batches:
             with run.stages("drawing"):
                 index, latents = draw_batch(run, batch)
-            batches.decode(index, latents)  # overlaps with drawing the next batch; threads write the files
+            batches.decode(index, latents)  # decoding overlaps with drawing the next batch; threads write the files
 
 
 def draw_batch(run: "SamplingRun", batch: range) -> tuple["Tensor", "Tensor"]:

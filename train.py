@@ -15,7 +15,7 @@ from opendit.config.command_line import read_flags
 from opendit.config.console import prepare_console
 from opendit.config.train import TrainConfig
 
-if TYPE_CHECKING:  # start() imports torch, and modules that need torch, after the flags have been read
+if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only after the flags have been read
     from pathlib import Path
 
     import torch
@@ -37,19 +37,19 @@ def train(run: Run) -> None:
     for step in range(run.first_step, run.last_step):
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
-            # The runner launches the passes of EagerPasses (below) kernel by kernel, or replays them from CUDA graphs,
-            # or runs the stages of a pipeline by a schedule. build() has chosen the runner.
+            # Launch the passes of EagerPasses (below) kernel by kernel, replay them from CUDA graphs, or run the stages
+            # of a pipeline by a schedule, depending on the runner that build() has chosen.
             loss = run.runner.passes(micro_batches(run))
-            run.interrupt.ask()  # collective, before any weight changes: did a rank get a signal or run out of data?
+            run.interrupt.ask()  # collective, before weights change: did a rank get a signal or run out of data?
         run.result = result = run.engine.step()
         run.ema.update(result.finite)
-        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # the loss is 0 except on a pipeline's last stage
+        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # in a pipeline, only the last stage has a loss
         run.profiler.step()
 
         run.done = step + 1
         stopping = run.interrupt.answer()
         due = run.due(stopping)  # waits for the device only if something is due
-        measured = run.measure(due)  # held-out loss and quality of samples, if due
+        measured = run.measure(due)  # held-out loss and quality of samples, if these are due
         if due.log:
             run.log.write(run.done, lr, result, measured)
         if due.save:
@@ -72,14 +72,14 @@ def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
 class Inputs:
     """Turns a batch of the loader into a micro-batch: latents, noise, times and conditions.
 
-    Everything random about a sample is keyed by (seed, step, index in the global batch), so that any number of ranks,
-    or a resumed run, draws the same values.
+    All random numbers for a sample are keyed by (seed, step, index in the global batch). So any number of ranks, and a
+    resumed run, draw the same numbers.
 
     Args:
         label_drop: fraction of the conditions that become the null condition, for classifier-free guidance.
         packing: settings of packs of samples of different sizes (``--pack_tokens``); None without packs.
         tokens_of: function that maps a latent size to the number of tokens, for objectives whose times depend on it.
-        given_frames: selects the conditioning frames of a clip (``--given_frames``).
+        given_frames: value of ``--given_frames``, which selects the conditioning frames of a clip.
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model, which always takes the first frame as conditioning.
         route: settings of blocks that see only some of the tokens (``--route``).
@@ -155,8 +155,8 @@ class Inputs:
     def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
         """Condition an image-to-video model on the first frames of the clips.
 
-        Return the conditions, and the mask and latents of the clips with all frames after the first one made grey. The
-        conditions include image tokens of the first frames if the model attends to such tokens.
+        Return the conditions, and the mask and latents of the clips in which all frames after the first are made grey.
+        If the model attends to image tokens, the conditions include image tokens of the first frames.
         """
         return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 

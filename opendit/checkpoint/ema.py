@@ -9,22 +9,21 @@ from torch import Tensor, nn
 from opendit.checkpoint.power_averages import exponent_of
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs have the rate WARMUP. Runs that
-# an earlier version began with --ema_warmup keep the rate FIRST_WARMUP, which gives (1 + n) / (10 + n). The rate 0
-# means no warm-up.
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP. A run that
+# an earlier version began with --ema_warmup keeps FIRST_WARMUP, so that its decay is at most (1 + n) / (10 + n). The
+# rate 0 means no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
 
 class EMA:
-    """Averages of this rank's shards of the masters.
+    """Moving averages of the fp32 master weights ("masters"), held as this rank's shards.
 
     A step needs no communication. Each average takes 4 bytes x parameters / ranks of memory.
 
     Args:
         engine: the engine with the masters. The averages start as copies of the masters.
-        decays: for each average, the weight of the old average in an update. The first average is the one to sample
-            from.
+        decays: the decay of each average. The first average is the one to sample from.
         warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
         power: True if ``decays`` are the widths of power averages instead (opendit/checkpoint/power_averages.py).
 
@@ -45,7 +44,8 @@ class EMA:
         # Number of updates, including those before a resume.
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
-        self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)  # decays, or exponents of 1 - 1 / t
+        # decays; with power averages, exponents of 1 - 1 / t
+        self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
 
     @property
@@ -107,10 +107,11 @@ class EMA:
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Run the engine with one average's weights inside the context. Works with every plugin. Collective.
+        """Exchange the engine's weights for one average's weights inside the context. Works with every plugin.
+        Collective.
 
         Afterwards the engine has its own weights again, bit for bit. The average and the masters are swapped, so no
-        extra copy of the weights is needed. No step and no save may happen inside the context.
+        extra copy of the weights is needed. Don't take a training step and don't save inside the context.
         """
         self._exchange(which)
         try:
@@ -149,5 +150,5 @@ class EMA:
             yield model
         finally:
             for name, weight in own.items():
-                assert model is not None  # ``own`` is only filled for a model
+                assert model is not None  # a rank without a model does not fill ``own``
                 model.get_parameter(name).data.copy_(weight)

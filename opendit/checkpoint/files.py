@@ -45,7 +45,7 @@ from opendit.config.names import SHARDS, WHOLE
 
 STATE = "state.json"
 MODEL_SET, AVERAGE_SET = "model", "ema"
-VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> ending of a set's file or index
+VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> suffix of the file or index of a set of tensors
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
@@ -61,7 +61,7 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.dtype.itemsize == 1:  # fp8 has no comparisons on a CPU
+    if tensor.dtype.itemsize == 1:  # PyTorch can't compare fp8 numbers on a CPU
         tensor = tensor.float()
     lowest, highest = tensor.aminmax()  # one pass without allocations; a NaN in the tensor makes both NaN
     return math.isfinite(lowest) and math.isfinite(highest)
@@ -149,7 +149,7 @@ def file_id(path: Path, root: Path) -> FileId:
     except FileNotFoundError:
         broken = path.is_symlink()
         raise ValueError(f"{path} is " + ("a symbolic link to nothing" if broken else "missing")) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
         raise ValueError(f"{path} can't be read ({getattr(error, 'strerror', None) or error})") from error
     if not real.is_relative_to(root):
         raise ValueError(f"{path} is a symbolic link out of {root}: what it leads to is not read; copy the file there")
@@ -200,7 +200,7 @@ def verified_files(
         if ids[name].size != entries[name]["bytes"]:
             raise ValueError(f"{path} is damaged: {ids[name].size:,} bytes, {entries[name]['bytes']:,} were written")
     mine = sorted(ids)[part::parts]
-    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(max_workers=4) as pool:  # threads help, because hashing releases the GIL
         try:
             digests = list(pool.map(sha256_of, [folder / name for name in mine]))
         except OSError as error:

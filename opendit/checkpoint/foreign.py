@@ -28,7 +28,8 @@ from opendit.models.zoo import empty_model, model_config
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8")  # pickle opcodes that push strings
-_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules in pickled weights
+# modules whose names occur in harmless pickled weights
+_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")
 _SEARCHED = 16 << 20  # number of bytes of a pickle that are searched for calls
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
@@ -137,10 +138,10 @@ def _pickle_in(path: Path) -> bytes:
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
     """Infer the configuration of a class-conditional DiT with a known name from its weights' shapes, for square inputs.
 
-    The number of rows of the last layer shows whether the model also predicts a variance. The label table alone does
-    not show whether its last row is a class or the null class of class dropout, so ``num_classes`` decides. Without
-    ``num_classes``, a table of 1000 rows is assumed to hold ImageNet's classes, and any other table is assumed to end
-    with the null class (see :func:`assumption`).
+    The number of rows of the last layer shows whether the model also predicts a variance. The last row of the label
+    table may be a class or the null class of class dropout; ``num_classes`` tells which. Without ``num_classes``, a
+    table of 1000 rows is assumed to have no null class (ImageNet), and the last row of any other table is assumed to be
+    the null class (see :func:`assumption`).
 
     Raises:
         ValueError: the weights belong to another model; the message names a model that fits, if any.
@@ -187,7 +188,7 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a message about the assumption of :func:`infer_config`; an empty list if nothing was assumed."""
+    """Return a message that states what :func:`infer_config` assumed; an empty list if nothing was assumed."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if (
         weights.config is not None
@@ -203,7 +204,8 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ DiTPipeline folders
 
-# Layer names, OpenDiT's -> diffusers': outside of the blocks (OUTER, EMBEDDERS) and inside of a block (BLOCK).
+# Layer names, OpenDiT's -> diffusers'. OUTER and EMBEDDERS hold the layers outside of the blocks, BLOCK those of a
+# block.
 OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}  # fmt: skip
 EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",

@@ -169,8 +169,8 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, An
     """Verify this rank's part of a checkpoint.
 
     Returns:
-        The identities of the files, the state, an error message or None, and True if the error also rules out earlier
-        checkpoints.
+        The identities of the files, the state, an error message or None, and True if earlier checkpoints of the run
+        can't be loaded either.
     """
     try:
         files = verified_files(folder, mesh.rank, mesh.world_size)
@@ -187,7 +187,7 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, An
                 _check_listed(folder, tensors.index.files, files)
                 tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
-        other = _another_version(folder)  # checked here, because its manifest may have another form
+        other = _another_version(folder)  # checked before the manifest, which may have another form in another version
         return {}, {}, other or str(error), other is not None
     return files, state, None, False
 
@@ -285,9 +285,9 @@ def _load(
 
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
-    """Map prefix + name to (file, name in the file) for every tensor in ``files``, a list of (prefix, file).
+    """Map prefix + name to (set, name in the set) for every tensor of ``files``, a list of (prefix, set of tensors).
 
-    Raises Unloadable unless each tensor of ``shapes`` is found exactly once and has the right shape.
+    Raises Unloadable unless each name in ``shapes`` is found exactly once, with this shape.
     """
     folder, found = checkpoint.folder, {}
     for prefix, file in files:

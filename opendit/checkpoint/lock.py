@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-HEARTBEAT_S = 10.0  # seconds between two touches of a lock by its owner, a sign of life for other machines
-PATIENCE_S = 45.0  # seconds after which an untouched lock of another machine is taken over
+# seconds between two updates of the lock file's time stamp, which show other machines that the owner is alive
+HEARTBEAT_S = 10.0
+PATIENCE_S = 45.0  # seconds without such an update after which another machine's lock is taken over
 EMPTY_S = 2.0  # maximum wait in seconds for an owner to write its name into a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
@@ -93,7 +94,7 @@ class FolderLock:
         os.close(file)
 
     def _take(self) -> bool:
-        """Try to take the lock. Return False if the file changed meanwhile, so that another attempt is needed."""
+        """Try to take the lock. Return False if the lock file changed meanwhile and the caller must try again."""
         try:
             file, made = open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
         except FileExistsError:
@@ -112,7 +113,8 @@ class FolderLock:
                     self._remove(file)
                     return False
             os.ftruncate(file, 0)
-            with contextlib.suppress(*[OSError] * flocked):  # on a full disk the lock stays empty
+            # an error of a full disk is ignored: the lock stays empty, but flock holds it
+            with contextlib.suppress(*[OSError] * flocked):
                 os.pwrite(file, json.dumps({**_this_process(), "inode": os.fstat(file).st_ino}).encode(), 0)
             self._file, file = file, None
             return True
@@ -164,7 +166,7 @@ class FolderLock:
             with (
                 contextlib.suppress(FileNotFoundError),
                 open(self.path) as again,
-            ):  # opening a file makes NFS refresh its attributes
+            ):  # opening a file makes NFS refresh the file's attributes
                 if os.fstat(again.fileno()).st_mtime_ns != touched:
                     raise self._locked(owner)
         return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
@@ -264,7 +266,8 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a loader's worker, because a lock must end with its owner."""
+    """Close the lock files in a forked child, such as a data loader's worker. Only the owner process may keep a lock
+    alive."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

@@ -28,7 +28,7 @@ from opendit.parallel.layout import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 DOTTED = ("transformer.", "diffusion_model.", "base_model.model.", "model.")
-FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")  # prefixes of names that have _ for every dot
+FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")  # prefixes of keys in which _ replaces every dot
 ENDINGS = {
     ".lora_A.weight": "A",
     ".lora_A.default.weight": "A",
@@ -154,7 +154,8 @@ class Merged(Mapping[str, Tensor]):
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-        """Name -> (dtype, shape) of every weight, if the base has this information. No weight is computed."""
+        """Return name -> (dtype, shape) of every weight without computing a weight; None if the base does not know
+        them."""
         return getattr(self._base, "kinds", None)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -202,7 +203,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return the products of a checkpoint of a run with --lora, by OpenDiT's names, and the fully trained weights.
+    """Return the products in a checkpoint of a run with --lora, by OpenDiT's names, and the weights trained in full.
 
     Args:
         weight: factor for the products.
@@ -312,7 +313,7 @@ def of_file(
 
 
 def _layer_and_part(key: str) -> tuple[str, str | None]:
-    """Return the layer of a key, and "A", "B" or "alpha", or None for another kind of key."""
+    """Split a key into the layer's name and "A", "B" or "alpha"; None instead of these for any other kind of key."""
     ending = next((ending for ending in ENDINGS if key.endswith(ending)), None)
     if ending is None:
         return key, None

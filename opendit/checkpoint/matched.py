@@ -2,8 +2,8 @@
 
 One class serves both directions, because a match has no direction: reading a public model's weights by OpenDiT's names,
 and writing OpenDiT's weights by the published names. A shard of a tensor is read without the rest of the tensor, by its
-runs of consecutive elements in the stored tensors (opendit/parallel/layout.py). A rank therefore reads only its own
-rows, or parts of rows, from mapped files.
+runs of consecutive elements in the stored tensors (opendit/parallel/layout.py). A rank therefore reads only the rows,
+or parts of rows, that it needs from mapped files.
 """
 
 import math
@@ -29,7 +29,7 @@ Pair = tuple[Names, Names, int]  # names in each set, and the dimension of conca
 
 @dataclass(frozen=True)
 class _Source:
-    """A stored tensor, and its range [start, stop) in the joined tensor along the joined dimension."""
+    """A stored tensor, and the range [start, stop) that it fills in the joined tensor along the joined dimension."""
 
     name: str
     start: int
@@ -38,7 +38,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of a tensor in a joined tensor, and the stored tensors that overlap with this range.
+    """The position of a tensor of this set in a joined tensor, and the stored tensors that overlap with this range.
 
     Attributes:
         joined: shape of the joined tensor.
@@ -54,7 +54,8 @@ class _Place:
     sources: tuple[_Source, ...]
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs that a range along ``dim``, or a shard of this range, has in the joined tensor."""
+        """Return the runs of elements in the joined tensor that make up a range along ``dim``, or a shard of this
+        range."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
@@ -96,12 +97,11 @@ class Reading:
         left = out.numel()
         for tensor, runs in self._stored:
             left -= copy_overlap(out, part, tensor, runs)
-        assert not left  # the constructor of the set has compared the sizes
+        assert not left  # the constructor of MatchedTensors has compared the sizes
 
 
 class MatchedTensors(TensorSet):
-    """A set of tensors that holds the elements of another set in another arrangement. Each element has exactly one
-    position in either set.
+    """A view of another set of tensors under other names and shapes. Each element occurs exactly once in either set.
 
     Args:
         source: the other set, mapped or in memory.
@@ -112,8 +112,8 @@ class MatchedTensors(TensorSet):
         constants: names of source tensors that this set does not use; or, as a mapping, tensors to add to this set.
 
     Raises:
-        ValueError: a tensor is missing in ``shapes`` or in the source, has no match or two, or does not fit. The
-            message is one line.
+        ValueError: a tensor is missing in ``shapes`` or in the source, is matched by no pair or by two pairs, or does
+            not fit. The message is one line.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class MatchedTensors(TensorSet):
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor, or only a shard of the tensor, in its own dtype or in ``dtype``.
+        """Return a tensor, or only a shard of the tensor, in the stored dtype or in ``dtype``.
 
         The result may be a view of the file.
         """
@@ -230,8 +230,8 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Return True if a tensor can be reshaped from one shape to the other.
 
-    This holds for a convolution's weight and the equivalent matrix for flattened patches, and for shapes that differ
-    only in dimensions of size 1.
+    Examples are a convolution's weight and the equivalent matrix for flattened patches, and shapes that differ only in
+    dimensions of size 1.
     """
     if math.prod(one) != math.prod(other):
         return False

@@ -1,9 +1,9 @@
 """Power-function averages of weights, and reconstruction of other averages from stored ones after training.
 
 Reference: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
-2312.02696, sec. 3 and appendix C. In the average after t updates, the weights of update i <= t have a factor that is
-proportional to i^exponent. The standard deviation of this profile is a constant fraction of t, the ``width``
-(sigma_rel).
+2312.02696, sec. 3 and appendix C. The average after t updates is a weighted mean of the weights after each update i <=
+t, with factors proportional to i^exponent. The standard deviation of these factors over i, called their profile, is a
+constant fraction of t, the ``width`` (sigma_rel).
 """
 
 import json
@@ -47,7 +47,8 @@ def exponent_of(width: float) -> float:
 
 
 def correlation(one: Profile, other: Profile) -> float:
-    """Return the inner product of two profiles over all updates, for many updates (EDM2, eq. 149)."""
+    """Return the inner product of two profiles, a sum over all updates, in the limit of many updates (EDM2, eq.
+    149)."""
     early, late = sorted((one, other), key=lambda profile: profile.updates)
     a, b = exponent_of(early.width), exponent_of(late.width)
     return (a + 1) * (b + 1) * (early.updates / late.updates) ** b / ((a + b + 1) * late.updates)
@@ -88,7 +89,7 @@ class _Sum(Mapping[str, Tensor]):
 
 
 def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
-    """Return (profile, file or index) of every stored power average of a run at these steps."""
+    """Return (profile, file or index) of every power average that a run has stored at the given steps."""
     found = []
     for step in steps:
         folders = (step_folder(run / name, step) for name in (CHECKPOINTS, AVERAGES))

@@ -90,7 +90,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Describe the error of a link that does not lead to a checkpoint in the same folder; None if there is no error."""
+    """Return the error message for a link that leads anywhere but to a checkpoint in the same folder, else None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -99,7 +99,7 @@ def _elsewhere(folder: Path) -> str | None:
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """Return the file or index of one set of a checkpoint's weights.
+    """Return the file or index of the checkpoint's weights ``which``, such as "ema".
 
     If neither exists, return the path that should exist: the index if the folder has shards, else the file.
     """
@@ -287,10 +287,7 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
     """Compare the position tables in ``state`` with computed ones. Return name -> largest absolute difference for
-    tables that differ.
-
-    Tables that are missing or have another size are not compared.
-    """
+    tables that differ. Tables that are missing or have another size are not compared."""
     found = {}
     for name, (dim, sizes) in config.tables.items():
         made = sincos_position_table(dim, *sizes).unsqueeze(0)
@@ -380,8 +377,8 @@ def load_state(
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
-            # The device casts the values, after a transfer in the stored dtype. On the CPU, the parameter must be a
-            # copy, because another program could change the memory of the mapped file.
+            # Copy in the stored dtype; the device then casts the values. On the CPU, the parameter must be a copy,
+            # because another program could change the memory of the mapped file.
             there = stored.to(device)
             made = there.to(dtype, copy=there is stored)
             owner, _, attribute = name.rpartition(".")
@@ -453,7 +450,7 @@ def load_pretrained(
         if "lora" in base.info:  # ``path`` is a LoRA run, and ``lora`` is added on top
             added, base = [(base, 1.0), *added], _base_of(base)
         model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
-        if base.path.is_dir():  # a pipeline's folder: use its own VAE and text encoder, too
+        if base.path.is_dir():  # the folder is a pipeline, so use its VAE and text encoder, too
             own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
             weights = replace(weights, path=base.path, info=weights.info | own)
         return model, weights
@@ -466,7 +463,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """With tensor parallelism, reduce each layer to this rank's part and return the layout of the parts; else None."""
+    """Reduce each layer to this rank's part under tensor parallelism. Return the parts' layout; None without it."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)

@@ -73,7 +73,7 @@ def _check_bounds(key: str, value: Any) -> None:
 
 
 class ModelIndex(OpenJsonObject):
-    """The content of model_index.json of any pipeline."""
+    """The content of model_index.json of any family."""
 
     class_name: Word = Field(alias="_class_name")
 
@@ -110,7 +110,7 @@ class PublishedFolder:
     alone: bool = False
 
     def shapes(self) -> Shapes:
-        """Return the shapes of OpenDiT's parameters. Raises ValueError that names the file of the configuration."""
+        """Return the shapes of OpenDiT's parameters. Raises ValueError; the message names the configuration file."""
         try:
             return model_shapes(public_config(self.family.name, self.config))[0]
         except (ValueError, KeyError, TypeError, ArithmeticError) as error:
@@ -152,11 +152,7 @@ class PublishedFolder:
 
 
 def expert_of(folder: Path) -> str | None:
-    """Return which network a folder holds in a pipeline with one network for high noise and one for low noise.
-
-    Returns:
-        "high" or "low"; None if the folder is not in such a pipeline.
-    """
+    """Return which of two networks a folder holds, if its pipeline has one for high noise and one for low noise."""
     path = folder.parent / PIPELINE_INDEX
     if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
         return None
@@ -168,7 +164,10 @@ def expert_of(folder: Path) -> str | None:
 
 
 def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
-    """Return the folder of a configuration's network: ``folder``, or in a two-network pipeline the expert's folder."""
+    """Return the folder of the network that ``config`` describes.
+
+    This is ``folder`` itself, or in a pipeline with two networks, the folder of the matching network.
+    """
     expert = config.expert if isinstance(config, PublicConfig) else None
     inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
     return inside if expert_of(inside) == expert else Path(folder)
@@ -295,7 +294,8 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
 
 
 def read_published(folder: str | Path) -> Weights:
-    """Open a public model's folder as weights by OpenDiT's names, with the settings for their use in ``info``.
+    """Open a public model's folder as weights by OpenDiT's names, with the model's settings, such as its schedule, in
+    ``info``.
 
     A weight is read from its file on access. Raises the errors of :func:`open_published` and ``published_schedule``.
     """
@@ -317,7 +317,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # A schedule without a dynamic shift sets a fixed shift.
+            # Without a dynamic shift, the schedule's shift is a constant.
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}

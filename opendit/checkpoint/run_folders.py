@@ -19,7 +19,7 @@ from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-AVERAGES = "averages"  # keeps the averages of deleted checkpoints of a run with --average power:...
+AVERAGES = "averages"  # folder for averages of deleted checkpoints (--average power:...)
 ENDED = "ended.json"  # describes how the run ended; see opendit/training/run_end.py
 _MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
 # Names that a run and its loggers write in the run's folder, in addition to the lock.
@@ -114,7 +114,7 @@ def checkpoints_in(run: Path) -> list[Path]:
     """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them.
 
     The checkpoint that ``latest`` names comes first. Earlier checkpoints follow, the newest first. Checkpoints of later
-    steps come last; they remain if the run was resumed from before them. Without ``latest``, the checkpoint with the
+    steps, which exist if the run was resumed at an earlier step, come last. Without ``latest``, the checkpoint with the
     highest step is the newest.
     """
     folder = run / CHECKPOINTS
@@ -123,12 +123,12 @@ def checkpoints_in(run: Path) -> list[Path]:
     except OSError:
         return []
     steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
-    # A kill between the two renames of save.put_in_place leaves a checkpoint under this name only.
+    # If save.put_in_place is killed between its two renames, a checkpoint exists under this name only.
     steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
     steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
     latest = folder / LATEST
     if latest.is_dir() and not latest.is_symlink():
-        return [latest, *steps]  # ``latest`` is a folder in a copy of the run without links
+        return [latest, *steps]  # in a copy without symbolic links, ``latest`` is a folder
     if not os.path.lexists(latest):
         return steps
     try:
@@ -152,7 +152,7 @@ def named_checkpoint(folder: Path) -> Path:
         return folder
     try:
         if not path.is_symlink() and (path.is_dir() or not path.exists()):
-            return folder  # a copy of the run without links, or a missing path
+            return folder  # ``folder`` is a copy made without symbolic links, or does not exist
         name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
@@ -236,6 +236,6 @@ def run_of(folder: Path) -> Path | None:
 
 
 def _in_run(folder: Path) -> Path:
-    """Return a checkpoint's absolute path. Links are resolved unless the folder's parent is called ``checkpoints``."""
+    """Return a checkpoint's absolute path. Links are resolved, unless the parent folder is called ``checkpoints``."""
     folder = Path(os.path.abspath(folder))
     return folder if folder.parent.name == CHECKPOINTS else folder.resolve()

@@ -88,7 +88,7 @@ def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]
 
 
 def buffers_of(engine: Engine) -> dict[str, Tensor]:
-    """Return copies of the model's buffers in host memory."""
+    """Return copies of the model's registered buffers in host memory."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
 
 
@@ -214,12 +214,13 @@ class WholeTensorFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write this rank's files. Return their entries of the manifest. Raises OSError."""
+        """Write this rank's files. Return the manifest's entries for these files. Raises OSError."""
         run = folder.parent.parent
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the remaining files on rank 0, after all ranks have written. Return their entries of the manifest."""
+        """Write the remaining files on rank 0, after all ranks have written. Return the manifest's entries for these
+        files."""
         return {}
 
 
@@ -229,14 +230,14 @@ class WholeTensorFiles:
 def written_part(layout: Layout, name: str) -> Shard:
     """Return the part of a parameter that this rank writes.
 
-    If only this rank holds the shard, the part is the shard. Ranks with equal shards write an even part each.
+    If no other rank holds the same shard, the part is the whole shard. Ranks with equal shards divide it evenly.
     """
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
 
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the union of dictionaries in which equal keys have equal values."""
+    """Merge dictionaries. Keys that occur in several of them must have equal values."""
     return {key: value for part in parts for key, value in part.items()}
 
 
@@ -298,7 +299,7 @@ class ShardFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write this rank's files. Return their entries of the manifest. Raises OSError."""
+        """Write this rank's files. Return the manifest's entries for these files. Raises OSError."""
         written = {}
         for which in self._sets:
             name = self._file(which)
@@ -308,7 +309,7 @@ class ShardFiles:
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the indices on rank 0, after all ranks have written. Return their entries of the manifest."""
+        """Write the indices on rank 0, after all ranks have written. Return the manifest's entries for them."""
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
@@ -378,7 +379,7 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
         remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
-        if left == in_use:  # the run resumed from the replaced folder, so the new folder is unusable
+        if left == in_use:  # a run that resumed from the replaced folder never used the new folder, which is unusable
             remove_tree(final, root=run)
         if os.path.lexists(final):
             remove_tree(left, root=run)
@@ -391,10 +392,10 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete the checkpoints up to ``newest``, except for the ``keep`` newest and the checkpoints in ``kept``.
+    """Delete checkpoints no later than ``newest``. The ``keep`` newest of these and the checkpoints in ``kept`` remain.
 
-    Checkpoints of later steps exist if the run was resumed from before them. They stay until the run saves these steps
-    again.
+    Checkpoints of later steps exist if the run was resumed at an earlier step. These remain until the run saves the
+    same steps again.
 
     Args:
         keep: number of checkpoints to keep; 0 keeps all.
@@ -422,7 +423,7 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
 
 
 class BestCheckpoint:
-    """Keep the link ``checkpoints/best`` at the checkpoint with the best value of one figure. For one rank only.
+    """Point the link ``checkpoints/best`` to the checkpoint with the best value of one figure. For one rank only.
 
     Figures are compared only if they were measured in the same way on the same samples. After a resume, checkpoints of
     later steps are ignored, because the run will save these steps again.
@@ -435,7 +436,7 @@ class BestCheckpoint:
         last: the step that the run is resumed from.
 
     Attributes:
-        folder: the best checkpoint; None if no checkpoint has such a figure.
+        folder: the best checkpoint; None if no checkpoint has this figure.
         figure: the figure of the best checkpoint.
     """
 
@@ -451,9 +452,11 @@ class BestCheckpoint:
                     continue
 
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
-        """Compare the checkpoint just saved, whose state is ``state``. Raises OSError if the link can't be moved."""
+        """Make the checkpoint just saved, with this ``state``, the best if its figure is better. Raises OSError if the
+        link can't be moved."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        if self.folder is not None:  # even if unchanged, because before a resume the link may have named another folder
+        # set the link even if the best checkpoint is the same: before a resume, the link may have named another folder
+        if self.folder is not None:
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def take(self, folder: Path, state: dict[str, Any]) -> None:
@@ -568,8 +571,8 @@ class Checkpoints:
         if self.ema.power:
             self.ema.snapshots.append(state["step"])
             full["ema"]["snapshots"] = list(self.ema.snapshots)
-        # A daemon thread, because the threads of the other ranks wait forever for a dead rank and must not keep their
-        # processes alive.
+        # A daemon thread does not keep this process alive. That matters because a rank that dies leaves the threads of
+        # the other ranks waiting forever.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
         self.stall_s = time.perf_counter() - started
@@ -623,7 +626,7 @@ class Checkpoints:
                     raise ValueError(f"{bad} in {name} is not finite")
             make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
-        except Exception as error:  # every kind, because the other ranks must know
+        except Exception as error:  # any error, because the other ranks must learn of it
             problem = f"rank {self.mesh.rank}: {error}"
         reports = self._channel.gather((written, problem))
         problem = next((text for _, text in reports if text), None)

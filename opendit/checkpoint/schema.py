@@ -58,7 +58,7 @@ BOUNDS = {
     "expert_capacity": Interval(gt=0, le=4096),
     "width": Interval(ge=1, le=1 << 16),
     "max_tokens": Interval(ge=1, le=1 << 16),
-    # Fields of objectives:
+    # Bounds of the fields of objectives:
     "min_snr": Interval(gt=0, le=1e6),
     "shift": Interval(gt=0, le=1e6),
     "shift_tokens": Interval(ge=1, le=1 << 31),
@@ -74,15 +74,16 @@ BY_TYPE: dict[type[Any], Any] = {
     float: Annotated[float, Interval(ge=-1e9, le=1e9)],
     str: Annotated[str, MaxLen(256)],
 }
-MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8  # limits for a shard in an index
-TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest published training sample
+# limits for one shard in an index: cuts, ranges of a cut, dimensions of the tensor
+MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8
+TOKENS = 1 << 22  # maximum number of tokens of a sample: four times those of the longest sample in published training
 
 # ------------------------------------------------------------------------------------------ from dataclasses
 
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Return the pydantic model for a dataclass as JSON, with an additional string field ``tag``."""
+    """Create the pydantic model that checks a dataclass written as JSON, with an additional string field ``tag``."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
@@ -92,7 +93,7 @@ def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
 
 
 def _typed(hint: Any, bounds: Interval | None) -> Any:
-    """Return the type of a field in JSON, where tuples are lists. ``bounds`` limits the numbers in the field."""
+    """Return the type that a dataclass field has in JSON, where tuples are lists. ``bounds`` limits its numbers."""
     if dataclasses.is_dataclass(hint):
         return model_of(typing.cast(type[Any], hint))
     if typing.get_origin(hint) in (types.UnionType, Union):
@@ -107,7 +108,7 @@ def _typed(hint: Any, bounds: Interval | None) -> Any:
 
 
 def _tagged(kinds: dict[str, type[JsonObject]], tag: str, default: str | None) -> Any:
-    """Return the union of the models ``kinds``. The object's string under ``tag`` selects its model."""
+    """Return the union of the models ``kinds``. The string under the key ``tag`` of a JSON object selects the model."""
 
     def named(value: Any) -> str | None:
         found = value.get(tag, default) if isinstance(value, dict) else None
@@ -250,7 +251,8 @@ class Packs(JsonObject):
     global_batch: Positive
     capacity: Positive
     step: Count = 0
-    window: Count = 0  # ``window`` and ``origin`` come from versions with a fixed number of steps per window
+    # ``window`` and ``origin`` are written only by earlier versions, whose windows have a fixed number of steps
+    window: Count = 0
     origin: Count = 0
 
 
@@ -265,7 +267,7 @@ class StateFile(JsonObject):
     optimizer_steps: Count
     scaler: Scaler
     ema: Averages
-    # Settings of the run; a later start compares them with its own settings.
+    # Settings of the run, which a resumed run compares with its own settings.
     world_size: int = Field(1, ge=1, le=1 << 20)
     plugin: Word = ""
     precision: Word = ""
@@ -278,11 +280,13 @@ class StateFile(JsonObject):
     evaluation: SavedFigures = absent()
     packs: Packs | None = None
     objective: ObjectiveSettings = {}
-    fingerprint: Annotated[dict[Word, Any], FailFast(), MaxLen(1000)] = {}  # opendit.training.fingerprint
+    # the result of opendit.training.fingerprint.fingerprint
+    fingerprint: Annotated[dict[Word, Any], FailFast(), MaxLen(1000)] = {}
 
 
 class RunConfig(OpenJsonObject):
-    """A run's config.json. Only the list of starts is read (opendit.training.fingerprint)."""
+    """The content of a run's config.json. Only the list of the run's starts and resumes is read, by
+    opendit.training.fingerprint."""
 
     starts: Annotated[list[Any], MaxLen(100_000)] = []
 
@@ -310,7 +314,7 @@ SideLength = Annotated[int, Interval(ge=1, le=1 << 40)]
 
 
 class IndexedTensor(JsonObject):
-    """A tensor in an index of shards. ``shards`` maps a file to the cuts that define the shard in the file."""
+    """A tensor in an index of shards. ``shards`` maps each file to the cuts of the tensor that the file holds."""
 
     dtype: str = Field(pattern=rf"^({'|'.join(ITEM_BYTES)})\z")
     shape: Annotated[list[SideLength], MaxLen(MOST_DIMENSIONS), AfterValidator(_check_shape)]

@@ -92,7 +92,7 @@ class ShardedTensor:
 class ShardIndex:
     """An index of shards, with the step of the run and metadata like those of a safetensors file."""
 
-    tensors_are: str  # model, ema, exp_avg, ...
+    tensors_are: str  # the set that these tensors form: model, ema, exp_avg, ...
     step: int
     tensors: dict[str, ShardedTensor]
     metadata: dict[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class ShardIndex:
     def check_cover(self) -> None:
         """Raise ValueError unless the shards hold every element of every tensor exactly once.
 
-        The work grows with the number of elements that the index claims. So check first that the files are as large as
+        The time grows with the number of elements listed in the index. So first compare the sizes of the files with
         ``bytes_in``.
         """
         for name, tensor in self.tensors.items():
@@ -159,10 +159,8 @@ def index_from(value: dict[str, Any]) -> ShardIndex:
 
 
 def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
-    """Return the shard that remains of a tensor after cuts, each [dim or None, start, stop, start, stop, ...].
-
-    Raises ValueError if a cut has a dimension that the tensor does not have, or a range outside of the tensor.
-    """
+    """Apply cuts, each [dim or None, start, stop, start, stop, ...], to a tensor of this shape, and return the
+    resulting shard."""
     slices = []
     for dim, *edges in cuts:
         if dim is not None and dim >= len(shape):
@@ -205,11 +203,12 @@ class TensorSet(Mapping[str, Tensor]):
         raise NotImplementedError
 
     def file_of(self, name: str) -> Path:
-        """Return the file that messages about a tensor should name."""
+        """Return the file to name in messages about a tensor."""
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield part ``part`` of ``parts`` of the stored tensors: each shard separately, without a copy."""
+        """Yield part ``part`` of ``parts`` of the stored tensors, without copies. A tensor in shards is yielded shard
+        by shard."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
@@ -236,7 +235,7 @@ class TensorSet(Mapping[str, Tensor]):
 
     @property
     def kinds(self) -> Kinds:
-        """Name -> (dtype, shape) of every tensor."""
+        """Return name -> (dtype, shape) of every tensor."""
         return {name: (self.dtypes[name], shape) for name, shape in self.shapes.items()}
 
     def check_floats(self) -> None:
@@ -327,7 +326,8 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False if two sets of runs certainly share no element. This fast check rules out most files for a rank."""
+    """Return False only if two sets of runs share no element. This fast check excludes most files that a rank need not
+    read."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -339,7 +339,7 @@ def is_set(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[str]:
-    """Return the other files of the set that :func:`open_set` opens for ``path``. Raises the same errors."""
+    """Return the other files that :func:`open_set` opens for ``path``. Raises the same errors."""
     if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))
@@ -449,8 +449,8 @@ def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str,
     """Write weights as one .safetensors file, or as several with an index, as transformers and diffusers do.
 
     If the tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, and the index
-    is STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Earlier files of
-    the same name in the other form are removed.
+    is STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Existing files of
+    the same name in the other form (single file, or index with files) are removed.
 
     Returns:
         The written files; the first is the single file or the index.
@@ -487,8 +487,8 @@ def parts_of(output: Path) -> list[Path]:
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor forms a group by
-    itself.
+    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A tensor above ``most_bytes``
+    forms a group alone.
 
     huggingface_hub groups tensors in the same way, but needs all tensors in memory.
     """

@@ -20,7 +20,7 @@ from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 
 SHELLS = ("bash", "zsh", "tcsh")
-FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units whose values may be files
+FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units of flags whose values may be files
 CONFIGS = {"train": TrainConfig, "sample": SampleConfig, "evaluate": EvaluateConfig}
 
 
@@ -63,7 +63,8 @@ def script(shell: str) -> str:
             to.add_parser(name, help=about, parents=[parser], add_help=False)
 
     for command, about in COMMANDS.items():
-        add(commands, command, about, copy.deepcopy(parser_of(command)))  # add() would change a cached parser
+        # add() would change a cached parser, so add a copy
+        add(commands, command, about, copy.deepcopy(parser_of(command)))
     return shtab.complete(whole, shell)
 
 

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     options, _ = parser.read(argv)
     path = Path(options["out"]) if options["out"] else default_path()
     from opendit.parallel.hardware_measurement import (
-        measure_hardware,  # imported here, so that wrong flags are reported before torch is imported
+        measure_hardware,  # imported here, so that flags are checked before torch is imported
     )
     from opendit.parallel.mesh import close_mesh, init_mesh
 

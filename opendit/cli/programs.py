@@ -60,7 +60,7 @@ def train(config: TrainConfig, data: Any = None) -> Path:
         if "data_path" in config.given and config.data_path != PYTHON:
             raise ValueError(f"--data_path {config.data_path}: opendit.train got data, too; leave one of them out")
         config = replace(config, data_path=PYTHON, given=config.given | {"data_path"})
-    config.resolve(config.world_size(), has_gpu=True)  # checks that need neither torch nor a GPU
+    config.resolve(config.world_size(), has_gpu=True)  # make those checks that need neither torch nor a GPU
     try:
         from opendit.data.python_data import offer
 
@@ -73,7 +73,7 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` as a command line would give it that has exactly the flags that differ from their defaults.
+    """Return ``config`` as if parsed from a command line with only the flags that differ from their defaults.
 
     With a recipe, all other flags get the recipe's values.
     """

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Files of a single network, or of a pipeline's components in their folders. Single-file pipelines are skipped.
+# Files to download: those of a single network, or of a pipeline's components in their folders. Single-file pipelines
+# are skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
 UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants, which are not used
@@ -19,7 +20,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def on_hub(name: str) -> tuple[str, str | None] | None:
-    """Return (OWNER/NAME, REVISION or None), or None for an existing path or a text that is no such name."""
+    """Return (OWNER/NAME, REVISION or None), or None for an existing path or any other text."""
     found = NAME.fullmatch(name)
     if found is None or ".." in name or Path(name).expanduser().exists():
         return None
@@ -27,12 +28,13 @@ def on_hub(name: str) -> tuple[str, str | None] | None:
 
 
 def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> str:
-    """Return the local folder of a model on the hub. A ``name`` that is no hub name is returned unchanged.
+    """Return the local folder of a model on the hub. Any other ``name`` is returned unchanged.
 
     Args:
-        flag: flag with the name, for messages.
+        flag: the flag whose value is ``name``, for messages.
         download: download the model, or its missing files, from the hub.
-        commit: commit from which a run began, if known. If the local cache has that snapshot, the network is not used.
+        commit: the commit that the run used at its start, if known. If the local cache has that snapshot, the network
+            is not used.
 
     Raises:
         ValueError: ``download`` is False, or the download failed. The message is one line.
@@ -64,7 +66,7 @@ def cached(repository: str, commit: str) -> str | None:
         return None
 
 
-@functools.cache  # flags are resolved several times and must give the same commit
+@functools.cache  # flags are resolved several times; all must get the same commit
 def download_snapshot(repository: str, revision: str | None, what: str) -> str:
     """Download a revision from the hub and return its snapshot folder. Raises ValueError that begins with ``what``."""
     from huggingface_hub import constants, errors, snapshot_download

@@ -48,8 +48,9 @@ def read_bounded(path: Path, most: int) -> bytes:
 def open_regular(path: str | Path) -> int:
     """Return the descriptor of a regular file, opened for reading.
 
-    Raises ValueError, which names the path, for anything else, such as a named pipe, whose opening would block. Raises
-    OSError if the file can't be opened."""
+    Raises ValueError, which names the path, for any other kind of file. Opening a named pipe, for example, would block.
+    Raises OSError if the file can't be opened.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:

@@ -1,6 +1,7 @@
 """Base classes of the pydantic models that check JSON files. The models are strict, frozen, and refuse unknown keys.
 
-The models only check. Functions return the JSON value itself, which is often written again unchanged.
+The models only check a JSON value. Functions return the value itself, not the model, because callers often write the
+value to a file again.
 """
 
 import functools
@@ -16,7 +17,7 @@ from opendit.common.utils import shown
 
 Count = Annotated[int, Interval(ge=0, le=LARGEST)]
 Positive = Annotated[int, Interval(ge=1, le=LARGEST)]
-# InstanceOf, because file names may hold bytes that are not UTF-8, which pydantic's own str rejects.
+# InstanceOf accepts file names whose bytes are not UTF-8. pydantic's own str would reject them.
 Text = Annotated[InstanceOf[str], MaxLen(1 << 16)]
 Name = Annotated[InstanceOf[str], MaxLen(4096)]
 Word = Annotated[InstanceOf[str], MaxLen(64)]
@@ -29,7 +30,7 @@ Texts = Annotated[list[Text], FailFast(), MaxLen(10_000_000)]
 
 
 def absent() -> Any:
-    """Return the default of a field that may be absent but not null."""
+    """Return the default for a field that may be missing but must not be null."""
     return Field(None)
 
 
@@ -41,7 +42,7 @@ class JsonObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, value: Any) -> Any:
-        """Stop at the first unknown key. pydantic itself would list all of them, perhaps a million."""
+        """Raise an error at the first unknown key. pydantic itself would list all unknown keys, perhaps a million."""
         if isinstance(value, dict) and cls.model_config.get("extra") == "forbid":
             known = {field.alias or name for name, field in cls.model_fields.items()}
             for key in value:
@@ -57,7 +58,7 @@ class OpenJsonObject(JsonObject):
 
 
 class FileKind:
-    """A kind of JSON file: the type of its content, and its maximum size in bytes."""
+    """Description of a kind of JSON file: the type of its content, and its maximum size in bytes."""
 
     def __init__(self, content: Any, most_bytes: int):
         self._content, self.most_bytes = content, most_bytes
@@ -70,7 +71,8 @@ class FileKind:
 
 
 def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
-    """Return ``value`` unchanged. If it is not of ``kind``, raises ValueError that names the source and the field."""
+    """Return ``value`` unchanged. Raise ValueError, naming the source and the field, if the value is not of
+    ``kind``."""
     try:
         kind.adapter.validate_python(value)
     except ValidationError as error:
@@ -95,7 +97,7 @@ def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
 def _first_problem(error: ValidationError, value: Any) -> str:
     found: dict[str, Any] = dict(error.errors(include_url=False)[0])
     place = ""
-    for step in found["loc"]:  # the location also contains names of union members, and "[key]"
+    for step in found["loc"]:  # ``loc`` also contains names of union members, and "[key]"
         if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
             value = value[step]
             place = within(place, step)

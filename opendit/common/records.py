@@ -34,7 +34,8 @@ class RecordFile:
         self._size, self._torn = 0, False
 
     def append(self, record: bytes) -> None:
-        """Write all waiting records and then this one. Raises OSError if a record still has to wait."""
+        """Write all waiting records and then this one. Raises OSError if a record could not be written and still
+        waits."""
         self._waiting.append(record)
         while sum(map(len, self._waiting)) > MOST_WAITING and len(self._waiting) > 1:
             self._waiting.popleft()
@@ -83,7 +84,7 @@ class RecordFile:
         self._size, self._torn = size, False
 
     def _write(self, record: bytes) -> None:
-        assert self._file is not None  # opened by flush
+        assert self._file is not None  # flush() has opened the file
         left = memoryview(record)
         try:
             while left:
@@ -112,7 +113,7 @@ class WriteFailures:
 
     @contextlib.contextmanager
     def survive(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Suppress and count an OSError from the block. what: name of the file that the block writes."""
+        """Count an OSError from the block and suppress it. what: name of the file that the block writes."""
         try:
             yield
         except OSError as error:

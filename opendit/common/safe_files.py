@@ -87,7 +87,8 @@ def path_of(file: BinaryIO) -> str:
 def creating(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a new, empty file ("w+b") at ``path``. An existing file is removed first.
 
-    Raises as :func:`replacing`."""
+    Raises the same errors as :func:`replacing`.
+    """
     with _folder(path.parent, root, False) as here, _create(path, here) as file:
         yield file
 
@@ -96,7 +97,7 @@ def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: boo
     """Return a descriptor of a regular file, opened with ``flags`` of ``os.open``.
 
     Raises:
-        LinkRefused: as :func:`replacing`.
+        LinkRefused: see :func:`replacing`.
         OSError: ``path`` exists and is no regular file, or can't be opened. The error names ``path``.
     """
     with _folder(path.parent, root, make) as here:
@@ -119,7 +120,7 @@ def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) 
 
 
 def touch(path: Path) -> None:
-    """Set the modification time of a file, or of a link itself, to now. Raises OSError."""
+    """Set the modification time of a file, or of the link itself if ``path`` is a link, to now. Raises OSError."""
     os.utime(path, follow_symlinks=False)
 
 
@@ -129,7 +130,7 @@ def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bo
     Symbolic links in ``source`` are followed. ``path`` must not exist. Other arguments are those of :func:`replacing`.
 
     Raises:
-        LinkRefused: as :func:`replacing`.
+        LinkRefused: see :func:`replacing`.
         OSError: names ``path``.
     """
     real = os.path.realpath(source)
@@ -167,8 +168,9 @@ def sync_folder(folder: Path, *, root: Path | None = None) -> None:
 def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
     """Rename a file or folder within its folder.
 
-    An existing entry of that name is replaced, except for a folder that is not empty and, unless ``over_link``, a link.
-    Raises LinkRefused, OSError."""
+    An existing file or empty folder ``to`` is replaced. An existing link ``to`` is replaced only with ``over_link``.
+    Raises LinkRefused, OSError.
+    """
     with _folder(path.parent, root, False) as here:
         _replace(path.name, to, here, over_link)
 
@@ -180,13 +182,13 @@ def link_to(path: Path, target: str, *, root: Path | None = None) -> None:
 
 
 def remove(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, or a link itself, if ``path`` exists. Raises OSError."""
+    """Delete a file if ``path`` exists. If ``path`` is a link, delete the link itself. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), _folder(path.parent, root, False) as here:
         os.unlink(path.name, dir_fd=here)
 
 
 def remove_tree(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, a link itself, or a folder with its contents. Whatever can't be deleted is left."""
+    """Delete a file, or a folder with its contents; delete a link, not its target. Whatever can't be deleted stays."""
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
         if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
             return os.unlink(path.name, dir_fd=here)
@@ -311,7 +313,7 @@ def _create(path: Path, here: int) -> BinaryIO:
 def _refuse_link(path: Path, here: int) -> None:
     try:
         target = os.readlink(path.name, dir_fd=here)
-    except OSError:  # no link
+    except OSError:  # the name is not a link
         return
     target = printable(target)
     target = target if len(target) <= _MOST_SHOWN else target[:_MOST_SHOWN] + "..."

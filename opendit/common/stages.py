@@ -15,11 +15,11 @@ class Stages:
     """Divide the time since the process began into named stages.
 
     Calling the object with a name returns a context manager for a stage. The time of an inner stage does not count for
-    the outer stage, so the stages add up to the age of the process. Stages must be entered from a single thread. Work
-    of other threads is recorded by :meth:`beside` and is not part of the sum.
+    the outer stage, so the stages add up to the age of the process. Stages must be entered from a single thread.
+    :meth:`beside` records the work of other threads, which is not part of the sum.
 
     Args:
-        first: name of the stage from the start of the process until the first context.
+        first: name of the stage that lasts from the start of the process until the first ``with`` block.
 
     Attributes:
         wait: function called at the end of every stage, to wait for an accelerator to finish its work.
@@ -46,7 +46,7 @@ class Stages:
             self._switch(outer)
 
     def _switch(self, name: str) -> str:
-        """Begin or continue a stage. Return the name of the interrupted stage."""
+        """Begin the stage ``name``, or continue it. Return the name of the stage that it interrupts."""
         now, before = time.perf_counter(), self._now
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._began
         self._now, self._began = name, now

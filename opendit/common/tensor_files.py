@@ -66,8 +66,8 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: dtype and shape of each tensor to write, by default of all. Pass ``kinds`` if ``tensors`` reads a tensor from
-    disk at each access.
+    kinds: dtype and shape of each tensor to write, by default those of all tensors. Pass ``kinds`` if ``tensors`` reads
+    a tensor from disk at each access.
 
     This function replaces safetensors' save_file, which neither hashes nor syncs, and does not tell a full disk from a
     bug.
@@ -107,7 +107,7 @@ def open_mapped(path: Path, framework: str = "pt") -> safe_open:
         try:
             return safe_open(
                 f"/proc/self/fd/{file}", framework=framework
-            )  # safe_open maps the file, and the descriptor can be closed afterwards
+            )  # safe_open has mapped the file, so the descriptor can be closed
         finally:
             os.close(file)
     return safe_open(path, framework=framework)

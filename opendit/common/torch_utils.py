@@ -1,6 +1,6 @@
 """Build modules on the meta device, and exclude functions from torch.compile.
 
-Neither imports torch's compiler, whose import takes 2 s of CPU time.
+These functions do not import torch's compiler, because that import takes 2 s of CPU time.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ class _Decorator(Protocol):
     def __call__(self, function: Function, /) -> Function: ...
 
 
-# The form of torch.compiler.disable that torch's own optimizers use. It imports the compiler at the first call of the
-# function, not when the function is decorated.
+# The form of torch.compiler.disable that torch's own optimizers use. It imports the compiler when the decorated
+# function is first called, not when it is decorated.
 _disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 not_compiled: _Decorator = _disable
 

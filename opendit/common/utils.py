@@ -19,7 +19,7 @@ HASH_BLOCK = 4 << 20  # bytes that are read at a time
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from running inside the block."""
+    """Pause Python's garbage collector inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:

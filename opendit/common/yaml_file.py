@@ -1,7 +1,7 @@
 """Read YAML from untrusted sources within limits on size, depth, aliases and time.
 
 This module turns the parser's events into plain values one by one and without recursion, and checks every limit before
-memory grows. PyYAML's own composer crashes on deep nesting, and copies merge keys without a limit.
+memory grows. PyYAML's own composer crashes on deep nesting, and expands merge keys without a limit.
 
 A value is a string, a number, true, false, null, a list, or a dictionary with string keys. Ordinary content gives the
 same values as ``yaml.safe_load``. Dates, times such as ``1:30``, and everything else that YAML 1.1 turns into an object
@@ -29,7 +29,7 @@ MOST_DEPTH = 64
 MOST_ALIASES = 10_000
 MOST_DIRECTIVES = 16  # maximum number of lines that begin with %; libyaml takes quadratic time for them
 
-_TRUE, _FALSE = ("yes", "true", "on"), ("no", "false", "off")  # also Yes and YES
+_TRUE, _FALSE = ("yes", "true", "on"), ("no", "false", "off")  # YAML 1.1's words, also written as Yes and YES
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]*[01][01_]*|0x[0-9a-fA-F_]*[0-9a-fA-F][0-9a-fA-F_]*)")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 _FLOAT = re.compile(r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?")
@@ -75,7 +75,7 @@ def parse_yaml(content: bytes, name: str) -> Any:
 
 
 def _directives(text: str) -> Iterator[int]:
-    """Yield the offsets of the lines that begin with %, up to one more than ``MOST_DIRECTIVES``."""
+    """Yield the offsets of lines that begin with %. Stop after ``MOST_DIRECTIVES`` + 1 lines."""
     for count, found in enumerate(re.finditer(r"^%", text, re.MULTILINE)):
         if count > MOST_DIRECTIVES:
             return
@@ -92,11 +92,11 @@ class _BadValue(Exception):
 
 @dataclass
 class _Finished:
-    """A completely read value.
+    """A value that has been read completely.
 
     Attributes:
         plain_merge: True for the merge key ``<<``.
-        values, letters: number of values and characters in it, with aliases expanded.
+        values, letters: number of values and of characters in this value, with aliases expanded.
         depth: levels of nested lists and dictionaries, including the value itself.
     """
 
@@ -290,7 +290,7 @@ def require_known(found: dict[Any, Any], known: Sequence[str], where: str, hints
 
 def positive(value: Any, what: str, where: str) -> Fraction:
     """Return a positive number as an exact fraction. Raises ValueError, whose message calls the value ``what``."""
-    try:  # YAML reads 1e3 as a string
+    try:  # YAML reads 1e3 as a string, so also accept strings
         number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
         if 1e-15 < number < 1e15:
             return Fraction(str(value))

@@ -1,4 +1,4 @@
-"""Settings of the approximations of sampling: --guidance_every and --cache.
+"""Settings of the approximations that speed up sampling: --guidance_every and --cache.
 
 [T] Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", 2025
 [F] Cheng, "ParaAttention: First Block Cache", 2024, a simpler form of Liu et al., "Timestep Embedding Tells: It's Time
@@ -15,7 +15,7 @@ FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 
 @dataclass(frozen=True)
 class TaylorCache:
-    """TaylorSeers [T]: evaluate the blocks only in one of ``every`` steps.
+    """TaylorSeers [T]: evaluate the blocks only in every ``every``-th step.
 
     In the other steps, extrapolate the blocks' addition to the residual stream from the last ``order`` + 1 evaluations.
     """
@@ -42,7 +42,8 @@ class FirstBlockCache:
     """First-block cache [F]: evaluate the first block in every step, and the other blocks only if necessary.
 
     Compare the first block's addition to the residual stream with that of the last step that evaluated all blocks. If
-    the relative change is less than ``threshold``, reuse the other blocks' addition of that step.
+    the relative change is less than ``threshold``, reuse what the other blocks added to the residual stream in that
+    step.
     """
 
     threshold: float = THRESHOLD
@@ -55,7 +56,7 @@ class FirstBlockCache:
         return f"blocks reused where the first one's output changes by less than {self.threshold:g}, decided per batch"
 
     def check(self, steps: int) -> None:
-        """Do nothing: every number of steps is valid, unlike for :meth:`TaylorCache.check`."""
+        """Do nothing, because every number of steps is valid for this cache."""
 
 
 Cache = TaylorCache | FirstBlockCache
@@ -118,7 +119,7 @@ class Approximations:
 
     @property
     def by_batch(self) -> bool:
-        """True if a sample depends on the other samples of its batch."""
+        """True if the result for a sample depends on the other samples of its batch."""
         return isinstance(self.cache, FirstBlockCache)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Models by name, KIND-SIZE/PATCH: DiT-XL/2 (patch 2 x 2), vDiT-XL/222 or vDiT-XL/2x2x2 (frames, rows, columns).
 
-This module needs no torch, so that flags can be checked quickly; ``opendit.models.zoo`` creates the models.
+This module does not import torch, so that flags can be checked quickly; ``opendit.models.zoo`` creates the models.
 
 To add an architecture, write ``opendit/models/NAME.py``, whose ``ARCHITECTURE`` names the configuration, the network,
 and the plan if the plan does not follow from the specification of the blocks. Then add a row to :data:`KINDS`. NAME is
@@ -18,8 +18,8 @@ POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 NORMS = ("layer", "rms")  # norms before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
 # Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes
-# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig in NVIDIA NeMo's first releases with DiT (a later release has Cosmos'
-# size, 4096 x 28 x 32). 28B is the size in NeMo's table of training speeds.
+# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT; a later release changed it
+# to Cosmos' size, 4096 x 28 x 32. 28B comes from NeMo's table of training speeds.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),
@@ -30,8 +30,8 @@ SIZES = {
     "28B": (6144, 32, 48),
 }
 GIVEN = "first, prefix:K or random"  # values of --given_frames
-PATCHES = (2, 4, 8)  # patches for pictures; patches for clips are three numbers from 1 to 8
-PIXEL_PATCHES = (16, 32)  # patches for pictures without a VAE
+PATCHES = (2, 4, 8)  # patch sides for pictures; a patch for clips is three numbers from 1 to 8
+PIXEL_PATCHES = (16, 32)  # patch sides for pictures without a VAE
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Kind:
 
     Attributes:
         sizes: name -> (hidden size, depth, heads, other fields of the configuration).
-        patches: usual patches, for lists of models.
+        patches: common patches, which lists of models show.
         pictures: True if the architecture has models for pictures, whose patch is one number.
         clips: True if the architecture has models for clips.
         cross_attention: True if the model attends to captions even without --cross_attention.

@@ -1,7 +1,7 @@
 """Checks of values that several programs use.
 
-Every check raises ValueError, whose message names the flag and the fix. OnThisMachine is a ValueError for mistakes that
-may exist on this machine only.
+Every check raises a ValueError whose message names the flag and the fix. Its subclass OnThisMachine is for mistakes
+that may exist on this machine only.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
 
-MOST_NAMES = 10_000  # maximum number of a folder's entries that are compared with a mistyped name
+MOST_NAMES = 10_000  # maximum number of folder entries to compare with a mistyped name
 VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders
 
 
@@ -35,7 +35,7 @@ def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[s
 
 
 def check_interval(interval: list[float]) -> None:
-    """Check that --cfg_interval is two noise levels, in ascending order."""
+    """Check that --cfg_interval consists of two noise levels in ascending order."""
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
         given = " ".join(f"{level:g}" for level in interval)
         raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
@@ -239,6 +239,6 @@ def _reason(error: Exception) -> str:
 
 
 def check_rate(fps: float | None, given: Collection[str]) -> None:
-    """Reject --fps together with --frame_interval. given: names of the flags that the user gave."""
+    """Reject --fps together with --frame_interval. given: names of the flags that the user has set."""
     if fps is not None and "frame_interval" in given:
         raise ValueError(f"--fps {fps:g}: --frame_interval says which frames are read already; leave one of them out")

@@ -25,19 +25,19 @@ from opendit.config.foreign_flags import counterpart
 from opendit.config.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
 from opendit.config.recipes import find_recipe, listing
 
-# Flags that concern the start of a run, not what is trained. These don't count as changes of a recipe.
+# Flags that concern how a run starts, not what it trains. Setting them does not count as changing a recipe.
 NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that ends the program with exit code 2 and one line on a mistake. The line names the flag and the fix.
+    """A parser that, on a mistake, prints one line with the flag and the fix, and ends the program with exit code 2.
 
-    If several ranks see a mistake, only the first rank prints the line. Every flag belongs to a heading.
+    If several ranks see a mistake, only the first rank prints the line. In --help, every flag belongs to a heading.
 
     Args:
         prog: the words that started the program, such as "train.py".
         doc: the program's docstring; the commands in it are the examples of --help.
-        examples: examples of --help in place of those in ``doc``.
+        examples: examples of --help that replace those in ``doc``.
         options: further arguments of argparse.ArgumentParser.
 
     Attributes:
@@ -45,7 +45,7 @@ class CommandLine(argparse.ArgumentParser):
         commands: subcommands by name.
         defaults: the default of every flag; argparse's result contains only flags that are on the command line.
         sections: the headings of --help with their flags.
-        source: beginning of messages about words that are not from the command line.
+        source: beginning of messages about words that come from a file instead of the command line.
     """
 
     def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):
@@ -53,7 +53,8 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(prog, **options)
         self.examples = examples_of(doc) if examples is None else examples
         self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
-        # No flag begins with a single dash: such a word is a value (-inf, the name of a folder, a negative number).
+        # No flag begins with a single dash, so a word with a single dash is a value (-inf, a folder's name, a negative
+        # number).
         self._negative_number_matcher = re.compile("-[^-]")
         self.arguments: list[tuple[argparse.Action, Value]] = []
         self.commands: dict[str, CommandLine] = {}
@@ -141,21 +142,21 @@ class CommandLine(argparse.ArgumentParser):
         return {**chosen.defaults, **found}, set(found)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but accept dashes for underscores, and values that begin with a dash."""
+        """Parse as argparse does. Also accept dashes for underscores in flags, and values that begin with a dash."""
         words = ["--help" if word == "-h" else underscored(word) for word in (sys.argv[1:] if args is None else args)]
         if not self.commands:
             self._check_words(words[: words.index("--")] if "--" in words else words)
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse as argparse does; the error about an unknown flag suggests the most similar one."""
+        """Parse as argparse does. The error about an unknown flag suggests the most similar flag."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.fail(self._suggest(unknown[0]))
         return found
 
     def _check_words(self, words: list[str]) -> None:
-        """End the program for an unknown flag or a value after a switch. Print a note for each repeated flag."""
+        """End the program if a flag is unknown or a switch has a value. Print a note for each repeated flag."""
         positional = any(not action.option_strings for action in self._actions)
         for before, word in zip(["", *words], words, strict=False):
             flag_before = self._option_string_actions.get(before)
@@ -207,7 +208,8 @@ class CommandLine(argparse.ArgumentParser):
         if should_print(error):
             print_error(f"{self.source}{error}" if self.source else error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(5)  # torchrun ends all processes when one ends: wait for the rank that prints
+            # torchrun ends all processes when one ends, so give the rank that prints the error time to do so
+            time.sleep(5)
         self.exit(2)
 
     def _describe(self, name: str) -> str:
@@ -219,14 +221,14 @@ class CommandLine(argparse.ArgumentParser):
         return "one of " + ", ".join(self.commands)
 
     def _both(self, name: str) -> str:
-        """Return a switch and its opposite, for a message."""
+        """Return the two forms of a switch, ``--x`` and ``--no_x``, for a message."""
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
         """Return a message about an unknown flag that suggests a flag of this program.
 
-        The suggestion is the counterpart of another program's flag of this name, or else the most similar flag. Words
-        such as ``optim.lr=1e-4``, as other programs take them, are recognised as flags.
+        If another program has a flag of this name, suggest its counterpart here, otherwise the most similar flag. Other
+        programs' notation ``optim.lr=1e-4`` is also recognised as a flag.
         """
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
@@ -261,10 +263,10 @@ class _Help(argparse.Action):
 
 
 class _OneOrMore(argparse.Action):
-    """Argparse action that stores several values as a list, and a single value as it is."""
+    """Argparse action that stores several values as a list, and a single value without a list."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        assert values  # nargs is +
+        assert values  # nargs "+" guarantees at least one value
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
@@ -299,7 +301,7 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def parse(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line into a configuration, whose ``given`` holds the names of the flags that the user gave.
+    """Parse a command line into a configuration, whose ``given`` holds the names of the flags that the user has set.
 
     These are the flags on the command line and in the file of --config; the command line overrides the file. A recipe's
     flags are defaults and don't count as given. ``--recipe list`` prints the recipes and ends the program. A mistake
@@ -337,7 +339,7 @@ def _parser_of(cls: type[ProgramFlags], name: str) -> CommandLine:
         for item in items:
             _add(parser, item)
     if any(item.name == "recipe" for item in flags_of(cls)):
-        # Accept --yes, because command lines written for nemo_run contain it: nemo_run asks before it starts.
+        # Accept --yes, a flag in command lines for nemo_run, which otherwise asks before it starts a run.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -385,7 +387,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
             if not isinstance(value, bool):
                 parser.fail(f"{key} {show(value)}: a switch; give true or false")
             words.append(f"--{name}" if value else f"--no_{name}")
-        elif value is not None:  # null keeps the default
+        elif value is not None:  # null in the file keeps the flag's default
             several = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
     values = _values(parser, words)

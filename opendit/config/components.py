@@ -54,13 +54,13 @@ from opendit.config.parallel_sizes import check_sequence_parallel, environment_w
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
-    """Create a component class with a flag for each of ``settings``."""
+    """Create a base class for a component, with one flag for each of ``settings``."""
     fields = [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
     title = group.partition(":")[0]
     return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
 
 
-FLOWS = "flow", "meanflow"  # objectives whose settings have their own heading in --help
+FLOWS = "flow", "meanflow"  # objectives whose settings have a separate heading in --help
 
 
 def _settings_of(*objectives: str) -> Iterable[Setting]:
@@ -137,7 +137,7 @@ class CaptionFlags(Flags):
 
 @dataclass(frozen=True)
 class StartFlags(Flags):
-    """Flags of the weights that a run starts from, and of LoRA."""
+    """Flags that choose the weights that a run starts from, and flags of LoRA."""
 
     group: ClassVar[str] = "Start from weights: of another run, and LoRA"
 
@@ -419,7 +419,7 @@ class OptimizerFlags(Flags):
 
     @property
     def ema_decays(self) -> list[float]:
-        """The decays of the averages, or their relative widths (--average). Raises ValueError for invalid widths."""
+        """Decays of the averages; with power averages, their relative widths. Raises ValueError for invalid widths."""
         if self.average is not None:
             return power_widths(self.average)
         return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
@@ -440,7 +440,7 @@ class TrainSpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class MemoryFlags(Flags):
-    """Flags that choose what is recomputed in the backward pass and what is kept."""
+    """Flags that choose what the backward pass recomputes and what stays in memory."""
 
     group: ClassVar[str] = "Memory: what is recomputed in the backward pass"
 
@@ -567,7 +567,8 @@ class SpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class ParallelFlags(Flags):
-    """Flags that split one sample over processes, in training and sampling; they need :class:`SpeedFlags` too."""
+    """Flags that split one sample over processes, in training and sampling. A class with these flags also needs
+    :class:`SpeedFlags`."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
@@ -596,7 +597,7 @@ class ParallelFlags(Flags):
             )
 
     def sequence_types(self, types: tuple[str, ...], attention: str) -> tuple[str, ...]:
-        """Return the strategies out of ``types`` that --attention allows."""
+        """Return the strategies of sequence parallelism in ``types`` that work with --attention."""
         excluded = OWN_ATTENTION if attention != "auto" else ()
         return tuple(kind for kind in types if kind not in excluded)
 

@@ -19,11 +19,12 @@ LONGEST = 400  # maximum number of characters shown of a message; a value in the
 
 
 class OnThisMachine(ValueError):
-    """A mistake that may exist on this machine only, such as a folder that is missing or can't be written."""
+    """Error for a mistake that may exist on this machine only, such as a folder that is missing or can't be written."""
 
 
 def should_print(error: Exception | str) -> bool:
-    """Return True on the rank that should print the error: the first of the run, or of this machine."""
+    """Return True on the rank that should print the error: the first rank of the run, or of this machine for
+    OnThisMachine."""
     rank = "LOCAL_RANK" if isinstance(error, OnThisMachine) else "RANK"
     return os.environ.get(rank, "0") == "0"
 
@@ -49,7 +50,7 @@ def prepare_console() -> None:
 
     - a character that the encoding of a stream lacks is written as an escape;
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
-    - a stream that is closed at the start is replaced by the null device, so that no other file gets its number;
+    - a stream that is closed at the start is replaced by the null device, so that no other file gets its descriptor;
     - every complete line is written at once, to files too;
     - Ctrl-C that no other code handles, for example during imports, ends the program by SIGINT, with one line;
     - log records of the package from level INFO on appear on standard output, above a progress bar if there is one.
@@ -64,7 +65,7 @@ def prepare_console() -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
             setattr(sys, name, _stream(descriptor, stream.encoding))
-        elif hasattr(stream, "reconfigure"):  # a replacement, such as a test's
+        elif hasattr(stream, "reconfigure"):  # tests, for example, replace streams by objects without ``reconfigure``
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _report
     logger = logging.getLogger("opendit")
@@ -85,7 +86,7 @@ class _AboveProgressBar(logging.Handler):
     """Prints the message of every record with tqdm, which keeps a progress bar below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # imported here, so that an error about a flag does not wait for this import
+        from tqdm import tqdm  # imported late, so that an error about a flag is printed without waiting for this import
 
         tqdm.write(self.format(record))
 
@@ -121,7 +122,7 @@ def _open_if_closed(descriptor: int) -> None:
     try:
         os.fstat(descriptor)
     except OSError:
-        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is ``descriptor``
+        os.open(os.devnull, os.O_RDWR)  # open() returns the lowest free number, here ``descriptor``
         os.set_inheritable(descriptor, True)
 
 
@@ -171,7 +172,8 @@ class _Descriptor(io.RawIOBase):
             return len(data)
 
     def _report(self, error: OSError) -> None:
-        if self._reported or error.errno == errno.EPIPE or self._descriptor != 1:  # a closed pipe needs no report
+        # Report only the first error of standard output. A closed pipe is no error.
+        if self._reported or error.errno == errno.EPIPE or self._descriptor != 1:
             return
         self._reported = True
         with contextlib.suppress(OSError):

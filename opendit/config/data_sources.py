@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 
 from opendit.common.utils import printable
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of latents in tars written by other programs
-MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set that is passed to opendit.train
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of the latents in other programs' tar files
+MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
 ADDRESSES = "shards.source"  # the source that reads addresses
 ENERGON, BLENDS = "energon.source", "blend"
-TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises; it is tried last
+TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises; so it is tried last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """A data source as the command line knows it.
+    """Description of a data source for the command line.
 
     Attributes:
         name: the source's name in ``--data_path``; None for a source that is recognised by its files.
@@ -59,7 +59,7 @@ def is_address(data_path: str) -> bool:
 
 
 def check_address(address: str, flag: str = "--data_path") -> None:
-    """Raise ValueError, naming the flag, for an address that names no server, bucket or file."""
+    """Raise ValueError, naming the flag, if an address lacks a server, a bucket or a file."""
     kind, _, rest = address.partition("://")
     kind, shown = kind.lower(), f"{flag} {printable(address)[:200]}"
     if not address.isprintable():
@@ -67,7 +67,7 @@ def check_address(address: str, flag: str = "--data_path") -> None:
     if kind in ("http", "https"):
         try:
             parts = urlsplit(address)
-            host, _ = parts.hostname, parts.port  # reading them checks them
+            host, _ = parts.hostname, parts.port  # these properties raise an error if the address is invalid
         except ValueError as error:
             raise ValueError(f"{shown}: is no address ({error}); give {kind}://HOST/FOLDER") from error
         if not host or not host.strip("."):
@@ -88,7 +88,7 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
     """Check a blend that is written as ``A:0.7,B:0.3``.
 
-    The name of a file, and a text without any weight, are not blends and are accepted.
+    A file's name and a text without weights are not blends. They are accepted unchecked.
 
     Raises:
         ValueError: a source has no weight, or a weight that is not a number above 0; a source occurs twice; a source is
@@ -127,6 +127,6 @@ def _is_number(text: str) -> bool:
 
 
 def data_path_help() -> str:
-    """List all kinds of data for ``--data_path``, as in "a CSV, a folder of pictures, or digits"."""
+    """Return a list of all kinds of data for ``--data_path``, such as "a CSV, a folder of pictures, or digits"."""
     *others, last = [source.takes for source in sorted(SOURCES.values(), key=lambda source: source.name is not None)]
     return f"{', '.join(others)}, or {last}"

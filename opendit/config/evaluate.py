@@ -87,7 +87,7 @@ class FeatureFlags(Flags):
 
 @dataclass(frozen=True)
 class EvaluatedDrawFlags(DrawFlags):
-    """Flags that choose the samples that are drawn to be evaluated."""
+    """Flags that choose which samples are drawn for the evaluation."""
 
     num_samples: int | None = flag(
         None,
@@ -220,14 +220,15 @@ class EvaluateConfig(
         return reference
 
     def points(self) -> list["EvaluateConfig"]:
-        """Return a configuration for each pair of --num_sampling_steps and --cfg_scale in a sweep."""
+        """Return a configuration for each combination of --num_sampling_steps and --cfg_scale in a sweep."""
         steps, scales = (
             list(dict.fromkeys(value if isinstance(value, list) else [value]))
             for value in (self.num_sampling_steps, self.cfg_scale)
         )
         found = []
         for count, scale in itertools.product(steps, scales):
-            # Scale 1 in a sweep has no guidance, so for scale 1 the flags that change guidance don't count as given.
+            # In a sweep, scale 1 means no guidance. So for scale 1, the flags that change guidance are treated as not
+            # set.
             given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
             found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
         return found
@@ -243,5 +244,5 @@ class EvaluateConfig(
 
 
 def rename_for_training(message: str) -> str:
-    """Replace the flags of ``opendit evaluate`` in a message by their names in train.py."""
+    """Rename the flags of ``opendit evaluate`` in a message to those of train.py."""
     return re.sub(r"--(?=(?:metrics|reference|features|video_features)\b)", "--evaluate_", message)

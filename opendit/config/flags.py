@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 Bounds = dict[str, Any]  # allowed values of a flag, as fields of Value
-# Bounds that several flags share. The ranges contain every useful value, and exclude values so large that a run would
-# fail before reporting them.
+# Bounds that several flags share. They include every useful value. They exclude values so large that a run would crash
+# before it could report the mistake.
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
-ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # fp32's range
+ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # up to about the largest fp32 number
 SHARE: Bounds = {"at_least": 0, "below": 1, "unit": "share"}
 BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
 SCALE: Bounds = {"at_least": 1, "at_most": 1000, "unit": "factor"}  # factor by which a picture is enlarged
@@ -30,8 +30,10 @@ SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
 FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
 FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
 WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
-SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}  # range of torch's generators and kernels' keys
-SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}  # ddpm's models have 1,000 noise levels
+# seeds that both torch's generators and the kernels' random numbers support
+SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}
+# upper bound: ddpm's models have 1,000 noise levels
+SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}
 GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
 
 NUMBERS = {int: "whole number", float: "number"}
@@ -47,7 +49,7 @@ class Value:
         at_least, above, at_most, below: bounds of a number.
         infinite: True to allow inf.
         choices: allowed words.
-        counted: one of the choices, which may be followed by :N, a number from 1 to 99,999.
+        counted: the one choice that may be followed by :N, a number from 1 to 99,999.
         free: True to allow any text. Otherwise text must be a valid name, such as a file's.
         unit: unit of a number ("steps", "seconds") or kind of text ("folder"), for --help.
     """
@@ -71,7 +73,7 @@ class Value:
         return value
 
     def convert(self, text: str) -> Any:
-        """Convert a word without checking its range, because a configuration checks all ranges later."""
+        """Convert a word without checking its range. A configuration checks all ranges later."""
         value = text if self.kind is str else _number(self.kind, text)
         if value is None:
             raise argparse.ArgumentTypeError(f"{show(text)}: no {NUMBERS[self.kind]}; give {self.describe()}")
@@ -80,7 +82,7 @@ class Value:
         return value
 
     def problem(self, value: Any) -> str | None:
-        """Return a description of what is wrong with a value, or None if it is allowed."""
+        """Return a message if a value is not allowed, otherwise None."""
         if self.counted is not None and re.fullmatch(rf"{self.counted}:[1-9]\d{{0,4}}", str(value), re.ASCII):
             return None
         if self.choices is not None and value not in self.choices:
@@ -203,7 +205,7 @@ class Flags:
 
     Attributes:
         group: heading of the component's flags in --help, as "Title: what they are about".
-        given: names of all flags of the configuration that the user gave.
+        given: names of all flags that the user has set, including flags of other components.
     """
 
     group: ClassVar[str]
@@ -228,7 +230,7 @@ def flag(
         alone: value of the flag if no value follows it on the command line.
         alias: second name of the flag.
         common: show the flag in the short --help, with this text, or with the first clause of ``help`` if True.
-        bounds: allowed values, as fields of :class:`Value`. Numbers must have bounds and a unit.
+        bounds: allowed values, as fields of :class:`Value`. A number needs bounds and a unit.
     """
     metadata = dict(help=help, several=several, alone=alone, alias=alias, common=common, bounds=bounds)
     if isinstance(default, list):
@@ -258,12 +260,12 @@ def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def _components(cls: type[Any]) -> dict[str, type[Any]]:
-    """Return the component that declares each field of a configuration."""
+    """Return which component declares each field of a configuration."""
     return {name: owner for owner in cls.__mro__ for name in owner.__dict__.get("__annotations__", ())}
 
 
 def scalar_type(item: dataclasses.Field[Any]) -> Any:
-    """Return the type of a flag without None: ``int`` for ``int | None``, ``list[str]`` for ``list[str]``."""
+    """Return the type of a flag's value: ``int`` for ``int | None``, ``list[str]`` for ``list[str]``."""
     if isinstance(item.type, types.UnionType):
         return next(each for each in typing.get_args(item.type) if each is not type(None))
     return item.type

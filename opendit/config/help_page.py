@@ -15,7 +15,7 @@ from opendit.config.flags import Value, nearest
 
 LEFT = 30  # columns to the left of a flag's description
 WIDTHS = (80, 120)  # minimum and maximum line length; between them, the terminal's width is used
-STARTS = ("python ", "opendit ", "torchrun ")  # beginnings of examples
+STARTS = ("python ", "opendit ", "torchrun ")  # words with which an example command begins
 COMMAND = re.compile(rf"\s*({'|'.join(STARTS)})")
 REQUIRED = "(required)"
 SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default."
@@ -23,7 +23,7 @@ SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default
 
 @dataclass(frozen=True)
 class HelpEntry:
-    """A flag, positional argument or command as --help shows it.
+    """Description of a flag, positional argument or command in --help.
 
     Attributes:
         name: name without dashes.
@@ -55,7 +55,7 @@ class HelpEntry:
 
 @dataclass
 class Section:
-    """A heading, ``Title: about``, with its entries."""
+    """A section of --help: a heading, ``Title: about``, and its entries."""
 
     title: str
     about: str

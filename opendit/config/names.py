@@ -25,7 +25,7 @@ SHIFT: Bounds = {"at_least": 0.01, "at_most": 100, "unit": "factor"}
 
 @dataclass(frozen=True)
 class ObjectiveDescription:
-    """An objective as the command line knows it.
+    """Description of an objective for the command line.
 
     Attributes:
         predicts: description of the network's prediction, for --help.
@@ -167,12 +167,12 @@ DESCRIPTIONS = {
 }
 
 PRECISIONS = ("fp16", "bf16", "fp32")
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of one number
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per number
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 OFFLOAD = ("none", "average", "state")  # values of --offload with --plugin fsdp
-BLOCKS = "blocks"  # value of --offload with --lora: frozen blocks in host memory, all or (blocks:N) some of them
+BLOCKS = "blocks"  # value of --offload with --lora: keep all frozen blocks, or (blocks:N) some of them, in host memory
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
@@ -188,8 +188,8 @@ class Plugin:
         summary: description of what is sharded, for --help.
         precisions: values of --mixed_precision that the plugin supports.
         rejects: flags that are an error with the plugin.
-        ignores: flag without effect with the plugin -> reason, which a run prints.
-        sharded_checkpoints: True if --checkpoint_format auto means sharded.
+        ignores: flag that has no effect with the plugin -> reason, which the run prints.
+        sharded_checkpoints: True if the plugin writes sharded checkpoints with --checkpoint_format auto.
     """
 
     summary: str
@@ -204,7 +204,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        # Gemini does not shard frozen weights. With LoRA every GPU would therefore hold all of them, as with zero2.
+        # Gemini does not shard frozen weights. With LoRA, every GPU would hold all of them, no better than with zero2.
         rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
@@ -236,7 +236,8 @@ def check_precision(plugin: str, precision: str) -> None:
 TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # torch's own kernels
 PACKAGE = "flash_attn"  # FlashAttention, as an installed package
 ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
-BUT_ATTENTION = "but_attention"  # complete blocks are recomputed, except for their attention
+# value of --recompute: recompute each block in the backward pass, except for its attention
+BUT_ATTENTION = "but_attention"
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
 # Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; the others are metrics of samples.
@@ -265,7 +266,7 @@ class Needs(NamedTuple):
 
     Attributes:
         features: name of the features that the metric needs.
-        reference: "statistics" or "features", if the metric needs them of a reference; else None.
+        reference: what the metric needs from the reference, "statistics" or "features"; None without a reference.
         about: one line for lists.
     """
 

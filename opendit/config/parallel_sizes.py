@@ -15,7 +15,7 @@ from opendit.config.names import BLOCKS
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a process in a run.
+    """Rank and addresses of a process in a run.
 
     Attributes:
         rank: rank among all processes of the run.
@@ -82,7 +82,7 @@ def _number(name: str, low: int, high: int | None, where: str = "", default: int
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # axes of the mesh, outer to inner
-VIEWS = {  # name of a group -> axes that it spans
+VIEWS = {  # name of a group -> axes of the mesh that the group spans
     "dp": ("dp_replicate", "dp_shard"),  # ranks that see different samples
     "fsdp": ("dp_shard", "sp"),  # ranks among which sharded state is divided
     "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks whose losses and gradients are averaged
@@ -127,7 +127,7 @@ class ParallelDims:
 
     @classmethod
     def fill(cls, world_size: int, **sizes: int) -> "ParallelDims":
-        """Return dims of these sizes, with the remaining ranks in dp_shard.
+        """Return a mesh with these sizes, and with all remaining ranks in dp_shard.
 
         Raises ValueError if the sizes don't divide ``world_size``.
         """
@@ -147,16 +147,16 @@ class ParallelDims:
             raise ValueError(f"the parallel sizes {self} need {self.world_size} processes and there are {world_size}")
 
     def size(self, name: str) -> int:
-        """Return the number of ranks in each group of this name."""
+        """Return the number of ranks in a group called ``name``."""
         sizes, axes = self._grid(name)
         return math.prod(sizes[axis] for axis in axes)
 
     def groups(self, name: str) -> list[list[int]]:
-        """Return the ranks of every group of this name, each in the order of the mesh."""
+        """Return the ranks of every group called ``name``, in the order of the mesh."""
         return grid_groups(*self._grid(name))
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Return the index of ``rank`` in its group of this name."""
+        """Return the index of ``rank`` within its group called ``name``."""
         sizes, axes = self._grid(name)
         place = 0
         for axis in axes:
@@ -164,8 +164,8 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of a grid of all ranks, outer to inner, and the axes along which a group of this name
-        extends."""
+        """Return the sizes of the grid of all ranks, outermost first, and the axes that the groups called ``name``
+        span."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
@@ -179,7 +179,7 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Return the groups of ranks that differ along ``axes`` only.
+    """Return groups of ranks. Two ranks are in the same group if their coordinates differ only along ``axes``.
 
     Ranks are numbered along a grid of these sizes, with the last axis innermost.
     """
@@ -194,7 +194,7 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
 
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
-    """Choose the axis along which ranks divide a grid of frames x places.
+    """Choose the axis along which ranks divide a grid of frames x places; a place is a spatial position.
 
     The axis is 0 (complete frames per rank), or 1 (complete places per rank) if that needs less padding and
     ``by_frames`` is False. Return (axis, tokens per rank with padding).
@@ -226,7 +226,7 @@ def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_paral
 
 
 def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int) -> None:
-    """Raise ValueError unless the product of ``size`` and ``others`` (flag -> size) divides ``world_size``."""
+    """Raise ValueError unless the product of ``size`` and of ``others`` (flag -> size) divides ``world_size``."""
     if size < 1:
         raise ValueError(f"{flag} {size}: out of range; give 1 or more")
     ranks = size * math.prod(others.values())
@@ -244,10 +244,7 @@ def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int)
 
 
 def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel: int) -> list[str]:
-    """Return notes about tensor or sequence groups that span machines of ``node`` processes each.
-
-    These groups communicate in every layer.
-    """
+    """Return notes about tensor and sequence groups that span several machines with ``node`` processes each."""
     notes, sizes = [], {"--tensor_parallel_size": (tensor_parallel, tensor_parallel)}
     sizes["--sequence_parallel_size"] = (sequence_parallel, tensor_parallel * sequence_parallel)
     for flag, (size, ranks) in sizes.items():
@@ -289,18 +286,20 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str) -> tuple[str, int]:
-    """Parse --offload into fsdp's state in host memory (one of OFFLOAD), and the number of frozen blocks there.
+    """Parse --offload. Return fsdp's state to keep in host memory (one of OFFLOAD), and the number of frozen blocks to
+    keep there.
 
-    The number is 0 for no blocks, and larger than any model's number of blocks for all.
+    The number is 0 for no blocks. It exceeds the number of blocks of every model if all blocks are meant.
     """
     blocks, _, count = text.partition(":")
     return ("none", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into ``copies`` of the model with groups of ``sharing``.
+    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``: each copy of the model needs complete
+    groups.
 
-    The processes of such a group see the same samples.
+    A group consists of ``sharing`` processes that process the same samples.
     """
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""

@@ -26,7 +26,7 @@ TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Val
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
 BY_TIME = "frames a second, by the times in a clip's file, instead"
 CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
-ENERGON = ".nv-meta"  # folder in data sets that Energon has prepared
+ENERGON = ".nv-meta"  # folder with Energon's metadata in a data set
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
 IN_AND_OUT = "Files: what is read and written"
@@ -208,11 +208,11 @@ def _add_latents(latents: CommandLine) -> None:
 
 
 def check(command: str, options: dict[str, Any], given: set[str]) -> None:
-    """Check the flags of one command together, and convert sizes in place.
+    """Check the flags of one command together. Convert sizes such as 1GB to numbers, in place.
 
     Args:
         options: values of all flags of the command.
-        given: names of the flags that were on the command line.
+        given: names of the flags on the command line.
 
     Raises:
         ValueError: flags can't be combined, or don't work on this machine. The message names the flag and the fix.
@@ -258,7 +258,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
 
 def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
-    """Set the VAE, the text encoders and the size from a public model's folder, unless flags give them."""
+    """Set the VAE, the text encoders and the size from a public model's folder, unless the user sets these flags."""
     source = options["pretrained"] = fetched(options["pretrained"], "--pretrained", options["download"])
     check_exists(source, "--pretrained", "a folder of a public model, as diffusers writes it")
     folder, name = Path(source).expanduser(), name_of_folder(source)

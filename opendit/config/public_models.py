@@ -1,4 +1,5 @@
-"""Facts about public models that flags need, without torch. A public model has the name FAMILY/FOLDER.
+"""Properties of public models that the check of flags needs. This module does not import torch. A public model's name
+is FAMILY/FOLDER.
 
 ``opendit.models.families`` has the models' other properties.
 """
@@ -10,14 +11,15 @@ from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
-CLIP_FRAMES = 17  # default frames of a clip: the number nearest to 16 that suits all VAEs (4 k + 1 and 8 k + 1)
+CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that all VAEs support (4 k + 1 and 8 k + 1)
 
 
 class Public(NamedTuple):
-    """Facts about a family that flags need.
+    """Properties of a family that the check of flags needs.
 
     network: diffusers' class of the network. patch: its patch. image_size: usual side of pictures. guidance_embeds: the
-    value in ``config.json`` that distinguishes the family from another family with the same class; None: not needed.
+    value in ``config.json`` that distinguishes the family from another family with the same class; None if the class
+    alone identifies the family.
     """
 
     network: str

@@ -34,9 +34,9 @@ DEMO = (
 NOT_OF_MOCK = r" --(global_batch_size|frame_interval|random_flip|ckpt_\w+|sample_\w+|warmup_steps)( [^-]\S*)?(?= )"
 MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
 
-# Stages of text-to-clip training. 32 latent frames are 8,192 tokens at 256 px and 73,728 at 768 px with 1x2x2 patches.
-# Learning rates, warm-up, weight decay, Adam's betas and global batches of the large models are NeMo's (its DiT-7B and
-# MovieGen recipes). The numbers of steps are starting points to change, not results.
+# Stages of text-to-clip training. With patch 1x2x2, 32 latent frames are 8,192 tokens at 256 px, and 73,728 at 768 px.
+# The learning rates, warm-up, weight decay, Adam's betas and global batches of the large models come from NeMo's DiT-7B
+# and MovieGen recipes. The numbers of steps are starting points, not results.
 PRETRAIN = (
     f"--use_video --data_path ./data.csv --text_encoder t5 --cross_attention --weight_decay 0.1 --adam_beta2 0.95 "
     f"--ckpt_keep 3 {FAST}"
@@ -50,9 +50,10 @@ LARGE = (
     "--image_size 768 --num_frames 32 --lr 6e-5 --warmup_steps 100 --max_steps 50000 --global_batch_size 256 "
     "--batch_size 1 --parallel auto"
 )
-EDM = "--objective edm --edm_sigma_data 1"  # Stable Diffusion's scaled latents have a deviation of about 1
+# the scaled latents of Stable Diffusion have a standard deviation of about 1
+EDM = "--objective edm --edm_sigma_data 1"
 FLOW = "--objective flow --flow_times logit_normal"
-# Settings on which papers on faster training agree (docs/better_training.md). The learning rates are the same as
+# Settings on which papers about faster training agree (docs/better_training.md). Learning rates are the same with and
 # without Muon.
 SPEEDRUN = (
     f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --flow_contrast 0.05 --optimizer muon --random_flip "
@@ -63,7 +64,7 @@ SPEEDRUN = (
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
 ) -> dict[str, Preset]:
-    """Return the three stages of one model.
+    """Return one recipe for each of the three training stages of a model.
 
     batch: pictures per GPU in the first stage. world: pictures per step on all GPUs in the first stage. more: flags of
     all stages. joint: flags of the second stage.

@@ -137,7 +137,7 @@ class GivenFrameFlags(Flags):
 
 @dataclass(frozen=True)
 class ApproximationFlags(Flags):
-    """Flags that leave work out of sampling steps. docs/sampling.md has the errors."""
+    """Flags that skip part of the work of sampling steps. docs/sampling.md lists the resulting errors."""
 
     group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 
@@ -170,7 +170,7 @@ class GuidanceFlags(Flags):
 
 @dataclass(frozen=True)
 class OutputFlags(Flags):
-    """Flags that choose where runs are looked for and where results go."""
+    """Flags that choose where to look for runs and where to write results."""
 
     group: ClassVar[str] = "Output: where results go"
 
@@ -254,7 +254,7 @@ class SampleConfig(
         npz = self.npz
         if npz is not None:
             check_no_folder(npz, "--npz")
-            npz += "" if npz.endswith(".npz") else ".npz"  # numpy adds the suffix, too
+            npz += "" if npz.endswith(".npz") else ".npz"  # np.savez adds the suffix as well
             check_output_file(npz, "--npz")
         return replace(self, model=model, mixed_precision=precision, npz=npz), notes
 

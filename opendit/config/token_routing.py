@@ -1,5 +1,6 @@
-"""Token routing, ``--route FIRST:LAST:SHARE[:sprint]``: some blocks see only a part of the tokens in training. No
-torch."""
+"""Token routing, ``--route FIRST:LAST:SHARE[:sprint]``: in training, some blocks see only part of the tokens. Does not
+import torch.
+"""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class TokenRoute:
     fused: bool = False
 
     def kept(self, tokens: int) -> int:
-        """Return the number of a sample's ``tokens`` that the blocks of the route see; at least one."""
+        """Return how many of a sample's ``tokens`` the routed blocks see; at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 

@@ -105,11 +105,11 @@ class TrainConfig(
 
     @property
     def sharing(self) -> int:
-        """Number of processes that see the same samples."""
+        """Number of processes that process the same samples."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     def node_size(self, world_size: int) -> int:
-        """Return the number of processes on one machine, out of ``world_size``."""
+        """Return the number of processes per machine, if the run has ``world_size`` processes."""
         found = environment_node_size() if self.dry_run in (None, 0) else None
         return min(world_size, self.gpus_per_node or found or (8 if self.dry_run is not None else world_size))
 
@@ -138,7 +138,7 @@ class TrainConfig(
         flags, note = flags._resolve_frames()
         notes += note
         _, streamed = parse_offload(flags.offload)
-        if flags.plugin != "fsdp" and not streamed:  # a recipe may set --offload
+        if flags.plugin != "fsdp" and not streamed:  # ``--offload`` may come from a recipe
             flags = replace(flags, offload="none")
         precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
@@ -180,7 +180,7 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def _fetched(self) -> "TrainConfig":
-        """If --pretrained is a name on the hub, replace it by the local folder of that model.
+        """Replace --pretrained by the local folder of the model if it is a name on the hub.
 
         A dry run without --download doesn't need the folder.
         """
@@ -229,9 +229,9 @@ class TrainConfig(
         return replace(self, **settings, given=self.given | named)
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
-        """Set --num_frames, unless the user gives it, to a number that a public model's VAE supports.
+        """Set --num_frames to a number that a public model's VAE supports, unless the user sets it.
 
-        Returns flags and notes.
+        Returns the flags and notes.
         """
         if not self.use_video or family_in(self.model) is None or "num_frames" in self.given:
             return self, []
@@ -239,7 +239,8 @@ class TrainConfig(
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert)."""
+        """Return the path of the network to train: --pretrained, or the one of two networks in ``folder`` that --expert
+        chooses."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
             if self.expert is not None and folder.name not in ("transformer", "transformer_2"):
@@ -260,7 +261,7 @@ class TrainConfig(
         return EvaluateConfig(**how, intervals=False, given=frozenset(how))
 
     def _recipe_notes(self) -> list[str]:
-        """Return a note if the recipe should start from the previous stage's weights, and the flags name no weights."""
+        """Return a note if the recipe should start from the previous stage's weights, but no flag names weights."""
         recipe = find_recipe(self.recipe) if self.recipe else None
         if recipe is None or recipe.follows is None or self.pretrained or self.data_path == "mock":
             return []
@@ -351,9 +352,9 @@ class TrainConfig(
         self._reject("optimizer", clashes)
 
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
-        """Check flags that can't be combined with --objective meanflow.
+        """Reject flags that can't be combined with --objective meanflow.
 
-        Unless the user gives the flags of sampling, set them to two steps without guidance.
+        Set the flags of sampling to two steps without guidance, unless the user sets them.
         """
         if self.objective != "meanflow":
             return self, []
@@ -492,7 +493,7 @@ class TrainConfig(
             if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # --sample_every 0 disables grids; other flags of grids are still allowed.
+        # Random latents draw no grids. --sample_every 0, which turns grids off, is the one flag of grids to accept.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -518,11 +519,11 @@ class TrainConfig(
     def _resolve_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
         """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples.
 
-        Returns flags and notes.
+        Returns the flags and notes.
         """
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
-        # --grad_accumulation overrides a recipe's --global_batch_size.
+        # If the user sets --grad_accumulation, it overrides a recipe's --global_batch_size.
         if self.global_batch_size is None or "grad_accumulation" in self.given:
             return self, []
         asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
@@ -537,9 +538,9 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """With --bucket_tokens or --pack_tokens, set --batch_size to 1, unless the user gives it.
+        """Set --batch_size to 1 with --bucket_tokens or --pack_tokens, unless the user sets it.
 
-        With these flags, --batch_size counts groups of samples of one shape, or packs. Returns flags and notes.
+        With these flags, --batch_size counts packs, or groups of samples with one shape. Returns the flags and notes.
         """
         if self.tokens is None:
             return self, []
@@ -575,7 +576,7 @@ class TrainConfig(
             )
 
     def _check_contrast(self) -> None:
-        """Raise ValueError if --flow_contrast can't compare the samples of a micro-batch in pairs."""
+        """Raise ValueError if --flow_contrast can't pair the samples of a micro-batch."""
         if not (weight := vars(self)["flow_contrast"]):
             return
         asked = f"--flow_contrast {weight:g}"
@@ -614,7 +615,7 @@ class TrainConfig(
 
     @property
     def aligned_block(self) -> int:
-        """The number of blocks after which tokens are aligned (--repa)."""
+        """The number of blocks after which --repa aligns the tokens with features."""
         depth = (depth_and_heads(self.model) or (0, 0))[0]
         return self.repa_block or max(1, round(depth * 2 / 7))  # 8 of 28, as in REPA's paper
 

@@ -7,7 +7,9 @@ from opendit.config.architectures import parse_given
 from opendit.diffusion.random import Stream, uniform
 from opendit.models.given_frames import give
 
-WITHOUT = 0.1  # fraction of clips of "first" and "prefix:K" that get no conditioning frames, to train that case too
+# fraction of clips that get no conditioning frames in modes "first" and "prefix:K", so that the model learns that case
+# too
+WITHOUT = 0.1
 
 
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
@@ -23,9 +25,11 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Return a training step's mask ++ conditioning frames, (B, 1 + C, T, H, W), for clean latents (B, C, T, H, W).
+    """Return a training step's mask and conditioning frames, concatenated along the channels: (B, 1 + C, T, H, W), for
+    clean latents (B, C, T, H, W).
 
-    The random numbers are keyed by (seed, step, index). Models without conditioning frames (``mode`` None) get None.
+    The random numbers are keyed by (seed, step, index). If ``mode`` is None, the model has no conditioning frames, and
+    the result is None.
     """
     if mode is None:
         return None

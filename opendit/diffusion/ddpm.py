@@ -7,8 +7,8 @@
 
 ``alphas_cumprod`` is the papers' bar-alpha. In this code, v is the output of [N] that interpolates the log variance of
 the reverse step between its two bounds. The velocity is the target of [S], elsewhere called v-prediction. Tables are
-float64 on the CPU. Values looked up from them are float32, so they promote bf16 and fp16 arguments to float32. The loss
-is in opendit/diffusion/objectives/ddpm.py.
+float64 on the CPU. Methods return the tables' values in float32, so results with bf16 and fp16 arguments are float32.
+The loss is in opendit/diffusion/objectives/ddpm.py.
 """
 
 import math
@@ -57,10 +57,10 @@ class DDPM:
     ``t`` holds one int64 per sample.
     """
 
-    betas: Tensor  # (n,) float64, as are the next four tables
+    betas: Tensor  # (n,) float64, like the next four tables
     alphas_cumprod: Tensor
     posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
-    posterior_mean_xt: Tensor  # weight of x_t in that mean
+    posterior_mean_xt: Tensor  # weight of x_0's counterpart x_t in the same mean
     posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7, clipped
     timestep_map: Tensor  # (n,) int64: each step's timestep in the full schedule, on which the network was trained
     _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
@@ -69,8 +69,8 @@ class DDPM:
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
         """Return the schedule that DiT trains with, with sigma / alpha multiplied by ``shift`` at every timestep.
 
-        [B] shifts the noise in this way for large pictures (eq. 4, by d / 64), and ``shift_times`` does so for flow.
-        Raises ValueError as ``linear_betas`` does.
+        [B] shifts the noise in this way for pictures of d pixels per side (eq. 4, by d / 64). ``shift_times`` does the
+        same for flow. Raises ValueError as ``linear_betas`` does.
         """
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
@@ -122,17 +122,17 @@ class DDPM:
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
         """Return this schedule at ``num_steps`` timesteps, spaced as evenly as possible in log(sigma / alpha).
 
-        Both ends are included. DPM-Solver extrapolates along log(sigma / alpha), so no step may be much longer there
-        than the step before. The last step of ``respaced`` would be. The solver's authors use this spacing too (Lu et
-        al. 2022). Raises ValueError unless 1 <= num_steps <= n.
+        Both ends are included. DPM-Solver extrapolates along log(sigma / alpha). On this axis, no step may be much
+        longer than the step before, as the last step of ``respaced`` is. The solver's authors use this spacing too (Lu
+        et al. 2022). Raises ValueError unless 1 <= num_steps <= n.
         """
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # Near the data, timesteps are further apart than the targets, so several targets may round to one timestep.
-        # Move duplicates to the next timesteps, so that no timestep is used twice.
+        # The targets are the evenly spaced values. Near the data, timesteps are further apart than targets, so several
+        # targets may round to one timestep. Move duplicates to the next timesteps, so that no timestep is used twice.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
@@ -143,7 +143,7 @@ class DDPM:
 
     @staticmethod
     def _with(alphas_cumprod: Tensor, timestep_map: Tensor) -> "DDPM":
-        """Return the schedule with these noise levels; its betas follow from [N] eq. 19."""
+        """Return the schedule with these ``alphas_cumprod``; its betas follow from [N] eq. 19."""
         previous = torch.cat((torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]))
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
@@ -162,8 +162,8 @@ class DDPM:
                 "max_log_var": self.betas.log(),
                 "snr": ac / (1 - ac),
             }
-            # Leave inference mode. A table first used there would stay an inference tensor, which autograd can't save
-            # for a backward pass.
+            # A table created in inference mode would be an inference tensor, which autograd can't save for a backward
+            # pass.
             with torch.inference_mode(False):
                 self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
                 self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
@@ -192,7 +192,8 @@ class DDPM:
         return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
 
     def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Return alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S] appendix D."""
+        """Return alpha noise - sigma x_0, the derivative of x_t with respect to the angle arctan(sigma / alpha), [S]
+        appendix D."""
         return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
 
     def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
@@ -263,7 +264,7 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """A model that predicts eps; see :func:`eps_model`."""
+    """A wrapped model that predicts eps; see :func:`eps_model`."""
 
     model: Model
     schedule: DDPM

@@ -19,10 +19,10 @@ from opendit.models.families.base import Guidance
 
 
 def for_step(model: Model, level: float) -> Model:
-    """Return the model to call in all evaluations of a step that starts at noise level ``level`` (sigma).
+    """Return the model for all evaluations of the step that starts at noise level ``level`` (sigma).
 
-    Models with a method ``at_level`` (see :class:`GuidedWithin`) choose by the level. Other models are returned
-    unchanged.
+    If ``model`` has a method ``at_level`` (see :class:`GuidedWithin`), call it with the level. Otherwise return
+    ``model``.
     """
     choose = getattr(model, "at_level", None)
     return model if choose is None else choose(level)
@@ -49,7 +49,8 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Give each row or patch of a guided prediction (B, C, ...) the norm that it has in the conditional one.
+    """Give each row or patch of a guided prediction (B, C, ...) the norm of the same row or patch in the conditional
+    prediction.
 
     parts: "row" or "patch", see ``Guidance.rescaled``; "" returns ``guided`` unchanged.
     """
@@ -78,13 +79,13 @@ def cfg_model(
 
     Args:
         model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
-            (2B). With ``scale`` 1.0 there is no guidance, and it gets the conditional batch (B) only.
+            (2B). With ``scale`` 1.0 there is no guidance, and the model is called with the conditional batch (B) only.
         y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
-        null_y: the unconditional condition, of y's shape or expandable to it.
+        null_y: the null condition, with y's shape or a shape that expands to y's.
         scale: a float, or (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always evaluated.
-        guided_channels: number of leading eps channels that are guided; all by default. Meta's DiT samples with 3 of
-            its 4. Other channels, and v, come from the conditional prediction.
-        rescaled: where the norm of the conditional prediction is restored, see :func:`rescale_to`.
+        guided_channels: number of leading eps channels that are guided; all by default. Meta's DiT guides 3 of its 4
+            channels. Other channels, and v, come from the conditional prediction.
+        rescaled: "row" or "patch" to restore norms of the conditional prediction; see :func:`rescale_to`.
 
     Returns:
         A model whose result is float32 at least.
@@ -96,7 +97,7 @@ def cfg_model(
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        null: Any = null_y  # has the type of y
+        null: Any = null_y  # declared as Any, because its type is that of y
         y_both = joined((y, null.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
@@ -116,8 +117,8 @@ def cfg_model(
     return guided
 
 
-# Users write noise levels with three digits, such as 157 for the 157.4 of DDPM's noisiest timestep. Levels that differ
-# by less than this fraction count as equal. Neighbours among 1,000 timesteps or steps differ by 0.5 % at least.
+# Users round noise levels to about three digits, such as 157 for the 157.4 of DDPM's noisiest timestep. So levels that
+# differ by less than this fraction count as equal. Neighbours among 1,000 timesteps or steps differ by at least 0.5 %.
 SAME_LEVEL = 0.003
 
 
@@ -138,7 +139,7 @@ class GuidedWithin:
     conditional: Model
 
     def at_level(self, level: float) -> Model:
-        """Return the model to call in all evaluations of a step that starts at noise level ``level`` (sigma)."""
+        """Return the model for all evaluations of the step that starts at noise level ``level`` (sigma)."""
         return self.guided if is_within((self.low, self.high), level) else self.conditional
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
@@ -150,14 +151,14 @@ def guided_within(
 ) -> GuidedWithin:
     """Return a model of (x, t) that applies guidance only in an interval of noise levels, [I].
 
-    ``interval`` is (low, high). Where low <= sigma <= high, ``guided`` is called. Elsewhere ``conditional`` is called,
-    which saves the unconditional half of the batch. [I] excludes low itself. Here, a low of 0 includes all levels below
-    high, even the end of the trajectory. A level within 0.3 % of a bound counts as equal to the bound.
+    ``interval`` is (low, high). If low <= sigma <= high, ``guided`` is called, otherwise ``conditional``, which saves
+    the unconditional half of the batch. [I] excludes the bound low itself. Here the bound is included, so low = 0
+    includes even the end of the trajectory. A level within 0.3 % of a bound counts as equal to the bound.
 
-    Samplers decide once per step, by the noise level at its start, as [I]'s code does. So if Heun's first evaluation is
-    guided, its second, at the lower level of the step's end, is guided too. A direct call decides by ``noise_level``,
-    which maps the network's time to sigma, (B,); see ``Objective.noise_level``. All samples of a batch must have the
-    same noise level, as in every sampler.
+    Samplers decide once per step, by the noise level at its start, as [I]'s code does. So if the first evaluation of a
+    Heun step is guided, the second one is too, although its noise level is lower. A direct call of the returned model
+    uses ``noise_level``, which maps the network's time to sigma, (B,); see ``Objective.noise_level``. All samples of a
+    batch must have the same noise level, as in every sampler.
 
     Raises ValueError unless 0 <= low < high.
     """

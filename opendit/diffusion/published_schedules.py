@@ -1,8 +1,8 @@
 """Schedules of public models: the objective and sampler that a scheduler's configuration in diffusers describes.
 
 A published folder has the configuration in ``scheduler/scheduler_config.json``. Two schedulers of flow models are
-supported. FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) has times spaced evenly from 1 to 1 / steps,
-which pipelines pass to it. UniPCMultistepScheduler (Wan) needs ``use_flow_sigmas``. diffusers need not be installed.
+supported. FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) takes its times from the pipeline, evenly spaced
+from 1 to 1 / steps. UniPCMultistepScheduler (Wan) needs ``use_flow_sigmas``. diffusers need not be installed.
 """
 
 import math
@@ -16,15 +16,15 @@ from opendit.diffusion.objectives.flow import FlowObjective
 class PublishedSchedule(NamedTuple):
     """The objective and the sampler of a public model.
 
-    objective: its shift is set. If the shift depends on the number of tokens, ``for_tokens`` computes it.
-    sampler: name of the sampler that the model's own pipeline uses.
+    objective: the objective with its shift. If the shift depends on the number of tokens, ``for_tokens`` computes the
+    shift. sampler: name of the sampler that the model's own pipeline uses.
     """
 
     objective: FlowObjective
     sampler: str
 
 
-# Settings and the only value that is supported for each, which is the default in diffusers 0.42.1.
+# Settings for which only one value is supported, which is the default in diffusers 0.42.1.
 ALWAYS = {"num_train_timesteps": 1000}
 CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
@@ -53,7 +53,8 @@ EULER_READ = {
     "time_shift_type",
 }
 UNIPC_READ = {"prediction_type", "use_flow_sigmas", "flow_shift"}
-# Settings that flows don't use: for the noise schedules of other models, or for options that are off above.
+# Settings that have no effect for flows: they belong to other models' noise schedules, or to options that ALWAYS turns
+# off.
 UNIPC_UNUSED = {
     "beta_start",
     "beta_end",
@@ -109,7 +110,7 @@ def _euler(config: Mapping[str, Any]) -> PublishedSchedule:
         return PublishedSchedule(FlowObjective(_shift(config, "shift"), **common), "euler")
     if (law := config.get("time_shift_type", "exponential")) != "exponential":
         raise ValueError(f"time_shift_type {law!r}: not supported; give 'exponential'")
-    # As in calculate_shift of the pipelines, mu is linear in the number of tokens, and the shift is e^mu.
+    # mu is linear in the number of tokens, as in calculate_shift of the pipelines. The shift is e^mu.
     least, most = (_number(config, key, mu) for key, mu in (("base_shift", 0.5), ("max_shift", 1.15)))
     for key, mu in (("base_shift", least), ("max_shift", most)):
         if abs(mu) > 10:
@@ -137,7 +138,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], PublishedSchedule]] = {
 
 
 def _check(config: Mapping[str, Any], only: Mapping[str, Any], read: set[str]) -> None:
-    """Raise ValueError for a setting that differs from its value in ``only``, and for an unknown setting that is on."""
+    """Raise ValueError if a setting differs from its value in ``only``, or if an unknown setting is on."""
     for key, value in config.items():
         if key in only:
             if value != only[key] and (value or only[key]):  # null, false and empty all mean off

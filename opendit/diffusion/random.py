@@ -54,7 +54,7 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
-        # int64 products wrap modulo 2^64, so their 64 bits are those of the unsigned product.
+        # int64 products wrap modulo 2^64, so their bits equal those of the unsigned product.
         p0, p1 = c0 * _MUL[0], c2 * _MUL[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,

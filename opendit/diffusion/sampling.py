@@ -34,10 +34,10 @@ def sample_latents(
     """Draw fp32 latents: (B, C, h, w), or (B, C, t, h, w) for a clip model.
 
     Args:
-        y: the conditions, B rows, on the model's device.
-        null: the condition of guidance's unconditional half, one row.
+        y: the conditions of the B samples, on the model's device.
+        null: the null condition for guidance, as a batch of one.
         index: (B,) int64, indices of the samples in the whole job. A sample's noise depends only on ``seed`` and its
-            index. So it is the same in any batch and on any number of processes.
+            index. So the noise is the same in any batch and on any number of processes.
         objective: the objective that the model was trained with.
         steps: number of sampling steps.
         sampler: one of the objective's samplers; None for its default.

@@ -21,7 +21,7 @@ def draw_kept_tokens(
     if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
-    order = torch.sort(u, dim=1, stable=True).indices  # stable, so that every device breaks ties in the same way
+    order = torch.sort(u, dim=1, stable=True).indices  # a stable sort breaks ties in the same way on every device
     return order[:, : route.kept(tokens)].sort(dim=1).values
 
 

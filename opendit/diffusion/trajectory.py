@@ -28,8 +28,9 @@ class Trajectory(ABC):
     t)`` with x (B, C, ...) and the time in the unit of the objective's network, (B,).
     """
 
-    times: Sequence[float]  # (steps + 1,), or (steps,) if the last point is not evaluated; each class has its own unit
-    levels: Sequence[float]  # (steps + 1,) sigma / alpha, falling; guidance intervals use this unit
+    # (steps + 1,), or (steps,) if the last point is never evaluated; the unit depends on the class
+    times: Sequence[float]
+    levels: Sequence[float]  # (steps + 1,) sigma / alpha, descending; guidance intervals use this unit
     alphas: Sequence[float]  # (steps + 1,)
 
     @property
@@ -42,7 +43,8 @@ class Trajectory(ABC):
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """Return (steps or steps + 1, B). Row k is the ``point`` argument of ``denoise`` and ``slope`` at point k."""
+        """Return a tensor (steps or steps + 1, B). Row k is the argument ``point`` of ``denoise`` and ``slope`` at
+        point k."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype.
@@ -64,11 +66,13 @@ class Trajectory(ABC):
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x and the model's output in ``denoise`` at point k; None if there are none."""
+        """Return the weights of x and of the model's output in the result of ``denoise`` at point k; None if it is no
+        weighted sum."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x and the model's output in ``slope`` at point k; None if there are none."""
+        """Return the weights of x and of the model's output in the result of ``slope`` at point k; None if it is no
+        weighted sum."""
         return None
 
 

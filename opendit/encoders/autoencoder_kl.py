@@ -1,9 +1,9 @@
 """Stable Diffusion's autoencoder (Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", CVPR
 2022).
 
-The parameter names are those of diffusers' ``AutoencoderKL``, so that its files load unchanged. diffusers' class is not
-used because importing it takes longer than importing torch: the import also loads transformers, peft, torch's compiler
-and all models of diffusers. Tests compare the outputs of both classes bit for bit.
+The parameter names are those of diffusers' ``AutoencoderKL``, so that files of that class load unchanged. diffusers'
+class is not used because importing it takes longer than importing torch: the import also loads transformers, peft,
+torch's compiler and all models of diffusers. Tests compare the outputs of both classes bit for bit.
 
 Pixels are (B, 3, H, W), latents (B, C, h, w) with H = h * 2 ** (levels - 1).
 """
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
-# Name of an attention layer in older files -> current name.
+# Name of a layer of attention in older files -> current name.
 OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
 class Level(nn.Module):
     """Residual blocks at one resolution, optionally followed by a change of resolution.
 
-    samplers: attribute name of the module that changes the resolution. sampler: class of this module, or None.
+    samplers: name of the attribute that holds the module that changes the resolution. sampler: its class, or None.
     """
 
     def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
@@ -189,13 +189,14 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # Keep diffusers' order of the terms. The sum gets the memory format of its first term, channels last, and
-        # passes it on to the next layers. The memory format affects how convolutions round.
+        # Add the terms in diffusers' order. The sum gets the memory format of its first term, channels last, and passes
+        # this format on to the next layers, where it affects how convolutions round.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 
 class Downsample(nn.Module):
-    """Halve height and width. The convolution needs odd sides, so pad with zeros at the bottom and at the right."""
+    """Halve height and width. Pad with zeros at the bottom and at the right, because the convolution needs odd
+    sides."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -22,7 +22,7 @@ from opendit.models.conditioning import same_length
 
 
 class Conditioner(ABC):
-    """Base class of objects that make one kind of condition on one device."""
+    """Base class of objects that convert one kind of input to conditions, on one device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -33,16 +33,16 @@ class Conditioner(ABC):
 
     @abstractmethod
     def null(self) -> Condition:
-        """Return the null condition, one row."""
+        """Return the null condition, as a batch of one."""
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
-        """Return ``y`` with the null condition in the rows where ``dropped`` (B,) bool is True."""
+        """Return ``y`` with the null condition for the samples where ``dropped`` (B,) bool is True."""
         return where(dropped, self.null(), y)
 
     def of_clips(self, y: Condition, pixels: Tensor) -> Condition:
-        """Add the tokens of the first frames of clips (B, 3, T, H, W) in [-1, 1] to ``y``.
+        """Add tokens that encode the first frames of clips (B, 3, T, H, W) in [-1, 1] to the condition ``y``.
 
-        For a model that does not attend to such tokens, return ``y`` unchanged.
+        Return ``y`` unchanged if the model does not attend to such tokens.
         """
         return y
 
@@ -96,7 +96,7 @@ class CaptionConditioner(Conditioner):
         return TextCondition(*self.encoder.encode(captions)).to(self.device)
 
     def cut(self, captions: list[str], name: str) -> list[str]:
-        """Return one line about the captions that are too long for the encoder, or no line. name: start of the line."""
+        """Return one line that reports captions too long for the encoder, or no line. name: start of the line."""
         most = self.text.max_tokens
         count = byte_tokens if self.encoder is None else self.encoder.count_tokens
         if not (over := [tokens for tokens in count(captions) if tokens > most]):
@@ -170,7 +170,7 @@ class PublishedConditioner(CaptionConditioner):
         return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
     def _told(self, y: TextCondition) -> TextCondition:
-        """Add the guidance scale to the condition."""
+        """Add the embedded guidance scale to the condition."""
         if self.guidance is None:
             return y
         return replace(y, guidance=torch.full((len(y),), self.guidance, device=y.tokens.device))
@@ -184,8 +184,8 @@ def preview_labels(num_classes: int, count: int) -> Tensor:
 def class_number(name: str, names: Sequence[str]) -> int:
     """Return the number of the class with this name. Case is ignored.
 
-    A class name with commas is a list of names, and each of them matches. Raises ValueError if no class or more than
-    one class has the name; the message begins with the name.
+    A class name with commas is a list of names; matching one of these names is enough. Raises ValueError if no class or
+    more than one class has the name; the message begins with the name.
     """
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]

@@ -30,7 +30,8 @@ T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
 CONFIG = "config.json"
 PIPELINE_INDEX = "model_index.json"  # a folder with this file is a pipeline
-# Keys of a configuration that request code or weights from elsewhere -> words for the error message.
+# Keys that request code or weights from elsewhere -> words for the error message. A configuration must not have these
+# keys.
 REFUSED = {
     "auto_map": "names code to run",
     "custom_pipelines": "names code to run",
@@ -45,7 +46,7 @@ Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
-    """Return the name of the encoder to load: ``given`` by the user, else ``stored`` in a file.
+    """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``.
 
     A stored name must be one of KNOWN. Any other stored path or repository is untrusted and raises ValueError; the
     message names the flag with which a user can choose it.
@@ -60,7 +61,8 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path)
 
 
 class PretrainedConfig(OpenJsonObject):
-    """A configuration of transformers or diffusers. Unsafe requests are refused. Subclasses add bounds for keys."""
+    """A configuration of transformers or diffusers. Keys that could load other code or files are refused. Subclasses
+    bound the values of keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +72,8 @@ class PretrainedConfig(OpenJsonObject):
 
 
 def refuse_requests(value: Any) -> None:
-    """Raise ValueError if a configuration has, at any depth, a key of REFUSED or an attention from outside torch."""
+    """Raise ValueError if a configuration contains, at any depth, a key of REFUSED or an attention implementation from
+    outside torch."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key in REFUSED and item:
             raise ValueError(f"{key} {REFUSED[key]}, which is not done")
@@ -116,7 +119,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of all tensors in :func:`weight_files`. Raises as that function."""
+    """Read the shapes of all tensors in :func:`weight_files`. Raises the same errors as that function."""
     shapes = {}
     for path in weight_files(folder, stem):
         with open_safetensors(path) as file:
@@ -125,7 +128,7 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
 
 
 def weight_count(folder: Path, stem: str) -> int:
-    """Count the weights in :func:`weight_files` from the files' headers. Raises as that function."""
+    """Count the weights in :func:`weight_files` from the files' headers. Raises the same errors as that function."""
     return sum(map(math.prod, weight_shapes(folder, stem).values()))
 
 
@@ -145,7 +148,7 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a folder's model as the class ``name`` of transformers. Run no code of the folder, and read no pickles.
+    """Load a folder's model as the class ``name`` of transformers. No code in the folder is run, and no pickle is read.
 
     Raises ValueError for missing weights, and any error of transformers.
     """
@@ -189,7 +192,7 @@ def _no_progress_bars() -> Iterator[None]:
 def loading(what: str, needs: str = "") -> Iterator[None]:
     """Convert any error of a library that reads a folder to ValueError.
 
-    The message is: ``what`` can't be loaded (the reason), followed by ``needs``.
+    The message says that ``what`` can't be loaded and why, and ends with ``needs``.
     """
     try:
         yield
@@ -244,7 +247,8 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return the result of ``fetch(True)``, which uses the local cache only, or else of ``fetch(False)``.
+    """Return the result of ``fetch(True)``, which uses only the local cache. If that fails, return the result of
+    ``fetch(False)``, which downloads.
 
     Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message begins with ``what`` and ends
     with ``needs``.
@@ -256,7 +260,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     except (OSError, ValueError):
         pass
     try:
-        # The download would retry six times with growing pauses, so first probe whether the hub can be reached.
+        # A download would retry six times with growing pauses, so first check that the hub can be reached.
         probe_hub(constants.ENDPOINT)
         return fetch(False)
     except Exception as error:

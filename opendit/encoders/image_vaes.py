@@ -24,15 +24,16 @@ class OneFrame(nn.Module):
 
 
 class Packed(nn.Module):
-    """Wrapper of FLUX.2's autoencoder that packs 2 x 2 latent values into the channels of one.
+    """Wrapper of FLUX.2's autoencoder that packs each 2 x 2 latent values into the channels of one position.
 
-    This autoencoder has a batch norm with statistics of the packed latents. The codec normalises latents by them.
+    This autoencoder has a batch norm with the statistics of packed latents, with which the codec normalises latents.
     """
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        about = {"_class_name": type(vae).__name__, "patch_size": None}  # patch_size counts pixels, not packed latents
+        # remove patch_size, because code that reads it expects pixels, and here it counts packed latents
+        about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
 
@@ -44,5 +45,5 @@ class Packed(nn.Module):
 
 
 def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, Any]:
-    """Convert the statistics (C,) of a batch norm to the settings by which a codec normalises latents."""
+    """Convert a batch norm's statistics (C,) to a codec's settings for normalising latents."""
     return {"scaling_factor": None, "latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}

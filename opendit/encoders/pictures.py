@@ -32,8 +32,8 @@ def to_bytes(pixels: Tensor) -> Tensor:
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
     """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture.
 
-    Pictures with a height below ``smallest`` are magnified by a whole number. columns: number of columns; by default it
-    depends on the number of pictures.
+    Pictures less than ``smallest`` pixels high are enlarged by a whole factor. columns: number of columns, by default
+    chosen from the number of pictures.
     """
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
@@ -62,7 +62,7 @@ def one_line(caption: str) -> str:
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """Cut a caption to at most ``width`` pixels, but keep at least its first four characters."""
     line = one_line(caption[:10_000])
-    short = line[: 4 * width]  # limits the time of measuring; no character is narrower than a quarter pixel
+    short = line[: 4 * width]  # limits the time of measuring; every character is at least a quarter pixel wide
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
         return short
     fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
@@ -89,7 +89,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """Return one column per class if there are 4 to 12 classes, else None."""
+    """Return the number of columns for a grid with one class per column, if there are 4 to 12 classes; else None."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 

@@ -54,7 +54,8 @@ def check_index(folder: Path, family: Family) -> None:
 def names_class(entry: Any, library: str, class_name: str) -> bool:
     """Return True if an entry of ``model_index.json`` names this class.
 
-    NAME and NAMEFast count as the same tokenizer, because recent versions of transformers have one class for both.
+    NAME and NAMEFast count as the same tokenizer, because recent versions of transformers have only one class for both
+    names.
     """
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
         return False
@@ -110,7 +111,8 @@ def load_published_codec(
 ) -> ImageCodec | VideoCodec:
     """Load the autoencoder of a folder: a video codec if the family's latents have frames, else an image codec.
 
-    The other arguments are those of ``load_codec`` and ``load_video_codec``. Raises as :func:`check_vae`.
+    The other arguments are those of ``load_codec`` and ``load_video_codec``. Raises the same errors as
+    :func:`check_vae`.
     """
     load: Any = load_video_codec if family.latents.video else load_codec
     settings: dict[str, Any] = dict(dtype=dtype, chunk=chunk, tiling=tiling, compiled=compiled)

@@ -2,8 +2,8 @@
 
 A pipeline is built from tokenizers and text encoders only, without network, autoencoder and scheduler. Its method
 ``encode_prompt`` handles templates, cleaning, lengths, layers and padding. The table PROMPTS describes how to call the
-method and where its result has the tokens. The result is a :class:`TextCondition` for all families: tokens (B, L, D),
-mask (B, L) and pooled (B, P), with P = 0 for a family without a pooled vector.
+method and where the tokens are in its result. This module returns a :class:`TextCondition` for all families: tokens (B,
+L, D), mask (B, L) and pooled (B, P), with P = 0 for a family without a pooled vector.
 """
 
 import json
@@ -40,7 +40,8 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-CAPTIONS_AT_ONCE = 16  # at 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB
+# limits memory: at 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB
+CAPTIONS_AT_ONCE = 16
 # Class of transformers -> accepted values of model_type in config.json.
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),
@@ -56,10 +57,12 @@ CLASSES_OF_TOKENIZERS = (
     *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "LlamaTokenizer",
     "LlamaTokenizerFast",
 )  # fmt: skip
-# Processor of text and pictures -> class of its tokenizer.
+# Class of a processor for text and pictures -> class of its tokenizer.
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
-VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
-PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt whose cleaned form shows which cleaning is done
+# sets of files; a tokenizer has all files of one set
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))
+# a prompt that shows, by its cleaned form, which cleaning steps the pipeline does
+PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ class Prompts:
         masked: True if the second item of the result is the mask of the tokens (B, L), or None if no token is padding.
         layers: number of the encoder's layers whose outputs are concatenated to a token.
         dropped: number of tokens of the template before the prompt, which the result does not contain.
-        written: function (pipeline, prompt) -> text that the tokenizer gets.
-        bare: True if negative prompts, including the empty prompt, are encoded without the form of ``written``. Their
+        written: function (pipeline, prompt) -> the text to tokenize.
+        bare: True if negative prompts, including the empty prompt, are encoded without applying ``written``. Their
             tokens and mask are the third and fourth item of the result.
         unused: name of a component that the pipeline requires but that is not used here.
     """
@@ -215,7 +218,7 @@ class PublishedText:
         for start in range(0, len(captions), CAPTIONS_AT_ONCE):
             part = captions[start : start + CAPTIONS_AT_ONCE]
             with _quiet(type(self.pipeline).__module__):
-                # Pass copies of the list, because ZImagePipeline overwrites it.
+                # ZImagePipeline overwrites the list of prompts, so pass a copy.
                 bare = away and self.prompts.bare
                 more = {"do_classifier_free_guidance": True, "negative_prompt": list(part)} if bare else {}
                 found = self.pipeline.encode_prompt(
@@ -299,10 +302,8 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def text_widths(folder: Path, family: Family) -> tuple[int, int]:
-    """Return (width of the tokens, width of the pooled vector or 0). This reads no weights.
-
-    Raises as :func:`check_text`.
-    """
+    """Return (width of the tokens, width of the pooled vector or 0). This reads no weights. Raises the same errors as
+    :func:`check_text`."""
     prompts = _prompts(family)
     width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
     return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
@@ -320,7 +321,7 @@ def text_encoder_bytes(folder: Path, family: Family) -> int:
 def published_geometry(name: str) -> tuple[int, int, int] | None:
     """Return (width of the tokens, width of the pooled vector, maximum tokens of a prompt) for a pipeline's folder.
 
-    Return None if ``name`` is not such a folder. This reads no weights. Raises as :func:`check_text`.
+    Return None if ``name`` is not such a folder. This reads no weights. Raises the same errors as :func:`check_text`.
     """
     folder = Path(name).expanduser()
     family = family_in(name_of_folder(folder) or "")
@@ -374,7 +375,8 @@ def load_published_text(
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype
     components: dict[str, Any] = {}
-    for component, (_, class_name) in sorted(family.components.items()):  # text_encoder sorts before tokenizer
+    # alphabetical order puts a text_encoder before its tokenizer
+    for component, (_, class_name) in sorted(family.components.items()):
         if not component.startswith(("text_encoder", "tokenizer")):
             continue
         with loading(str(folder / component)):

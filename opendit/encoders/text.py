@@ -1,7 +1,7 @@
 """Encode captions with the frozen text encoders CLIP and T5, from a local folder or the hub.
 
 A text encoder is a plain object and not a module, so that it never becomes part of a model's state. The encoder
-``bytes``, which is trained with a model, is in opendit.models.bytes_text; this module only has its name and sizes.
+``bytes``, which is trained with a model, is in opendit.models.bytes_text; here are only its name and sizes.
 """
 
 import json
@@ -32,7 +32,8 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
-MOST_BYTES = 512  # maximum default length of the bytes encoder; the memory of its attention grows quadratically
+# maximum default number of tokens of the bytes encoder, because attention's memory grows quadratically
+MOST_BYTES = 512
 MOST_TEXT_TOKENS = 16_384  # limit of --max_text_tokens
 # Short name -> (repository on the hub, commit, geometry). Flan-T5 is used because its repository has safetensors and a
 # tokenizer that needs no extra package; the original T5 repositories have neither. The main branch of CLIP has pickled
@@ -41,7 +42,7 @@ HUB = {
     "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
 }
-T5_TOKENS = 120  # T5 has no limit; PixArt-alpha uses this number (Chen et al. 2024)
+T5_TOKENS = 120  # T5 has no maximum; this is the number that PixArt-alpha uses (Chen et al. 2024)
 # model_type in config.json -> (kind, class of transformers).
 CLASSES = {
     "clip": ("clip", "CLIPTextModel"),
@@ -57,9 +58,10 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model",
 )  # fmt: skip
-CHAT_TEMPLATE = "chat_template.jinja"  # template of a language model's tokenizer, if tokenizer_config.json lacks it
+# the chat template of a language model's tokenizer, if tokenizer_config.json lacks one
+CHAT_TEMPLATE = "chat_template.jinja"
 MOST_TOKENIZER_BYTES = 64 << 20
-# Classes of transformers that read only these files.
+# Classes of transformers' tokenizers that read no files except these.
 TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -79,7 +81,7 @@ class ClipSizes(OpenJsonObject):
 
 
 class TextEncoderConfig(PretrainedConfig, ClipSizes):
-    """The config.json of a text encoder, CLIP's or T5's."""
+    """The config.json of a text encoder (CLIP or T5)."""
 
     text_config: ClipSizes | None = None
     model_type: Word = ""
@@ -157,7 +159,7 @@ class TextEncoder:
             captions, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         mask = words.attention_mask.bool()
-        mask[:, 0] = True  # one token for empty captions, if the tokenizer adds no begin and end tokens
+        mask[:, 0] = True  # give empty captions one token, in case the tokenizer adds no begin and end tokens
         output = self.model(input_ids=words.input_ids, attention_mask=mask.long())
         tokens = output.last_hidden_state
         return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
@@ -198,8 +200,8 @@ def fitting_tokens(longest: int) -> int:
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
     """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens.
 
-    CLIP needs two tokens, for begin and end. bytes needs one token, and T5 needs one for the end. kind, longest: from
-    :func:`text_geometry`.
+    The minimum is two tokens for CLIP (begin and end), one for T5 (end), and one for bytes. kind, longest: kind and
+    maximum from :func:`text_geometry`.
     """
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
@@ -223,7 +225,7 @@ def load_text_encoder(
         max_tokens: number of tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such encoder; the message names the flag and the fix.
+        FileNotFoundError, ValueError: the encoder does not exist; the message names the flag and the fix.
     """
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
@@ -239,7 +241,7 @@ def load_text_encoder(
 def encoder_folder(name: str) -> Path:
     """Return the folder of the frozen encoder ``--text_encoder name``.
 
-    A repository on the hub has its folder in the local cache, and is downloaded if it is missing there. Raises as
+    For a repository on the hub, this is a folder in the local cache, downloaded if missing. Raises the same errors as
     :func:`load_text_encoder`.
     """
     return _folder(name, FILES, TOKENIZER_FILES)
@@ -268,7 +270,7 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
-    """Raise ValueError if the tokenizer needs code from outside transformers, or a file of it is too large.
+    """Raise ValueError if the tokenizer needs code from outside transformers, or one of its files is too large.
 
     classes: accepted values of tokenizer_class; None accepts a configuration without tokenizer_class.
     """
@@ -288,7 +290,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
-    """Return the folder of an encoder. A repository on the hub is downloaded to the local cache if it is missing there.
+    """Return the folder of an encoder. A repository on the hub is downloaded if it is missing in the local cache.
 
     files: required files. also: optional files. Raises FileNotFoundError if the repository can't be downloaded, and
     ValueError for a repository without a commit.
@@ -331,7 +333,7 @@ def _geometry(config: dict[str, Any]) -> tuple[str, int, int]:
     if CLASSES[config["model_type"]][0] == "t5":
         return "t5", config["d_model"], T5_TOKENS
     text = config.get("text_config") or config
-    # Some configurations omit values that equal CLIP's defaults, for example that of openai/clip-vit-base-patch32.
+    # Some configurations, for example that of openai/clip-vit-base-patch32, omit values that equal CLIP's defaults.
     return "clip", text.get("hidden_size", 512), text.get("max_position_embeddings", 77)
 
 

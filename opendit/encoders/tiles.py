@@ -1,6 +1,5 @@
-"""Decode large frames in overlapping tiles of one size, and blend the seams.
-
-Tiles don't depend on each other, so a batch can hold several tiles and ranks can share them.
+"""Decode large frames in overlapping tiles of one size, and blend the seams. Tiles don't depend on each other, so a
+batch can hold several tiles and ranks can share them.
 """
 
 from dataclasses import dataclass
@@ -43,8 +42,8 @@ class Tiles:
     def cut(self, latents: Tensor, scale: int = 1) -> Tensor:
         """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size).
 
-        The tiles of one sample follow each other, row by row. scale: to cut pixels instead of latents, the number of
-        pixels per latent value along a side.
+        The tiles of one sample follow each other, row by row. scale: number of pixels per latent value along a side, to
+        cut pixels instead of latents.
         """
         rows, columns = ([scale * start for start in starts] for starts in self.starts)
         height, width = (scale * side for side in self.size)
@@ -54,8 +53,8 @@ class Tiles:
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
         """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32.
 
-        Every pixel is the weighted mean of the tiles that contain it. The weight of a tile at a pixel rises with the
-        pixel's distance to those borders of the tile that are inside the frame, up to the overlap.
+        Every pixel is the weighted mean of the tiles that contain it. A tile's weight rises with the pixel's distance
+        from the tile's borders, up to the overlap. Borders of the tile at the frame's border don't count.
         """
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
@@ -77,7 +76,7 @@ class Tiles:
 def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
     """Return a tile's weights (length,) along one side.
 
-    From a border inside the frame the weights rise to 1 over ``overlap`` values. At a border of the frame they are 1.
+    At an inner border, the weights rise to 1 over ``overlap`` values. At the frame's border, the weights are 1.
     """
     places = torch.arange(length, device=device) + 0.5
     up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)

@@ -35,8 +35,8 @@ from opendit.encoders.folder import (
 from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
 from opendit.encoders.tiles import Tiles, tiles_of
 
-# Number of pixels (of one channel) that the VAE processes at once by default: 32 pictures of 256x256. This number of
-# pictures took 3.7 GiB to encode and 4.7 GiB to decode in half precision. 64 pictures at once were not faster.
+# Default number of pixels (of one channel) that the VAE processes at once: 32 pictures of 256x256. For these, encoding
+# took 3.7 GiB and decoding 4.7 GiB in half precision. 64 pictures at once were not faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
 
@@ -96,7 +96,7 @@ class Codec(ABC):
         """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of :meth:`decode` in slices. A slice has as many rows as the codec processes at once."""
+        """Yield the result of :meth:`decode` in slices. A slice has as many samples as the codec processes at once."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
@@ -153,14 +153,16 @@ class FrozenVAE(Codec):
         dtype: dtype of the weights and activations on a GPU; a CPU always computes in fp32.
         chunk: number of samples to process at once; by default as many as PIXELS_AT_ONCE allows.
         tiling: process large pictures in overlapping tiles with blended seams (opendit.encoders.tiles). The result is
-            close to the result without tiles, but not equal. It needs the memory of a few tiles only.
+            close to the result without tiles, but not equal. Tiling needs memory only for a few tiles.
         compiled: compile the decoder, once for every frame size. A batch that is smaller than the largest batch so far
             is padded to that size.
     """
 
     def __init__(
         self,
-        vae: Any,  # Any: both kinds have the same methods, but no common class
+        # Any, because diffusers' classes and AutoencoderKL of this package have the same methods but no common base
+        # class
+        vae: Any,
         *,
         name: str = "vae",
         device: torch.device | str = "cpu",
@@ -174,9 +176,9 @@ class FrozenVAE(Codec):
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = scale_and_shift(config | statistics_of(vae.state_dict()))
-        # The memory format stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and
-        # decoded 284 instead of 315 (SD's VAE in fp16 on an H200). Module.to of torch is called, because that of
-        # diffusers warns that a cast may harm layers kept in fp32. This VAE has no such layers.
+        # The memory format stays contiguous, because channels_last is slower: it encoded 555 instead of 728 pictures of
+        # 256x256 a second, and decoded 284 instead of 315 (SD's VAE in fp16 on an H200). diffusers' own ``to`` is
+        # avoided, because it warns that a cast may harm layers kept in fp32, and this VAE has none.
         self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
         self._rows: dict[tuple[int, ...], int] = {}  # shape of a latent -> batch size for which the decoder is compiled
@@ -186,9 +188,11 @@ class FrozenVAE(Codec):
         parts = []
         for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
-            # Continue in fp32, because exp() of a logarithm in half precision would cost a digit of the deviation.
+            # Continue in fp32. exp() of a logarithm in half precision would cost the standard deviation one digit of
+            # precision.
             found = self.vae.encode(part)
-            found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # diffusers wraps the tensor
+            # diffusers' classes wrap the tensor
+            found = found if isinstance(found, Tensor) else found.latent_dist.parameters
             mean, logvar = found.float().chunk(2, dim=1)
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
         return torch.cat(parts)
@@ -206,7 +210,8 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Decode latents of whole frames or of tiles without cutting them; see :meth:`decode_in_slices`."""
+        """Decode latents, of whole frames or of tiles, without cutting them into tiles; see
+        :meth:`decode_in_slices`."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -216,7 +221,7 @@ class FrozenVAE(Codec):
     def _decoded(self, latents: Tensor) -> Tensor:
         if self._compiled is None:
             decoded = self.vae.decode(latents)
-            return decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers wraps the tensor
+            return decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers' classes wrap the tensor
         count, sides = len(latents), tuple(latents.shape[1:])
         self._rows[sides] = rows = max(count, self._rows.get(sides, 0))
         filled = torch.cat([latents, latents[:1].expand(rows - count, *sides)]) if rows > count else latents
@@ -267,7 +272,8 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _bytes_of(weight: Tensor) -> Iterator[bytes]:
-    """Yield the bytes of a weight. The copy is made only on iteration, because copies of all weights may not fit."""
+    """Yield the bytes of a weight. Copy the weight only when its bytes are read, because memory may not hold copies of
+    all weights."""
     yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
@@ -315,7 +321,8 @@ KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
 
 
 def one_frame_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """Return what :func:`picture_geometry` returns, for ``AutoencoderKLWan`` or ``AutoencoderKLQwenImage``."""
+    """Return the sizes that :func:`picture_geometry` returns, for ``AutoencoderKLWan`` or
+    ``AutoencoderKLQwenImage``."""
     return config["z_dim"], 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
 
 
@@ -325,7 +332,7 @@ IMAGE_CLASSES: dict[str, Geometry] = {
     "AutoencoderKLWan": one_frame_geometry,
     FLUX2: lambda config: (4 * config["latent_channels"], 2 * picture_geometry(config)[1]),
 }
-# Class of diffusers -> wrapper with the encode and decode of AutoencoderKL.
+# Class of diffusers -> wrapper that gives it the methods encode and decode of AutoencoderKL.
 ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
     "AutoencoderKLQwenImage": OneFrame,
     "AutoencoderKLWan": OneFrame,
@@ -337,7 +344,7 @@ def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch
     """Load the autoencoder of ``--vae name``.
 
     Stable Diffusion's autoencoder is loaded as this package's ``AutoencoderKL``, unless ``own`` is false. Variants of
-    it and all other autoencoders are loaded as classes of diffusers, whose import takes seconds.
+    this autoencoder, and all others, are loaded as classes of diffusers, whose import takes seconds.
 
     classes: the classes of diffusers that are accepted.
 
@@ -444,7 +451,7 @@ def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
     """Return (class, configuration) of the VAE in a folder.
 
-    Raises FileNotFoundError or ValueError; ValueError also if the class is not one of ``classes``.
+    Raises FileNotFoundError, or ValueError, for example if the class is not one of ``classes``.
     """
     path = Path(name).expanduser() / FILES[0]
     try:
@@ -473,7 +480,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
 
 
 def _stored_statistics(folder: Path, class_name: str, config: dict[str, Any]) -> dict[str, list[float]]:
-    """Return latents_mean and latents_std, computed from the statistics among a VAE's weights."""
+    """Return latents_mean and latents_std, computed from the statistics that a VAE's weights contain."""
     found: dict[str, Tensor] = {}
     for path in weight_files(folder, STEM):
         with open_safetensors(path) as file:
@@ -495,7 +502,7 @@ def _needs() -> str:
 def vae_folder(name: str) -> Path:
     """Return the folder of ``--vae name``.
 
-    A VAE of the hub is in the local cache, and is downloaded if it is missing there.
+    For a VAE on the hub, this is a folder in the local cache, downloaded if missing.
     """
     if name not in HUB:
         return Path(name).expanduser()
@@ -536,7 +543,7 @@ def load_codec(
         device, dtype, chunk, tiling, compiled: see :class:`FrozenVAE`; "none" ignores them.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such VAE; the message names the flag and the fix.
+        FileNotFoundError, ValueError: the VAE does not exist; the message names the flag and the fix.
     """
     if name == "none":
         return PixelCodec(channels)

@@ -1,8 +1,8 @@
 """Convert clips to latents and back, with a picture codec per frame or a video autoencoder (CogVideoX, LTX, Wan).
 
-Video autoencoders are those of diffusers. Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video
-autoencoder is causal: the first frame becomes one latent frame, and each following group of ``temporal_downscale``
-frames becomes another. A picture is a clip of one frame.
+Video autoencoders come from diffusers. Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video
+autoencoder is causal: the first frame becomes one latent frame, and so does each following group of
+``temporal_downscale`` frames. A picture is a clip of one frame.
 """
 
 from abc import abstractmethod
@@ -41,7 +41,7 @@ TILE = 256
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
     """Return the number of latent frames of a clip of ``frames`` frames.
 
-    Raises ValueError, with the nearest valid numbers, if a clip of this length can't be encoded.
+    Raises ValueError if a clip of this length can't be encoded; the message gives the nearest valid numbers.
     """
     if frames >= 1 and (frames - 1) % temporal_downscale == 0:
         return (frames - 1) // temporal_downscale + 1
@@ -126,7 +126,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
-        # The classes of diffusers would silently drop excess frames.
+        # Check the size, because the classes of diffusers would silently drop excess frames.
         _, *expected = self.latent_shape(*pixels.shape[2:])
         tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
         self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
@@ -143,16 +143,17 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time. It treats the first one specially only if the clip has an
-        # odd number of latent frames. With an even number it decodes the first latent frame to temporal_downscale
-        # frames, of which only the last is valid. So keep the last frames.
+        # CogVideoX decodes two latent frames at a time. Only in a clip with an odd number of latent frames does it
+        # treat the first one specially. With an even number, it decodes the first latent frame to temporal_downscale
+        # frames, of which only the last is valid. So drop the first ones.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
     def _decoded(self, latents: Tensor) -> Tensor:
         if not self.vae.config.get("timestep_conditioning"):
             return super()._decoded(latents)
-        return self.vae.decode(latents, latents.new_zeros(len(latents))).sample  # time 0: the latents have no noise
+        # a timestep of 0 tells the decoder that the latents have no noise
+        return self.vae.decode(latents, latents.new_zeros(len(latents))).sample
 
     def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
         if list(result.shape[2:]) != expected:
@@ -252,7 +253,7 @@ def load_video_codec(
             than a tile; without, only for frames of more than TILED_ABOVE pixels.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such VAE; the message names the flag and the fix.
+        FileNotFoundError, ValueError: the VAE does not exist; the message names the flag and the fix.
     """
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))

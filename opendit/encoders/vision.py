@@ -22,7 +22,8 @@ NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2
 
 
 def vision_config(folder: str) -> Any:
-    """Return transformers' configuration of the vision encoder in ``folder``. Raises ValueError if there is none."""
+    """Return the configuration of the vision encoder in ``folder``, as an object of transformers. Raises ValueError if
+    there is none."""
     import transformers
 
     with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):

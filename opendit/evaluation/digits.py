@@ -21,16 +21,20 @@ from opendit.common.utils import hash_parts
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_split, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
-VERSION = "1"  # version of the code; increase it if the features change for another reason than the constants below
-WIDTH = 16  # width of the features, small because a covariance needs many more samples, and only 359 are held out
+VERSION = "1"  # version of this code; increase it if the features change although the constants below do not
+# width of the features: small, because a covariance of wide features needs many samples, and only 359 digits are held
+# out
+WIDTH = 16
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
-SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05  # augmentations: shift in half widths, noise in pixels of -1..1
+# augmentations: SHIFT in half widths, NOISE in pixel values (range -1..1), and label smoothing
+SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05
 COPY_QUANTILE = 0.01  # a sample is a copy if its distance to the nearest training digit is below this quantile
 
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # number of frames and size in pixels of the demo's clips
-HELD_OUT = 400  # number of clips of the 359 held-out digits
-PLACES, PATH_SCALE = 4, 10.0  # number of path points in the features; factor on their positions in frame widths
+HELD_OUT = 400  # number of clips, made from the 359 held-out digits
+# number of points of the path in the features, and factor by which their positions (in frame widths) are multiplied
+PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
 
@@ -99,7 +103,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
                     [batch, 1, SIZE, SIZE],
                     align_corners=False,
                 )
-                # + 1 and - 1, because grid_sample pads with 0, and the background is -1.
+                # grid_sample pads with 0, but the background is -1. So shift the pixels by 1 before, and back after.
                 pixels = F.grid_sample(x[rows] + 1, moved, align_corners=False) - 1
                 pixels = pixels + NOISE * torch.randn(pixels.shape, generator=generator, dtype=torch.float64)
                 loss = F.cross_entropy(head(hidden(pixels)), y[rows], label_smoothing=SMOOTHING)
@@ -114,7 +118,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread inside the context, because several threads multiply such small matrices more slowly."""
+    """Use one thread inside the context, because several threads are slower for such small matrices."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,9 +128,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first call trains, and its caller may be in inference mode
+@torch.inference_mode(False)  # the first call trains the classifier, and the caller may be in inference mode
 def picture_classifier() -> DigitClassifier:
-    """Return the classifier of the built-in training digits, trained at the first call."""
+    """Return the classifier of the built-in training digits. The first call trains it."""
     return train_classifier(*digits_split("train"))
 
 
@@ -140,7 +144,8 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """Hash the version, the constants and the digits, which determine the features of "pictures" or "clips"."""
+    """Hash everything that determines the features of "pictures" or "clips": the version, the constants and the
+    digits."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -176,7 +181,7 @@ SPLIT_NAMES = {"train": "train", "test": "held out"}
 
 @dataclass(frozen=True)
 class AskedDigits:
-    """The requested content of samples.
+    """The content that the user requested for each sample.
 
     Attributes:
         digits: the digit that each sample should show, (N,) int64.
@@ -219,9 +224,9 @@ def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
     """Return the share of samples that are copies of training digits.
 
-    A sample is a copy if its distance to the nearest training digit, ``nearest`` (N, 1), is below the COPY_QUANTILE of
-    the held-out digits' distances, ``held_out`` (M, 1). The share is about COPY_QUANTILE for samples like the held-out
-    digits and 1 for copies.
+    A sample is a copy if its distance to the nearest training digit, ``nearest`` (N, 1), is below a low quantile
+    (COPY_QUANTILE) of the held-out digits' distances, ``held_out`` (M, 1). If the samples are like the held-out digits,
+    the share is about COPY_QUANTILE. If all are copies, it is 1.
     """
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
@@ -244,7 +249,8 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
     """Render uint8 clips (T, H, W, 3) of the digits of a split. The four directions are equally frequent.
 
     Args:
-        count: number of clips. By default, HELD_OUT clips of the held-out digits, or one clip of every training digit.
+        count: number of clips. By default, HELD_OUT for the held-out split, and one for every digit of the training
+            split.
 
     Raises:
         ValueError: the clips would be longer than the demo's clips.
@@ -273,9 +279,9 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first call trains, and its caller may be in inference mode
+@torch.inference_mode(False)  # the first call trains the classifier, and the caller may be in inference mode
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
-    """Return the classifier of the digits in training clips, trained at the first call."""
+    """Return the classifier of the digits in training clips. The first call trains it."""
     real = real_clips("train", shape)
     grey = _grey(torch.from_numpy(np.array(real.media.read_all())).movedim(-1, 1))
     return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
@@ -339,7 +345,7 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
     """Return (N,) bool: True for each sample whose digit moved in the requested direction.
 
-    The movement along the direction must be larger than across it, and larger than a twentieth of the frame.
+    The displacement along this direction must exceed the displacement across it, and a twentieth of the frame.
 
     Args:
         moved: displacement (N, 2) in widths of the frame.

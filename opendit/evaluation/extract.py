@@ -1,8 +1,8 @@
-"""Compute features of samples: several networks on the same pixels, distributed over ranks, cached in parts on disk.
+"""Compute features of samples by several networks on the same pixels, distributed over ranks, with a cache on disk.
 
-The rank that draws a sample also computes its features, so no picture is written to disk. The rows of features are
-kept in OUTPUT/features/HASH, where HASH covers every setting that affects the features. A killed evaluation resumes
-from this folder, and the next evaluation of the same samples reads the features from there.
+The rank that draws a sample also computes its features, so no picture is written to disk. The features are stored in
+OUTPUT/features/HASH, where HASH covers every setting that affects the features. A killed evaluation resumes from this
+folder, and the next evaluation of the same samples reads the features from there.
 """
 
 import logging
@@ -35,18 +35,19 @@ from opendit.sampling.sampling_run import SamplingRun
 logger = logging.getLogger(__name__)
 
 FOLDER = "features"
-AHEAD = 3  # number of batches that are read while another batch is computed
+AHEAD = 3  # number of batches that are read ahead
 # Name of features -> shape for one sample. For clips, "pool" and "caption" have the shape (frames, width).
 Layout = dict[str, tuple[int, ...]]
 
 
 class Extractor:
-    """Networks of an evaluation as one function from pixels to features.
+    """Function from pixels to features that applies all networks of an evaluation.
 
     Args:
-        pictures: network for pictures or frames of clips. Gives "pool", and for pictures "spatial" and "logits".
-        clips: network for clips. Gives "clip"; for moving digits also "digit", "nearest" and "moved".
-        captions: CLIP, for the CLIP score. Gives "caption".
+        pictures: network for pictures or frames of clips. It gives the features "pool", and for pictures "spatial" and
+            "logits".
+        clips: network for clips. It gives "clip", and for moving digits also "digit", "nearest" and "moved".
+        captions: CLIP, for the CLIP score. It gives "caption".
         motion: True to measure "motion", the mean difference between frames.
         batch_size: number of pictures or frames at a time.
     """
@@ -121,7 +122,7 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of all samples, on the CPU. Only rank 0 has the features; ``arrays`` is empty on other ranks.
+    """Features of all samples, on the CPU. ``arrays`` is empty on ranks other than 0.
 
     Attributes:
         count: number of samples.
@@ -186,15 +187,15 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Fe
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """Select the settings that affect samples from the settings that sample.py records.
+    """Select those settings recorded by sample.py that affect the samples.
 
-    Settings that only select which files are kept are left out.
+    Settings that only select which files are written are left out.
     """
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 class _FiniteLatents:
-    """Check that latents are finite, because a NaN would be invisible in uint8 pixels.
+    """Checks that latents are finite, because a NaN would be invisible in uint8 pixels.
 
     A batch is checked while the next one is drawn, so that the host does not wait for the device.
     """
@@ -240,7 +241,8 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of features on disk. It finds the parts from an earlier start and the numbers of the missing parts."""
+    """Cache of features on disk. It finds the parts that an earlier start wrote, and the numbers of the missing
+    parts."""
 
     def __init__(
         self,
@@ -273,7 +275,7 @@ class _Store:
         make_folder(self.folder, root=self._output)
         try:
             found = find_unfinished_job(self.folder)
-        except ValueError:  # a damaged manifest
+        except ValueError:  # the manifest is damaged
             found = None
         if found is None or found.settings != job.settings or found.count != job.count:
             parts, missing = SampleCache(self.folder, job, self._output), None
@@ -316,7 +318,7 @@ class Sink:
     """Receiver of pixels that computes their features and writes the features into the cache.
 
     On a GPU, the networks run on a separate stream, parallel to the stream that draws samples. The features of a batch
-    are read back after the next batch has been launched, so that the device does not wait for the host.
+    are copied to the host only after the next batch has been launched, so that the device does not wait for the host.
     """
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
@@ -324,7 +326,8 @@ class Sink:
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # that stream loads the networks
+            # the current stream has loaded the networks
+            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
         """Accept uint8 pixels of the samples numbered ``index`` (B,). The caller may reuse the memory afterwards."""
@@ -332,7 +335,7 @@ class Sink:
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # This copy makes the host wait for this stream, which computes only features.
+            # The host waits for this copy, and therefore for this stream, which only computes features.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:

@@ -45,9 +45,9 @@ class Figure:
     Attributes:
         metric: name of the figure.
         value: the value.
-        network: the feature network: "pictures", "clips" or "captions".
+        network: kind of the feature network: "pictures", "clips" or "captions".
         interval: (low, high), or None.
-        interval_by: the method that gave the interval.
+        interval_by: name of the method that computed the interval.
         compared: True if the figure compares samples with the reference.
         truncated: number of captions that CLIP truncates.
         of_real: the same figure for real samples, or None if these are unknown.
@@ -134,7 +134,7 @@ def _rows(features: Tensor, device: torch.device) -> Tensor:
 
 
 def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None:
-    """Raise ValueError unless the samples have features for every requested metric, and at least one kind of features.
+    """Raise ValueError if the samples lack the features for a requested metric, or have no features at all.
 
     This check runs before anything is computed.
     """
@@ -195,7 +195,7 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of a metric's figures.
+    """Return the names of the figures that a metric consists of.
 
     Args:
         clips, inception: see :class:`MetricInputs`.
@@ -209,7 +209,7 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
         return ("frechet_distance",)
     if metric == "fvd":
         return ("fvd",)
-    # Only distances of Inception's features are called FID and sFID.
+    # The distances are called FID and sFID only if they are computed from Inception's features.
     name = metric if inception else {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
     return (f"frame_{name}" if clips else name,)
 
@@ -231,7 +231,7 @@ def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
 def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
         rows, reference = inputs.of(features), inputs.compared_with.gaussian(features, inputs.device)
-        assert reference is not None  # checked by plan
+        assert reference is not None  # plan() has checked this
         value = frechet_distance(Moments.of(rows).gaussian(), reference)
         interval, by, note = None, None, None
         samples = inputs.features[features]
@@ -330,7 +330,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:
-    """Return (mean, None, interval, name of the interval's method), the fields of :class:`Figure` after metric."""
+    """Return (mean, None, interval, name of the interval's method): the fields of :class:`Figure` after ``metric``."""
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None, None, None

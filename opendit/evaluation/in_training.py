@@ -1,4 +1,4 @@
-"""Evaluate a run's EMA weights during training, on a few samples that are drawn every --evaluate_every steps."""
+"""Evaluate a run's EMA weights during training, on samples that are drawn every --evaluate_every steps."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ from opendit.training.specification import RunSpecification, example_captions
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "evaluation"  # folder in the run's folder, where `opendit evaluate plot RUN` finds the figures
+FOLDER = "evaluation"  # folder in the run's folder in which `opendit evaluate plot RUN` looks for the figures
 PROMPTS = 64  # maximum number of captions, because their embeddings stay on the device
 
 
@@ -40,8 +40,8 @@ class RunEvaluation:
     reference and checks the metrics on every rank, before training begins.
 
     Attributes:
-        of: hash of everything besides the weights that affects the figures. Only figures with equal hashes are
-            compared.
+        of: hash of everything except the weights that affects the figures. Only figures with equal hashes are
+            comparable.
 
     Raises:
         ValueError, OSError: the evaluation is impossible; the message names the flag.
@@ -97,7 +97,7 @@ class RunEvaluation:
         spec, flags = self._spec, self._spec.flags
         return {
             "samples": spec.folder.name,
-            "samples_sha256": "",  # the weights are not saved
+            "samples_sha256": "",  # empty, because there is no file of the evaluated weights to hash
             "sampler": spec.objective.preview_sampler,
             "steps": flags.evaluate_steps,
             "guidance": flags.evaluate_cfg_scale,
@@ -110,7 +110,7 @@ class RunEvaluation:
 
     @property
     def _codec(self) -> Codec:
-        assert self._spec.codec is not None  # checked by the constructor
+        assert self._spec.codec is not None  # the constructor has checked this
         return self._spec.codec
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class RunEvaluation:
         """
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
-            assert model is not None  # because of everywhere=True
+            assert model is not None  # everywhere=True gives every rank a model
             features = self._features(model, sampler)
         figures: dict[str, float | None] = {}
         if mesh.is_main:
@@ -149,7 +149,8 @@ class RunEvaluation:
                     pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
-        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # exact, because all but one rank add 0
+        # exact, because each element is computed by one rank, and the other ranks add 0
+        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
         """Compute and log the figures, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
@@ -170,5 +171,5 @@ class RunEvaluation:
 
 
 def _encoded(conditioner: Conditioner, captions: list[str]) -> Condition:
-    assert isinstance(conditioner, CaptionConditioner)  # the model takes captions
+    assert isinstance(conditioner, CaptionConditioner)  # true for every model with captions
     return conditioner.encode(captions)

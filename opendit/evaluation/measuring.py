@@ -26,7 +26,7 @@ from opendit.training.fingerprint import code
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-REAL = 1_000  # maximum number of training digits that are evaluated for comparison with the samples
+REAL = 1_000  # maximum number of training digits to compare with the samples
 
 
 class Measuring:
@@ -58,7 +58,7 @@ class Measuring:
         self.extractor = self._networks.extractor(flags, mesh.device, samples.clips, self._with_captions)
         layout = _usable(self.extractor.layout(samples.shape), samples)
         check_features(flags.metrics, layout, self._with_captions)
-        self._real: RealSamples | None = None  # computed once, because a training run measures many times
+        self._real: RealSamples | None = None  # cached, because a training run measures many times
         self.reference = None
         if flags.reference is not None and _compares(flags):
             of_reference = self._networks.extractor(flags, mesh.device, samples.clips, captions=False)
@@ -212,7 +212,7 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
     """Compute the features of real digits.
 
-    It uses as many training digits as there are samples, but at most REAL, and all held-out digits.
+    The training digits are as many as the samples, but at most REAL. All held-out digits are used.
 
     Args:
         reference: True if the held-out digits are also the reference.
@@ -224,7 +224,7 @@ def real_samples(samples: DescribedSamples, extractor: Extractor, reference: boo
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """Drop the features "digit" and "moved" unless the requested digit and direction of each sample are known."""
+    """Drop the features "digit" and "moved" if the requested digit or direction is unknown for a sample."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}
@@ -237,7 +237,8 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, which alone has the reference's features. Return or raise its result on every rank."""
+    """Call ``decide`` on rank 0, which alone has the reference's features. Return its result, or raise its error, on
+    every rank."""
     value, problem = None, None
     if mesh.is_main:
         try:

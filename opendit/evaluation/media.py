@@ -61,7 +61,7 @@ class Media:
         clips: True for clips.
         read: function from a sample's number to its uint8 pixels.
         captions, labels: one per sample, or None.
-        read_range: function that reads a range of samples at once, or None if this is not faster.
+        read_range: function that reads a range of samples at once; None if it would not be faster than ``read``.
         how: other settings that affect the pixels, as text.
     """
 
@@ -214,7 +214,7 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
     """Open a folder of pictures, or of clips if the folder has no pictures.
 
-    If sample.py wrote the folder, only the files with a single sample are used.
+    If sample.py wrote the folder, only files with a single sample are used.
     """
     drawn = _drawn(path)
     if drawn:
@@ -231,7 +231,7 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
 
 
 def _drawn(path: Path) -> list[str]:
-    """Return the single-sample files that sample.py recorded in its folder, so without the contact sheet."""
+    """Return the files with a single sample that sample.py recorded in its folder, which excludes the contact sheet."""
     try:
         names = json.loads((path / INDEX).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -256,7 +256,7 @@ def _files(name: str, files: list[str], clips: list[bool], captions: list[str] |
         raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
     if clips[0] and options.image_size is None:
         raise ValueError(f"{name} holds clips; give --image_size, the pixels to which they are cropped and resized")
-    picture_suffixes()  # registers Pillow's formats now; otherwise the threads would race to register them
+    picture_suffixes()  # make Pillow register its formats now, because the threads would race to do so
     read = _read_clip if clips[0] else _read_picture
 
     def load(number: int) -> np.ndarray:
@@ -276,7 +276,7 @@ def _read_picture(file: str, options: MediaOptions) -> np.ndarray:
 
 
 def _read_clip(file: str, options: MediaOptions) -> np.ndarray:
-    assert options.image_size is not None  # checked by _files
+    assert options.image_size is not None  # _files() has checked this
     frames = (options.num_frames, options.frame_interval, options.image_size)
     clip = read_clip(file, *frames, start=None, fps=options.fps, as_bytes=True)
     return clip.pixels.permute(1, 2, 3, 0).contiguous().numpy()

@@ -149,7 +149,7 @@ def _merged(all_moments: Iterable[Moments]) -> Moments:
     return merged
 
 
-SPLIT = 5000  # samples in a split; the Inception score is the mean over splits (as in ADM)
+SPLIT = 5000  # number of samples in a split; the Inception score is a mean over splits (as in ADM)
 SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets (as in torch-fidelity)
 
 
@@ -165,7 +165,7 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | 
         log_p = part.double().log_softmax(dim=1)
         p = log_p.exp()
         marginal = p.mean(dim=0)
-        # xlogy is 0 for a class without samples.
+        # xlogy is 0 for a class with probability 0
         divergence = (p * log_p).sum(dim=1).mean() - torch.special.xlogy(marginal, marginal).sum()
         scores.append(divergence.exp())
     scores = torch.stack(scores)
@@ -181,8 +181,8 @@ def kernel_distance(
     number of samples.
 
     Returns:
-        Mean and standard deviation over random subsets of ``size`` samples of each set. Equal numbers of samples always
-        give the same subsets.
+        Mean and standard deviation over random subsets of ``size`` samples of each set. The subsets depend only on the
+        numbers of samples.
     """
     size = min(size, len(samples), len(reference))
     if size < 2:
@@ -202,8 +202,8 @@ def kernel_distance(
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
     """Compute the unbiased squared MMD of x and y, (n, D) each.
 
-    The result is the mean kernel between different samples of a set, summed over both sets, minus twice the mean kernel
-    between the sets.
+    The result is the sum of three terms: for each set, the mean kernel value of pairs of different samples of this set;
+    and -2 times the mean kernel value of pairs with one sample of each set.
     """
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
@@ -233,7 +233,8 @@ def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGH
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    centre = reference.mean(dim=0)  # distances come from products, which are more exact near the origin
+    # squared distances are computed from products, which are more exact if the features are centred
+    centre = reference.mean(dim=0)
     samples, reference = samples.float() - centre, reference.float() - centre
     return (
         float(_inside(samples, reference, _radii(reference, neighbours)).double().mean()),

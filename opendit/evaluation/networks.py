@@ -1,7 +1,7 @@
-"""Load a feature network from a file or a folder, as a function from pictures or clips to rows of numbers.
+"""Load a feature network from a file or a folder, as a function from pictures or clips to feature vectors.
 
-Nothing is downloaded. Weights are read with ``weights_only=True``. Code in folders of transformers is not run; the same
-holds for folders of text encoders (opendit/encoders/folder.py).
+Nothing is downloaded. Weights are read with ``weights_only=True``. Code in a folder of transformers is never run, as
+for text encoders (opendit/encoders/folder.py).
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def load_network(
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        ValueError: the path holds no such network, or a file with a published name has other contents.
+        ValueError: the path holds none of these, or a file has a published file's name but other contents.
     """
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
@@ -148,7 +148,7 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
             raise ValueError(f"{path} is a network of pictures; features of clips need another, such as I3D")
         return _with_resize(ScriptedInception(script), how), True, how
     arguments = {argument.name for argument in script.forward.schema.arguments}
-    if {"rescale", "resize", "return_features"} <= arguments:  # StyleGAN-V's I3D
+    if {"rescale", "resize", "return_features"} <= arguments:  # the signature of StyleGAN-V's I3D
         if not clips:
             raise ValueError(f"{path} is a network of clips; features of pictures need another, such as Inception")
         return (
@@ -194,7 +194,7 @@ def _inception(path: Path) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Set full float32 or TF32 for matrix products and convolutions inside the context."""
+    """Compute matrix products and convolutions in full float32 or in TF32 inside the context."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -212,7 +212,8 @@ _INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A published file with its usual name. ``sha256`` is None if no hash is published; then any file is accepted."""
+    """A published weights file: its usual name and hash. If ``sha256`` is None, no hash is published, and any file is
+    accepted."""
 
     name: str
     sha256: str | None
@@ -282,7 +283,7 @@ def is_known(sha256: str) -> bool:
 # ------------------------------------------------------------------------------------------ FID's Inception
 
 INCEPTION_SIDE = 299  # height and width of the input in pixels
-SPATIAL_CHANNELS = 7  # channels of Mixed_6d's first branch in ADM's spatial features, which are 17 x 17 x 7 numbers
+SPATIAL_CHANNELS = 7  # ADM's spatial features are the first 7 channels of Mixed_6d's first branch: 17 x 17 x 7 numbers
 
 
 class ScriptedInception(nn.Module):
@@ -339,9 +340,10 @@ FOLDER_WEIGHTS = "model"
 PREPROCESSOR = "preprocessor_config.json"
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-USUAL_SIDE = 224  # input size in pixels for a folder that does not have it
+USUAL_SIDE = 224  # input size in pixels if the folder does not specify it
 CAPTIONS_AT_ONCE = 256
-# model_type of config.json -> (class of transformers, mean and deviation of colours, True for a model for clips)
+# model_type in config.json -> (class of transformers, mean and standard deviation of colours, True if the model is for
+# clips)
 CLASSES = {
     "clip": ("CLIPVisionModelWithProjection", CLIP, False),
     "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP, False),
@@ -367,7 +369,8 @@ class FolderNetwork:
 
 
 def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwork:
-    """Load a folder's model. Features are CLIP's projected embedding, DINOv2's class token, or VideoMAE's mean token.
+    """Load a folder's model. The features are CLIP's projected embedding, DINOv2's class token, or the mean of
+    VideoMAE's tokens.
 
     Raises ValueError if the folder holds none of these models, or a picture model for clips, or vice versa.
     """
@@ -421,7 +424,7 @@ def load_model(folder: Path, name: str) -> Any:
 
 
 def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
-    """Return (side in pixels, mean, deviation) from the folder's preprocessor, or the model's usual values."""
+    """Return (side in pixels, mean, standard deviation) from the folder's preprocessor, or the model's defaults."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():
         found = read_file(path, PRETRAINED)

@@ -18,7 +18,7 @@ from opendit.evaluation.results import Measurement, read_results, why_not_compar
 LOG, FOLDER = "log.jsonl", "evaluation"  # the log of a run, and the subfolder that may hold its figures
 ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # tell the lines of one run apart
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # distinguish the lines of one run
 SMOOTH = 50  # maximum number of points in the curve of the training loss
 
 
@@ -41,7 +41,7 @@ class PlottedRun:
     by_noise: list[tuple[float, float]] = field(default_factory=list)
 
 
-PlotPoint = tuple[float, float, float | None, float | None]  # x, y, low, high
+PlotPoint = tuple[float, float, float | None, float | None]  # (x, y, low, high)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# (title, name of the x axis, scale of the x axis, function for x, functions for the parts of a line's name)
+# (title, label of the x axis, scale of the x axis, function that returns x, functions that return the parts of a line's
+# name)
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
@@ -176,7 +177,7 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each model and each combination of ``others``.
+    """Return a line for each model and each combination of the values of ``others``.
 
     Rows without an x are skipped. If several rows have the same x, the last one is used.
     """
@@ -219,7 +220,8 @@ def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
 
 
 def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return the rows that are comparable with the last row of their metric, and messages about the other rows."""
+    """Keep the rows that are comparable with the last row of their metric. Return these rows, and messages about the
+    others."""
     last = {row.metric: row for row in rows}
     kept, left_out = [], {}
     for row in rows:
@@ -266,14 +268,14 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
 
 
 def _draw(found: Sequence[PlotPanel], output: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure in memory and needs a display
 
     names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
     columns = min(ACROSS, len(found))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
     for panel, axes in zip(found, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
-        drawn: Counter[str] = Counter()  # number of lines by run
+        drawn: Counter[str] = Counter()  # run -> number of lines drawn so far
         for line in panel.lines:
             x, y, low, high = zip(*line.points, strict=True)
             number, style = drawn[line.run], {"color": f"C{names.index(line.run)}"}
@@ -281,7 +283,7 @@ def _draw(found: Sequence[PlotPanel], output: Path) -> None:
             style["linestyle"] = STYLES[number % len(STYLES)]
             style["marker"] = MARKERS[number % len(MARKERS)] if len(x) < SMOOTH // 2 else ""
             errors = None
-            if any(value is not None for value in low):  # errorbar takes distances, not end points
+            if any(value is not None for value in low):  # errorbar takes distances from the value, not end points
                 ends = zip(low, y, high, strict=True)
                 sides = [(0, 0) if a is None else (max(b - a, 0), max(c - b, 0)) for a, b, c in ends]
                 errors = list(zip(*sides, strict=True))

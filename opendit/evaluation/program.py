@@ -36,7 +36,7 @@ from opendit.parallel.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 EARLIER_ROWS = 12  # maximum number of earlier results that are shown above the new ones
-DRY_RUN_BATCHES = 4  # batches per process, after an untimed first batch, which compiles and records kernels
+DRY_RUN_BATCHES = 4  # timed batches per process; an untimed batch comes first, which compiles and records kernels
 
 
 def run(flags: EvaluateConfig) -> None:
@@ -51,8 +51,8 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
 
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
 
-    The figures are also appended to ``results.jsonl`` in the folder ``config.output``. If torchrun starts the script on
-    several processes, only rank 0 gets the figures.
+    The figures are also appended to ``results.jsonl`` in the folder ``config.output``. With torchrun, only rank 0 gets
+    the figures.
 
     Raises:
         ValueError: the configuration can't work; the message names the flag and the fix.
@@ -75,7 +75,7 @@ def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lam
     Ranks other than 0 get an empty list.
 
     Args:
-        started: called once after all checks of the flags, before the long work begins.
+        started: function to call once, after all flags have been checked and before the long work begins.
     """
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
@@ -149,7 +149,7 @@ def _show(output: Path, found: list[Measurement]) -> None:
 
 
 class NoNetwork(Extractor):
-    """Replacement for the networks of an evaluation that computes nothing, to time the drawing alone."""
+    """Extractor without networks that computes nothing, to measure the time of drawing alone."""
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         return {"pool": torch.zeros(len(pixels), 1, device=self.device)}

@@ -20,7 +20,8 @@ from opendit.evaluation.metrics import Gaussian, Moments
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.model_loading import SOURCE_FPS
 
-# Features -> names of their mean and covariance in an .npz. The first two are ADM's names for Inception's features.
+# Name of features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception's
+# features.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
 SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
@@ -97,7 +98,8 @@ def _reference_of(
     mesh: Mesh,
     gaussians: dict[str, Gaussian],
 ) -> Reference:
-    """Compute the features of samples, and return a reference with them and the known statistics. Collective."""
+    """Compute the features of samples. Return a reference with these features and the statistics ``gaussians``.
+    Collective."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 
@@ -107,7 +109,7 @@ def real_digits(split: str, clips: MediaOptions | None, count: int | None = None
 
     Args:
         clips: options for reading clips, to get moving digits; None for pictures.
-        count: number of samples; None for the usual number in a reference.
+        count: number of samples; None for the default number of a reference.
     """
     if clips is None:
         return real_pictures(split, count)

@@ -16,7 +16,7 @@ from opendit.config.names import DIGITS
 
 FILE, SWEEP_FILE = "results.jsonl", "sweep.csv"
 SWEEP_COLUMNS = ("metric", "steps", "guidance", "value", "low", "high", "count", "sampler", "seed", "samples")
-# Field -> name in messages. Two figures of one metric are comparable only if these fields are equal.
+# Field -> name in messages. Two figures of a metric are comparable only if all these fields are equal.
 COMPARED_FIELDS = {
     "count": "samples",
     "reference_sha256": "reference",
@@ -28,7 +28,8 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-OFTEN_UNKNOWN = ("labels", "rounding")  # compared only if both results have them; samples of other tools lack them
+# compared only if both results have these fields; samples of other programs lack them
+OFTEN_UNKNOWN = ("labels", "rounding")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Measurement:
         rounding: the method of rounding pixels to uint8.
         drawn: all settings that affect the samples, as in the manifest of a sampling job.
         truncated: number of captions that CLIP truncates.
-        of_real: the same figure for real samples, which bounds the reachable values: for the Fréchet distance of
-            digits, training digits; for their accuracy, held-out digits.
+        of_real: the same figure for real samples, as a bound of what samples can reach. The real samples are training
+            digits for the Fréchet distance, and held-out digits for the accuracy.
         note: a remark for the user.
     """
 
@@ -127,7 +128,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table, followed by a line for each row that is not comparable with its metric's last row."""
+    """Format an aligned table. Below it, add a line for each row that is not comparable with the last row of its
+    metric."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"

@@ -95,7 +95,7 @@ def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
 
 def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval, flags.fps)
-    assert flags.samples is not None  # checked by open_samples
+    assert flags.samples is not None  # open_samples() has checked this
     media = open_media(flags.samples, "--samples", options)
     if flags.num_samples is not None:
         if flags.num_samples > media.count:
@@ -104,7 +104,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
     details = {"samples": media.name, "samples_sha256": media.sha256}
-    # The pictures of the reference are cropped like the samples: to the samples' size if the samples are square.
+    # If the samples are square, crop and resize the reference's pictures to the same size.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
@@ -175,14 +175,16 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
-    """Replace the checkpoint's example captions by captions of all digits, for clips also of all directions."""
+    """Replace the checkpoint's example captions by captions that ask for all digits, and for clips also for all
+    directions."""
     digits = all_captions(sampling.model.config.is_video)
     assert isinstance(sampling.conditioner, CaptionConditioner)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
 
 
 def name_of(weights: Path) -> str:
-    """Return a name for weights: RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, else the path's last part."""
+    """Return a name for weights: RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the last part of the
+    path."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")

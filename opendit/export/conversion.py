@@ -1,6 +1,6 @@
 """Convert OpenDiT checkpoints to and from diffusers' DiTPipeline folders and Meta's .pt files.
 
-Two properties of diffusers' DiTTransformer2DModel need care:
+Two properties of diffusers' DiTTransformer2DModel matter here:
 
 - It hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's model has 0. So the output of
   a stock pipeline has a small error, which :func:`load_pipeline` removes.
@@ -78,7 +78,8 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. No tensors share memory, as safetensors requires.
+    """Convert OpenDiT's state dict to DiTTransformer2DModel's names. No two tensors share memory, because safetensors
+    requires this.
 
     The label table grows to DiTPipeline's 1000 classes. The null class moves to row 1000, and new rows are zero.
     """
@@ -167,13 +168,14 @@ def export_diffusers(
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
     deviation = stock_deviation(network.eval(), transformer)
-    decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)  # a pipeline can only save diffusers' own classes
+    # diffusers' own class, the only kind that a pipeline can save
+    decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
     scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any, because diffusers declares an enum where it takes a string
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     make_folder(output)
-    # Write to a new folder, because diffusers would follow links in an existing one.
+    # Write to a new folder, because diffusers would follow links in an existing folder.
     with tempfile.TemporaryDirectory(prefix=".partial.", dir=output) as made:
         try:
             pipeline.save_pretrained(made, max_shard_size=most_bytes)
@@ -227,7 +229,7 @@ def import_weights(
         weights.info["vae"] = _name_or_path(vae)
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
     written, *_ = write_weights(output, weights.state, metadata, most_bytes)
-    read_newest(written)  # a check: fails unless the written file is a complete model
+    read_newest(written)  # fails unless the written file is a complete model
     return weights.info["model"], written
 
 

@@ -1,7 +1,7 @@
 """Write the LoRA of a public model as one file, with the names of diffusers, ComfyUI, or kohya's trainers.
 
-diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B includes alpha / rank, without alphas
-comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, which ComfyUI needs per family
+diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B is multiplied by alpha / rank, no alphas
+comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
 kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight      the authors' layers
 """
 
@@ -28,7 +28,7 @@ from opendit.export.published import name_of
 from opendit.models.families.base import Family
 from opendit.models.lora import Lora, check_lora
 
-LARGEST = 50 * 10**9  # maximum bytes of a file, so large that a LoRA is always one file
+LARGEST = 50 * 10**9  # maximum size of a file in bytes, so large that every LoRA fits into one file
 
 
 def export_lora(

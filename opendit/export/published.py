@@ -35,7 +35,7 @@ def export_published(
     """Write a folder that diffusers loads: ``base`` with other weights.
 
     The files of other components are hard links to the files in ``base`` if both are on one disk, else copies. The new
-    folder gets its final name after all files are written. Then an existing folder with this name is removed.
+    folder gets its final name, and replaces an existing folder, after all files are written.
 
     Args:
         state: weights by OpenDiT's names.
@@ -48,7 +48,7 @@ def export_published(
 
     Raises:
         ValueError: the weights do not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds
-            something else than a pipeline. The message is one line.
+            something other than a pipeline. The message is one line.
         OSError: a file can't be written.
     """
     output = Path(os.path.abspath(output))
@@ -58,7 +58,8 @@ def export_published(
     weights = base.published(state, source)
     new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
     remove_tree(new)
-    inside = base.transformer.name if base.pipeline else TRANSFORMER  # may name one of two networks
+    # in a pipeline with two networks, either name is possible
+    inside = base.transformer.name if base.pipeline else TRANSFORMER
     make_folder(new / inside, root=root)
     try:
         left_out = []
@@ -69,7 +70,7 @@ def export_published(
             file_id(path, base.root)
             link_or_copy(path, new / place, root=root, make=True)
         link_or_copy(base.transformer / CONFIG, new / inside / CONFIG, root=root)
-        # The metadata of the run are not copied, because they contain captions and paths.
+        # Don't copy the metadata of the run, because they contain captions and paths.
         said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
         metadata = {**said, **base.files.metadata, "format": "pt"}
         write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
@@ -94,7 +95,8 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
 
 
 def _take_place(new: Path, output: Path, old: Path) -> None:
-    """Rename the folder ``new`` to ``output``. An existing ``output`` becomes ``old``, which is removed at the end."""
+    """Rename the folder ``new`` to ``output``. An existing ``output`` is first renamed to ``old`` and finally
+    removed."""
     if not output.exists() or not os.listdir(output):
         return rename(new, output)
     rename(output, old)
@@ -107,7 +109,7 @@ def _take_place(new: Path, output: Path, old: Path) -> None:
 
 
 def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
-    """Yield (file, path relative to the pipeline) for all files besides the network.
+    """Yield (file, path relative to the pipeline) for all files except those of the network.
 
     These are the components in model_index.json, the index itself, and licences.
     """
@@ -132,7 +134,7 @@ def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if ``name`` is a plain name, so that it can't lead out of the pipeline's folder."""
+    """Return True if ``name`` contains no folders, so that it can't lead out of the pipeline's folder."""
     return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
 
 

@@ -47,9 +47,9 @@ def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 def attention() -> AbstractContextManager[Any]:
     """Return a context in which ``F.scaled_dot_product_attention`` uses the kernel measured fastest on this GPU.
 
-    With torch.compile, enter the context inside the compiled function. There the context excludes cuDNN, because
-    compiled code would get wrong gradients from cuDNN (opendit.models.attention). A context entered around a compiled
-    function can't detect the compilation.
+    With torch.compile, enter the context inside the compiled function. The context then excludes cuDNN, which gives
+    compiled code wrong gradients (opendit.models.attention). If the context is entered outside the compiled function,
+    it can't detect the compilation.
     """
     order = [SDPBackend.MATH]
     if torch.compiler.is_compiling():

@@ -1,4 +1,5 @@
-"""An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), working weights.
+"""An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), and working weights,
+which are copies of the masters in the forward pass's dtype.
 
 A ZeRO step reads gradient, master, both moments and the averages once and writes them once: 36 bytes per parameter with
 one average and bf16 gradients and weights. Separate operations move twice as much. Before the step, one pass over the
@@ -32,9 +33,9 @@ from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
 
-# Elements and warps per program. Time of norm and update for DiT-XL/2 (675 M parameters) on an H200, in ms: 2048
-# elements and 2 warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, because registers
-# spill.
+# Elements and warps per program. Times of norm and update for DiT-XL/2 (675 M parameters) on an H200, in ms, for
+# (elements, warps): (2048, 2) 6.35, (4096, 4) 6.55, (1024, 4) 6.71, (512, 4) 6.78, (2048, 4) 6.98. (4096, 2) takes 49,
+# because registers spill.
 BLOCK, WARPS = 2048, 2
 FP16_MAX = 65504.0
 
@@ -61,8 +62,8 @@ def adamw_ema_reference(
     weights. All updates are in place.
 
     A tensor without a gradient (None) keeps its master and moments, but its averages are updated. For a tensor without
-    second moments, the gradient is the update's direction:
-    master = (1 - lr * weight_decay) * master - lr * gradient.
+    second moments, the gradient is the direction of the update: master = (1 - lr * weight_decay) * master - lr *
+    gradient.
     """
     used = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is not None]
     directed = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is None]
@@ -76,7 +77,7 @@ def adamw_ema_reference(
         [exp_avgs[i] for i in used],
         [cast(Tensor, exp_avg_sqs[i]) for i in used],
         [],
-        [torch.full((), count - 1, device=masters[i].device) for i in used],  # adamw increments it
+        [torch.full((), count - 1, device=masters[i].device) for i in used],  # adamw increments the count before use
         fused=True,
         amsgrad=False,
         beta1=betas[0],
@@ -104,14 +105,14 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp values to fp16's range, which they exceed if the momentum of earlier gradients is large."""
+    """Clamp values to fp16's range if ``dtype`` is fp16. Values exceed this range if the momentum of earlier gradients
+    is large."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Row numbers of the address table. The averages have rows AVERAGE, AVERAGE + 1, ... Address 0 means that there is no
-# tensor.
+# Rows of the address table. The averages have the rows AVERAGE, AVERAGE + 1, and so on. The address 0 means no tensor.
 _constant = tl.constexpr if TRITON else int
 SIZE, GRADIENT, WORKING_COPY, MASTER, EXP_AVG, EXP_AVG_SQ, AVERAGE = map(_constant, range(7))
 
@@ -193,8 +194,8 @@ def _update_kernel(
     """Update moments, masters, averages and working weights of block ``first`` + program, unless scalars[0] is 0.
 
     The first moments lie ``shift`` bytes after their addresses in the table, the second moments ``shift`` + ``stride``
-    bytes. MIXED: update only tensors without second moments (DIRECTED), or only tensors with them (not DIRECTED),
-    because a kernel that did both would spill registers.
+    bytes. MIXED: some tensors have no second moments, and this launch updates only these (DIRECTED) or only the others.
+    One kernel for both would spill registers.
     """
     block = first + tl.program_id(0)
     table += tl.load(blocks + 2 * block)
@@ -208,7 +209,7 @@ def _update_kernel(
         low_bits = tl.load(table + GRADIENT * tensors)
         for row in tl.static_range(WORKING_COPY, AVERAGE + AVERAGES):
             low_bits |= tl.load(table + row * tensors)
-        # Most blocks are complete and belong to aligned tensors, so that they need no mask.
+        # Most blocks are complete and aligned, so that they need no mask.
         if (start + BLOCK <= size) & (low_bits % 16 == 0):
             everything = tl.full((BLOCK,), 1, tl.int1)
             _update_block(
@@ -269,7 +270,7 @@ def _momentum_kernel(
 
 
 def constant_decays(decays: Sequence[float], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function for :meth:`FusedStep.attach` whose decays don't depend on the number of updates."""
+    """Return constant decays as a function of the number of updates, for :meth:`FusedStep.attach`."""
     values = torch.tensor(decays, dtype=torch.float64).to(device)
     return lambda updates: values
 
@@ -286,12 +287,12 @@ class FusedStep:
             has None in exp_avg_sqs. Moments may be kept in 8 bits, but not together with Muon or with host memory.
         working: copies of the masters in the precision of the forward pass, which every step rewrites; or None.
         count: 0-dim fp32 tensor on the masters' device: number of steps without skipped steps; changed in place.
-        counted: for each gradient, True if :meth:`square_sum` on this rank includes the gradient's squares, False if
-            another rank includes them. None: this rank includes all gradients.
+        counted: for each gradient, True if :meth:`square_sum` on this rank includes its squares, False if another rank
+            does. None: this rank includes all gradients.
 
     Attributes:
-        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1, or 0 to skip the step; the factor
-            of the gradients; two bias corrections; and 1 - decay of each of the K averages.
+        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device. The elements are 1, or 0 to skip the
+            step; the factor of the gradients; two bias corrections; and 1 - decay of each of the K averages.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices don't fit.
@@ -336,7 +337,7 @@ class FusedStep:
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
         self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
-        # 1 for each block whose squares this rank counts, otherwise 0. None: this rank counts all blocks.
+        # For each block, 1 if this rank counts its squares, else 0. None: this rank counts all blocks.
         self._block_counts = None
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)
@@ -344,7 +345,8 @@ class FusedStep:
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
-        """Make every later step that is not skipped also do average += (1 - decay) * (master - average).
+        """Add averages, which every later step updates by average += (1 - decay) * (master - average) unless it is
+        skipped.
 
         Args:
             averages: for each average, its fp32 tensors, in the masters' sizes and order. May be empty although there
@@ -361,8 +363,8 @@ class FusedStep:
         """Return the sum of all squared gradients, 0-dim float64 on the device, with the same bits in every run.
 
         Args:
-            gradients: one for each master, of the same size, or None; all bf16, all fp16 or all fp32. This object keeps
-                the gradients until :meth:`update`.
+            gradients: for each master, a gradient of the same size or None; all bf16, all fp16 or all fp32. This object
+                holds the gradients until :meth:`update`.
         """
         self._gradients = [None if g is None else g.detach().contiguous() for g in gradients]
         present = [g for g in self._gradients if g is not None]
@@ -394,7 +396,7 @@ class FusedStep:
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Decide on the device if the step is taken, compute its factors, and count the step if it is taken.
+        """Decide on the device whether to take or skip the step, compute the step's factors, and count a taken step.
 
         Args:
             square_sum: sum of the squared gradients of all ranks.
@@ -514,7 +516,7 @@ class FusedStep:
             )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """From now on, access the moments, which are views of ``rows``, through the ring buffer of :class:`Staged`."""
+        """Access the moments, which are views of ``rows``, through the ring buffer of :class:`Staged` from now on."""
         squares = [square for square in self.exp_avg_sqs if square is not None]
         self.access = Staged(rows, [self.exp_avgs, squares], self._blocks, self.device, **options)
 

@@ -29,7 +29,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-# Head size -> (minimum number of tokens for which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
+# Head size -> (number of tokens from which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
 FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
@@ -57,7 +57,7 @@ def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor
     """Compute attention of q, k, v (B, H, N, d) with the installed package, with heads padded by zeros to
     ``head_size``.
 
-    FlashAttention 4 needs the padding in its backward pass only. The result is deterministic if
+    With FlashAttention 4, only the backward pass needs the padding. The result is deterministic if
     torch.use_deterministic_algorithms is on.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -79,10 +79,10 @@ def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: in
 
     The size is ``head_dim`` or the next multiple of 32; None if neither gives correct results on this device.
 
-    Some versions of the package have errors. On Hopper, flash-attn-4 4.0.0b36 rounds the head size up to a multiple of
-    16 inside its kernel, and to a multiple of 32 outside. If the two sizes differ, its dq is wrong (H200, head size 72:
-    relative error 1.1; correct at 64 and 128). Therefore a run tests the package once, on a few tokens, when it chooses
-    its kernels.
+    The size is tested, because some versions of the package have errors. On Hopper, flash-attn-4 4.0.0b36 rounds the
+    head size up to a multiple of 16 inside its kernel, and to a multiple of 32 outside. If the two sizes differ, its dq
+    is wrong (H200, head size 72: relative error 1.1; correct at 64 and 128). Therefore a run tests the package once, on
+    a few tokens, when it chooses its kernels.
     """
     return _tried_head_size(torch.device(device).type, dtype, head_dim, _installed())
 
@@ -103,7 +103,7 @@ def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool
     try:
         out = package_attention(*made, head_size=size)
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # an error of the package's compiler or an assertion; in any case the package can't be used
+    except Exception:  # an error of the package's compiler, or an assertion; in either case the package can't be used
         return False
     q, k, v = exact
     out = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1) @ v
@@ -117,7 +117,7 @@ class LocalAttention:
 
     ``backend`` is cudnn, flash, efficient or math (torch's kernels), flash_attn (the installed package), or auto
     (torch's choice at each call). :func:`resolve_attention` replaces auto by the kernel measured fastest. Under
-    torch.compile, torch's flash is used in place of cudnn (for the reason, see RIGHT_WHEN_COMPILED) and of flash_attn.
+    torch.compile, torch's flash replaces flash_attn and cudnn (RIGHT_WHEN_COMPILED has the reason).
     """
 
     def __init__(self, backend: str = "auto"):
@@ -157,7 +157,7 @@ def resolve_attention(
     """
     device = torch.device(device)
     shape = f"{str(dtype).removeprefix('torch.')}, head size {head_dim}, {length} tokens"
-    LocalAttention(requested)  # checks the name
+    LocalAttention(requested)  # raises ValueError if the name is unknown
     if tiled and requested == "math":
         raise ValueError(
             "attention 'math' builds the N x N matrix, which --enable_flashattn rules out; leave one of them out"
@@ -186,7 +186,8 @@ def resolve_attention(
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the end of a log message: the installed package, and the padded head size if heads need padding."""
+    """Return the end of a log message: the name of the installed package, and the padded head size if heads are
+    padded."""
     size = right_head_size(device, dtype, head_dim)
     return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
@@ -229,7 +230,7 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
     """Return True if a backend can run, forward and backward, on q, k and v of this dtype and shape.
 
-    For torch's backends, torch answers this without running them. flash_attn must be documented to support the shape,
+    torch reports this for its own backends without running them. flash_attn must be documented to support the shape,
     and pass a test run.
     """
     if backend == "math":

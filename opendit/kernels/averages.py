@@ -1,7 +1,7 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
 The step does not need the averages. Averages in host memory are therefore updated later, during the next forward and
-backward passes. A few programs of this kernel saturate the slow link to the host, and leave most of the GPU's
+backward passes. This kernel runs in few programs. They saturate the slow link to the host, and leave most of the GPU's
 multiprocessors free. The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`, which
 updates averages on the device together with the step.
 """
@@ -63,7 +63,7 @@ def _averages_kernel(
             low_bits = tl.load(row + tensors)
             for k in tl.static_range(AVERAGES):
                 low_bits |= tl.load(row + (2 + k) * tensors)
-            # Most blocks are complete and belong to aligned tensors, so that they need no mask.
+            # Most blocks are complete and aligned, so that they need no mask.
             if (start + BLOCK <= size) & (low_bits % 16 == 0):
                 everything = tl.full((BLOCK,), 1, tl.int1)
                 _averages_block(row, tensors, offsets, everything, scalars, shift, stride, AVERAGES, True)
@@ -130,5 +130,5 @@ class SeparateAverages:
         )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """From now on, access the averages, which are views of ``rows``, through the ring buffer of :class:`Staged`."""
+        """Access the averages, which are views of ``rows``, through the ring buffer of :class:`Staged` from now on."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

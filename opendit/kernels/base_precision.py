@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits (--base_precision), stored row by row and dequantised for one product at a time.
+"""Frozen weights in fewer bits (--base_precision), stored row by row, and dequantised temporarily for each product.
 
     fp8    e4m3 with one scale per weight, a power of two: the same values as with --fp8
     int8   integers from -127 to 127, scaled by the row's largest absolute value
@@ -7,8 +7,8 @@
 
 A row of a weight (out, in) is stored as a row of bytes: its codes, then its scales in fp32, each padded to a multiple
 of ROW bytes. Code that shards a weight by rows, as FSDP2 does, therefore also shards the stored bytes correctly. To the
-rest of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision. Casts to this precision
-change nothing, and copies and gathers move the bits unchanged.
+rest of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision. Casts to this precision have
+no effect, and copies and gathers preserve the bits.
 
 The quantised values don't depend on how ranks shard a weight. Only fp8's scale spans several rows, and for this scale
 the ranks take the maximum over all ranks.
@@ -27,7 +27,7 @@ from opendit.kernels.language import tl, triton
 from opendit.models import DiT
 from opendit.models.layers import Projection, StoredWeight, multiply
 
-ROW = 16  # bytes; alignment of every row
+ROW = 16  # alignment of every row, in bytes
 NEIGHBOURS = 64  # weights that share a scale in nf4
 STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # modules whose linear layers are stored in fewer bits
 # Levels of NF4, as in bitsandbytes: quantiles of the normal distribution, among which are -1, 0 and 1.
@@ -43,12 +43,12 @@ def _padded(size: int) -> int:
 
 
 def code_bytes(kind: str, inputs: int) -> int:
-    """Return the number of bytes of a row's codes, with padding."""
+    """Return the bytes that the quantised values (codes) of a row of ``inputs`` weights take, with padding."""
     return _padded(-(-inputs // 2) if kind == "nf4" else inputs)
 
 
 def row_bytes(kind: str, inputs: int) -> int:
-    """Return the number of bytes of a row of ``inputs`` weights: codes and scales, with padding."""
+    """Return the bytes that a row of ``inputs`` weights takes: quantised values (codes) and scales, with padding."""
     scales = {"fp8": 0, "int8": 1, "nf4": -(-inputs // NEIGHBOURS)}[kind]
     return code_bytes(kind, inputs) + _padded(4 * scales)
 
@@ -77,7 +77,7 @@ def quantise(weight: Tensor, kind: str) -> Tensor:
     weight, inputs = weight.float(), weight.shape[1]
     if kind == "int8":
         largest = weight.abs().amax(1, keepdim=True)
-        # Divide by a tensor, because a GPU would multiply by the reciprocal of a plain number.
+        # Divide by a tensor. For a plain number, a GPU would multiply by the reciprocal, which rounds differently.
         scales = largest / torch.full_like(largest, 127)
         return _joined((weight / _not_zero(scales)).round().to(torch.int8), scales)
     rows = nn.functional.pad(weight, (0, -inputs % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
@@ -198,7 +198,7 @@ class BaseLayer(nn.Linear):
 
     @property
     def matrix(self) -> BaseWeight:
-        """The weight (out, in) in the form that products accept."""
+        """The weight (out, in), as the object that products take."""
         return BaseWeight(self.weight, self.kind, self.in_features, self.descale)
 
     @property
@@ -210,7 +210,8 @@ class BaseLayer(nn.Linear):
     def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
         """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
 
-        maximum: function that returns the maximum of a number over all ranks that hold rows; called only for fp8.
+        maximum: function that returns the maximum of a number over all ranks that hold rows of the weight; used only
+        for fp8.
         """
         values = values.to(part.dtype)
         if self.kind == "fp8":
@@ -233,7 +234,7 @@ class BaseLinear(BaseLayer):
 
 
 class BaseProjection(BaseLayer, Projection):
-    """A frozen projection whose weight is stored in fewer bits; LoRA's matrices are those of an ordinary projection."""
+    """A frozen projection whose weight is stored in fewer bits. Matrices of LoRA are stored as usual."""
 
 
 def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -37,7 +37,8 @@ def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
 
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=32, tiles=16, warps=4, stages=3)
-FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)  # fewer programs, because each first reads all partial maxima
+# fewer programs than FORWARD, because each program first reads all partial maxima
+FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -86,7 +87,7 @@ def _bias_gelu_backward_kernel(
         square = u * u
         s = gelu_sigmoid(u, square, APPROXIMATE)
         dx = dy * (s + u * (s - s * s) * (1.5957691216057308 + 0.2140644488178144 * square))
-        total += dx  # rows beyond ``stop`` have dy = 0
+        total += dx  # rows beyond ``stop`` add nothing, because their dy is 0
         if FLOAT8:
             dx = float8_range(dx, factor, LIMIT)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -142,7 +143,8 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]
 
 
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Float8, Tensor]:
-    """Return (dx in e5m2, dbias). dx is scaled by dy's amax: |GELU'| <= 1.13, which the scale's margin covers."""
+    """Return (dx in e5m2, dbias). The scale of dx follows from dy's amax, because GELU' is at most 1.13 in absolute
+    value, which the scale's margin covers."""
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
     return dx, _launch_backward(dy, x, bias, dx, fp8.amax(dy))
 

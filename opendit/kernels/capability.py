@@ -15,7 +15,7 @@ GENERATIONS = {(7, 0): "Volta", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper
 
 @dataclass(frozen=True)
 class Feature:
-    """The compute capabilities that a feature works with.
+    """The compute capabilities that a feature supports.
 
     needs: beginning of the message for other GPUs. oldest, newest: the range; newest None: no upper bound.
     """
@@ -28,9 +28,9 @@ class Feature:
 FEATURES = {
     "kernels": Feature("kernels need", (8, 0)),
     "float8": Feature("FP8 needs", (9, 0)),
-    # torch runs cuDNN's attention from Ampere on. It was measured only on Hopper, so it is used from Hopper on.
+    # torch runs cuDNN's attention from Ampere on, but it was measured only on Hopper. So older GPUs don't use it.
     "cudnn": Feature("cuDNN's attention is taken with", (9, 0)),
-    # The tiles need 128 KiB of shared memory; Ada has 99. The kernel was measured on Hopper only.
+    # The tiles need 128 KiB of shared memory, and Ada has only 99. The kernel was measured only on Hopper.
     "short_attention": Feature("attention to few and short samples is taken with", (9, 0), (9, 0)),
     "flash_attn": Feature("flash_attn needs", (8, 0)),
     "flash_attn_3": Feature("FlashAttention 3 and 4 need", (9, 0)),
@@ -47,7 +47,7 @@ def compute_capability(device: torch.device | str | None = None) -> tuple[int, i
 
 
 def pretending() -> bool:
-    """Return True inside :func:`pretended`, where features depend on the GPU even if Triton's interpreter is on."""
+    """Return True inside :func:`pretended`. There, features depend on the GPU even if Triton's interpreter is on."""
     return bool(_pretended)
 
 

@@ -9,7 +9,7 @@ Sums for the gradients of shift, scale and gate: each (program, sample) pair add
 order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
 gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
 bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample)
-pair to the next, p or sample grows. No two pairs therefore share a slot, and rows / chunk + B slots are enough.
+pair to the next, p + sample grows, so no two pairs share a slot, and rows / chunk + B slots are enough.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """Return the number of columns per program, for kernels that sum nothing along a row.
+    """Return the number of columns per program, for kernels without sums along a row.
 
-    128 divides the widths of every DiT. In half precision, 128 columns are 16 bytes for each of 16 lanes.
+    128 divides the widths of every DiT. In half precision, 16 lanes with 16 bytes each read 128 columns.
     """
     return min(128, next_power_of_2(width))
 
@@ -89,8 +89,8 @@ class Launch:
     tiles: int  # tiles per program
     warps: int
     stages: int = 1  # tiles in flight; if more than 1, tiles are copied to shared memory ahead of use
-    hold: bool = True  # keep modulation in registers; otherwise every tile reads the modulation from the L1 cache
-    registers: int | None = None  # maximum of registers per thread; None: the assembler chooses
+    hold: bool = True  # keep shift, scale and gate in registers; otherwise every tile reads them from the L1 cache
+    registers: int | None = None  # maximum number of registers per thread; None: the assembler chooses
 
     @property
     def chunk(self) -> int:
@@ -108,12 +108,12 @@ class Launch:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# Kernel arguments that change with the batch. Triton must not specialise on these: separate compilations for 1 or for
-# multiples of 16 would gain nothing.
+# Kernel arguments that change with the batch. Triton must not specialise on them: separate compilations for the value 1
+# or for multiples of 16 would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
-# About 8 programs for each of an H100's or H200's 132 multiprocessors: with fewer, some would idle; with more, backward
-# would write and read more partial sums.
+# Number of programs: about 8 for each of the 132 multiprocessors of an H100 or H200. With fewer, some multiprocessors
+# would idle. With more, the backward pass would write and read more partial sums.
 PROGRAMS = 1024
 
 _forced: dict[str, Launch] = {}
@@ -158,7 +158,7 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 
 @triton.jit
 def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
-    """Return the first row of ``sample`` or of a later sample; ``rows`` if no such row exists.
+    """Return the first row that belongs to ``sample`` or to a later sample; ``rows`` if no such row exists.
 
     The rows are sorted by sample. The search compares WAYS positions at a time, which takes two or three dependent
     reads from memory; bisection would take 16.
@@ -167,7 +167,7 @@ def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
     width = rows
     while width > 0:
         step = (width + WAYS - 1) // WAYS
-        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each of the WAYS parts of ``step`` rows
+        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each of the WAYS intervals of ``step`` rows
         before = tl.load(sample_ptr + last, mask=last < low + width, other=2147483647) < sample
         found = low + step * tl.sum(before.to(tl.int32), axis=0)
         width = tl.minimum(step - 1, low + width - found)
@@ -236,15 +236,14 @@ class Rows:
     @property
     def shape_arguments(self) -> tuple[Any, ...]:
         """The values of the kernel arguments from sample_ptr to chunks_per_sample."""
-        # In the (B, N, D) form, the kernel does not read this pointer.
+        # In the (B, N, D) form, the kernel does not read sample_of_row, so any pointer will do.
         pointer = self.sample_of_row if self.packed else self.x
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums.
 
-        If one program processes all rows of a sample, no second stage is needed: the outputs themselves are returned
-        in place of slots.
+        If one program processes all rows of a sample, no second stage is needed, and the outputs also serve as slots.
         """
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
@@ -255,7 +254,7 @@ class Rows:
         return outputs, list(partial.unbind(0))
 
     def finish_sums(self, outputs: list[Tensor], partial: list[Tensor]) -> None:
-        """Run the second stage: sum each sample's slots into ``outputs``."""
+        """Run the second stage: add up each sample's slots, and write the sums to ``outputs``."""
         if partial is outputs:
             return
         if not self.packed:
@@ -278,9 +277,11 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Sum fp32 slots into ``outputs``; with ``sample_of_row`` (rows,), the slots are those of the packed form."""
+    """Add up fp32 slots to ``outputs``. With ``sample_of_row`` (rows,), the slots are numbered as in the packed
+    form."""
     (slots, width), count = partial.shape, len(outputs)
-    # Tiles of 4,096 numbers. For many slots, the tiles are tall and narrow, so that few samples make enough programs.
+    # Tiles have 4,096 numbers. If there are many slots, tiles are tall and narrow, so that few samples still make
+    # enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
     block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
     out = [outputs[min(i, count - 1)] for i in range(3)]
@@ -299,18 +300,20 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Allocate the gradient of ``bias``. Without a bias, return a tensor of size 0, because an operator must return a
+    """Allocate the gradient of ``bias``. Without a bias, return an empty tensor, because an operator must return a
     tensor."""
     return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
-    """Sum the slots ``total`` to the gradient of ``bias``; without a bias, return :func:`like_bias`'s placeholder."""
+    """Add up the slots ``total``, and return the sum as the gradient of ``bias``; without a bias, return
+    :func:`like_bias`'s placeholder."""
     return like_bias(bias, other) if bias is None else finish_total(cast(Tensor, total), bias.dtype)
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``tensor`` as a kernel's pointer argument; if None, ``other``, which the kernel then doesn't read."""
+    """Return ``tensor`` as a kernel's pointer argument. If ``tensor`` is None, return ``other``; the kernel then
+    doesn't read it."""
     return other if tensor is None else tensor
 
 
@@ -335,7 +338,7 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
     block = block_width(width)
     blocks = -(-width // block)
     cut = cut_rows(kernel, default, x.reshape(1, -1, width), 1, None, blocks)
-    approximate = x.is_cuda and torch.version.hip is None  # see tiles.logistic
+    approximate = x.is_cuda and torch.version.hip is None  # the inline assembly of tiles.logistic is for NVIDIA GPUs
     return cut, {
         "D": width, "BLOCK": block, "BLOCKS": blocks, "APPROXIMATE": approximate, **cut.launch.options(),
     }  # fmt: skip
@@ -344,7 +347,7 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
 def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
     """Allocate fp32 mean and rstd, one value for each row of x.
 
-    The mean is of size 0 without ``center`` (RMSNorm); both are of size 0 without ``normalize``.
+    The mean is empty without ``center`` (RMSNorm). Both are empty without ``normalize``.
     """
     rows = x.numel() // x.shape[-1]
     counts = rows if normalize and center else 0, rows if normalize else 0
@@ -353,7 +356,8 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return modulation vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor are not copied."""
+    """Return modulation vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor have unit stride already
+    and are not copied."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 

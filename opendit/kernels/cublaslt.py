@@ -30,8 +30,8 @@ EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias,
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 ALIGNMENT = 256  # bytes; the alignment that cuBLASLt's proposals assume
 PROPOSALS = 16
-# Timing cycles through copies of the weight, so that no copy is in the cache, as in a model. Bytes of all copies, and
-# maximum number of copies.
+# Timing cycles through copies of the weight, so that a copy is not in the cache, as in a model. COLD: total bytes of
+# the copies. MOST_COPIES: their maximum number.
 COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
 GAIN = 0.98  # a proposal is used only if its time is less than this fraction of torch's
@@ -80,7 +80,7 @@ class Library:
 
 @cache
 def loaded(device: torch.device) -> Library:
-    """Return the library with a handle for ``device``."""
+    """Return cuBLASLt with a handle for ``device``."""
     with torch.cuda.device(device):
         return Library()
 
@@ -130,12 +130,13 @@ class Product:
         self._library.set("MatmulDesc", self._description, attribute, value)
 
     def __call__(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product (rows, columns). Raises RuntimeError if cuBLASLt rejects the proposal."""
+        """Compute the product (rows, columns) with one of the proposals. Raises RuntimeError if cuBLASLt rejects the
+        proposal."""
         y = torch.empty(self._shape.rows, self._shape.columns, dtype=x.dtype, device=x.device)
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
         w_place, x_place, y_place = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y))
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        with self._lock:  # threads share the description, which holds the pointer to the bias
+        with self._lock:  # threads share the descriptor, which holds the pointer to the bias
             if bias is not None:
                 self._set(BIAS_POINTER, ctypes.c_uint64(bias.data_ptr()))
             self._library.call(
@@ -152,7 +153,8 @@ Multiply = Callable[..., Tensor]  # function of x, weight, and bias or None
 def fastest(times: list[float], equal: list[bool]) -> int | None:
     """Return the index of the proposal to use, or None to use torch's call.
 
-    times: time of torch's call, then of each proposal. equal: True for each proposal that gives torch's bits.
+    times: time of torch's call, then of each proposal. equal: True for each proposal whose result equals torch's bit
+    for bit.
     """
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
@@ -161,7 +163,8 @@ def fastest(times: list[float], equal: list[bool]) -> int | None:
 class Measured(NamedTuple):
     """Timings of a product.
 
-    microseconds: time of torch's call, then of each proposal. equal: True for each proposal that gives torch's bits.
+    microseconds: time of torch's call, then of each proposal. equal: True for each proposal whose result equals torch's
+    bit for bit.
     """
 
     microseconds: list[float]
@@ -206,7 +209,7 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
 
 
 class FastestProducts:
-    """Products computed by the fastest algorithm for their shape. This object caches the algorithms.
+    """Computes products by the fastest algorithm for their shape, and caches the algorithm of each shape.
 
     Attributes:
         found: for each shape, the product and its fastest proposal; None: use torch's call.
@@ -252,7 +255,8 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Return True if gradients are off, and x, weight and bias have a dtype and memory layout that suit cuBLASLt."""
+    """Return True if gradients are off, and x, weight and bias have dtypes and memory layouts that cuBLASLt
+    supports."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False

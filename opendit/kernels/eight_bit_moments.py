@@ -1,9 +1,9 @@
-"""AdamW's moments in 8 bits: a code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
+"""AdamW's moments in 8 bits: an 8-bit code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
 
 The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A code represents
-one of 256 levels of magnitude at most 1. The levels cover seven decades, and half of them lie in the highest decade. A
-step computes in fp32: a group of tensors at a time is decoded into fp32 memory, updated, and encoded. Between steps, a
-moment takes 1 + 4 / 256 bytes per number.
+one of 256 levels between -1 and 1. The levels cover seven decades, and half of them lie in the highest decade. A step
+computes in fp32: it decodes one group of tensors at a time into fp32 memory, updates the group, and encodes it again.
+Between steps, a moment takes 1 + 4 / 256 bytes per number.
 
 Levels, scales and codes have the same bits as torchao 0.18's, on CPUs and GPUs.
 """
@@ -63,7 +63,7 @@ class EightBits:
         return cls(codes, torch.full((-(-numel // UNIT),), LEAST_SCALE, device=device), signed)
 
     def decode(self, numbers: Tensor | None = None) -> Tensor:
-        """Return the moment, (numel,) fp32. ``numbers`` (256,) replaces the levels."""
+        """Return the moment, (numel,) fp32. ``numbers``: (256,) values of the codes; by default the levels."""
         numbers = levels(self.signed, self.codes.device) if numbers is None else numbers
         found = _units(numbers[self.codes.int()])
         return (found * self.scales[:, None]).view(-1)[: self.codes.numel()]
@@ -137,7 +137,7 @@ def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------ kernels
 
 _constant = tl.constexpr if TRITON else int
-# Rows of the address table. Codes, scales and values have two rows each, one per moment.
+# Rows of the address table. Codes, scales and values each have two rows, one for each moment.
 SIZE, CODES, SCALES, VALUES = map(_constant, (0, 1, 3, 5))
 
 
@@ -148,7 +148,8 @@ def _moments_kernel(
 ):  # fmt: skip
     """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0.
 
-    scalars[0] is 0 if the step was skipped. Encoding is then left out because decoded values may encode to other codes.
+    scalars[0] is 0 if the step was skipped. A skipped step does not encode, because decoded values may encode to other
+    codes.
     """
     block = tl.program_id(0) + first
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
@@ -185,7 +186,7 @@ def _moments_kernel(
 class DecodedMoments:
     """fp32 memory for the decoded moments of one group of neighbouring tensors at a time.
 
-    Triton kernels decode and encode where they are available. Elsewhere (on CPUs), torch computes the same bits.
+    Triton kernels decode and encode if they are available. Elsewhere (on CPUs), torch computes the same bits.
 
     Args:
         moments: first and second moment of each tensor. Moments in fp32 are not copied.

@@ -19,7 +19,7 @@ from opendit.kernels.language import tl, triton
 
 
 def as_clip(sides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (t, h, w) for the sides (h, w) of a picture, with t = 1, or (t, h, w) of a clip."""
+    """Return the sides (t, h, w) of a clip unchanged, and the sides (h, w) of a picture as (1, h, w)."""
     return cast("tuple[int, int, int]", (1,) * (3 - len(sides)) + tuple(sides))
 
 

@@ -12,9 +12,8 @@ S is 3 for q, k and v in a projection's output, and 1 for the attention output. 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
 :func:`exchange_heads` fills this rank's heads from the rows of all ranks. With ``push``, it fills the rows of all ranks
-from this rank's heads, except for rows past N, which are padding. :func:`send_rows` fills the heads of all ranks from
-this rank's rows, with S = 1. The caller must ensure that the other ranks are ready
-(opendit.parallel.sequence.peer_memory).
+from this rank's heads, except for the padding rows past N. :func:`send_rows` fills the heads of all ranks from this
+rank's rows, with S = 1. The caller must ensure that the other ranks are ready (opendit.parallel.sequence.peer_memory).
 """
 
 import torch
@@ -47,7 +46,7 @@ def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK, WARPS = 256, 4  # units of 16 bytes, and warps, per program: each thread has 2 loads in flight
+BLOCK, WARPS = 256, 4  # units of 16 bytes, and warps, per program, so that each thread has 2 loads in flight
 
 
 @triton.jit(do_not_specialize=("offset", "start", "ranks", "samples", "tokens", "length", "first"))
@@ -103,14 +102,14 @@ def exchange_heads(
     """Fill ``heads`` from all ranks' rows, or with ``push``, all ranks' rows from ``heads``, with one Triton kernel.
 
     Args:
-        heads: 1 or 3 tensors (B, h, N, d) of one memory layout, with unit stride in d.
+        heads: 1 or 3 tensors (B, h, N, d) with the same strides, and unit stride in d.
         addresses: (P,) int64 on the device: addresses of each rank's contiguous rows.
         shape: shape (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
         rank: this rank; the kernel visits the other ranks in order from the next one.
-        first: index of the first of ``heads`` among all H heads.
+        first: index that the first head of ``heads`` has among all H heads.
         push: True to write the rows instead of reading them.
         own: True to exchange only between this rank's rows and heads.
-        offset: bytes from the addresses to the rows; a multiple of 16 if d is a multiple of 16 bytes.
+        offset: bytes from the addresses to the rows; a multiple of 16 if a head's d values take a multiple of 16 bytes.
 
     Raises:
         ValueError: shapes or layouts don't fit.
@@ -178,6 +177,7 @@ def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
 
 
 def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Allocate ``parts`` tensors (B, h, N, d) that are contiguous as (B, N, h, d), as in a projection's output."""
+    """Allocate ``parts`` tensors (B, h, N, d) whose memory is that of contiguous (B, N, h, d) tensors, as in a
+    projection's output."""
     make = {"dtype": like.dtype, "device": like.device}
     return tuple(torch.empty_strided((B, h, N, d), (N * h * d, d, h * d, 1), **make) for _ in range(parts))

@@ -27,7 +27,8 @@ def _resize_heads_kernel(
     x_ptr, out_ptr, heads, total, token_stride,
     HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy ``total`` rows of D values to rows of SIZE values. A token has ``heads`` rows."""
+    """Copy ``total`` rows of D values to rows of SIZE values. A row is one head of a token, and a token has ``heads``
+    rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     live = (row < total)[:, None]
@@ -39,8 +40,8 @@ def _resize_heads_kernel(
 def resize_heads(x: Tensor, size: int) -> Tensor:
     """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient.
 
-    The kernel reads and writes every value once. F.pad first writes zeros to the whole result, and torch copies parts
-    of wider rows value by value.
+    The kernel reads and writes every value once. F.pad would first write zeros to the whole result, and torch copies
+    slices of wider rows value by value.
     """
     heads, d = x.shape[-2:]
     by_token = x.reshape(-1, heads, d)
@@ -93,9 +94,10 @@ def with_filled_heads(
 
     def keep(saved: Tensor) -> tuple[Tensor, bool]:
         for own, wide in zip(parts, filled, strict=True):
-            if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # ``saved`` is q, k or v, padded
+            # ``saved`` is the padded form of q, k or v
+            if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:
                 return own.detach(), True
-        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # ``saved`` is the output
+        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # True for the output, which is also padded
         return (with_heads_of(saved, d) if wide else saved), wide
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:
@@ -104,6 +106,6 @@ def with_filled_heads(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
-    for held in (filled, parts):  # autograd keeps the closures alive, which would keep these lists' tensors alive
+    for held in (filled, parts):  # autograd keeps the closures alive, so empty these lists to free their tensors
         held.clear()
     return _Resize.apply(output, d)

@@ -1,9 +1,9 @@
 """FlashAttention 4 (package flash-attn-4) with heads padded by zeros in the backward pass only.
 
 At some head sizes, the package's forward pass is correct and its backward pass is not, so only the backward pass needs
-padding. The package's autograd function saves its inputs as they are and can't pad them later. Therefore this module
-runs the forward pass without autograd, and calls the backward pass by its private name in the package. Before a run
-uses this module, its results are tested (``attention.right_head_size``, ``varlen.resolve_varlen``).
+padding. The package's autograd function saves its inputs unchanged, and can't pad them in the backward pass. Therefore
+this module runs the forward pass without autograd, and calls the backward pass by its private name in the package.
+Before a run uses this module, its results are tested (``attention.right_head_size``, ``varlen.resolve_varlen``).
 """
 
 import functools
@@ -57,7 +57,7 @@ def attend(
         The shape and dtype of q.
 
     Raises:
-        AssertionError: the package has no such backward pass; see :func:`backward_pass`.
+        AssertionError: the package does not have the needed function; see :func:`backward_pass`.
     """
     return _FilledBackward.apply(q, k, v, head_size, lengths, deterministic)
 

@@ -32,12 +32,13 @@ from opendit.kernels.transpose import tiles_of, transpose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-# Scaling brings the largest known absolute value to [2^t, 2^(t + 1)). The constants are t for an exact amax (or a
-# bound), and for the amax of a sample of an e4m3 or e5m2 tensor, which leaves a margin below LIMIT.
+# Scaling brings the largest known absolute value to [2^t, 2^(t + 1)). The constants are three values of t: for an exact
+# amax or a bound, and for an amax of sampled values in e4m3 and in e5m2. The latter two leave a margin below LIMIT.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
 SAMPLE = 1 << 22  # minimum number of sampled values
-PARTIALS = 256  # programs of the amax kernel; each writes one number, and every program of a cast reads them all
-LINES = 16  # runs of values per tile of the amax kernel
+# number of programs of the amax kernel; each writes one number, and every program of a cast reads all of them
+PARTIALS = 256
+LINES = 16  # runs of consecutive values per tile of the amax kernel
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _amax_kernel(
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial maxima over every ``step``-th run of BLOCK columns of up to three matrices.
+    """Compute partial maxima over up to three matrices, reading every ``step``-th run of BLOCK columns.
 
     Runs are numbered row by row.
     """
@@ -129,7 +130,7 @@ def _amax_kernel(
             x = tl.load(x2_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
     value = tl.max(tl.max(largest, axis=1), axis=0)
-    if NORMALIZED:  # the matrices are shift and scale; bound the modulated rows
+    if NORMALIZED:  # the matrices are shift and scale, and the result is a bound of the modulated rows
         value = tl.sqrt(D * 1.0) * (1.0 + value) + value
     tl.store(partial_ptr + tl.program_id(0), value)
 
@@ -154,10 +155,10 @@ CAST = {"ROWS": 16, "num_warps": 4}
 
 
 def sample_step(runs: int, blocks: int) -> int:
-    """Return the step between sampled runs.
+    """Return the step between sampled runs of :func:`_amax_kernel`.
 
-    The step leaves at least SAMPLE values. It is coprime to the number of runs per row (``blocks``), because otherwise
-    some columns would never be sampled.
+    With this step, at least SAMPLE values are sampled. The step is coprime to ``blocks``, the number of runs per row,
+    because otherwise some columns would never be sampled.
     """
     step = max(1, runs * 128 // SAMPLE)
     while math.gcd(step, blocks) > 1:
@@ -166,7 +167,7 @@ def sample_step(runs: int, blocks: int) -> int:
 
 
 def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
-    """Return partial maxima of the absolute values of one to three tensors (..., D) of one shape, for float8_factor.
+    """Return partial maxima of the absolute values of one to three tensors (..., D) with one shape, for float8_factor.
 
     The result is fp32, with up to PARTIALS elements, whose maximum is the amax of all tensors.
 

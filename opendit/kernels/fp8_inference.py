@@ -27,13 +27,14 @@ from opendit.kernels.split_heads import head_views
 from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import Projection, RMSNorm
 
-# If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales instead of cuBLAS.
-# For products with row scales, cuBLAS 13 has only one tile size, with which a small product can't fill the GPU. fc2 of
-# DiT-XL/2 on an H200, with and without row scales: 512 rows 15.0 and 8.6 us, 4,096 rows 40.4 and 31.5, 32,768 rows 289
-# and 304.
+# If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales, instead of cuBLAS.
+# cuBLAS 13 has only one tile size for products with row scales, which leaves most of the GPU idle in small products.
+# fc2 of DiT-XL/2 on an H200, with and without row scales: 15.0 and 8.6 us for 512 rows, 40.4 and 31.5 for 4,096, 289
+# and 304 for 32,768.
 TILES = 1024
-# Smallest product, in rows times output columns, for which an activation is cast. A cast costs one more pass over the
-# activation, and the time that it saves grows with the columns. Smaller products use the dtype of their input.
+# Smallest product, in rows times output columns, for which an activation is cast. A cast costs an additional pass over
+# the activation, and saves time in proportion to the output columns. Smaller products are computed in the dtype of
+# their input.
 CAST_FROM = 8192 * 1152
 
 
@@ -71,10 +72,10 @@ def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor
 
 
 def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return y (..., out) and a scale (rows, 1), where x W^T = y * scale; scale None: x W^T = y."""
+    """Return (y, scale) with x W^T = y * scale, where y is (..., out) and scale (rows, 1). A scale of None means 1."""
     x = _in_float8(x, len(weight))
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
-    # In fp16, y could overflow without the scale.
+    # Apply the scale now in fp16, where y could overflow without it.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
         return multiply(x, weight), None
     check_widths(weight)
@@ -89,7 +90,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def linear(x: Tensor | QuantizedRows | Modulated, layer: Projection) -> Tensor:
-    """Return layer(x)."""
+    """Compute the linear layer's output for x."""
     return layer.product(cast(Tensor, x), layer.bias, multiply)
 
 

@@ -1,10 +1,10 @@
-"""A block's linear layers in float8, forward and backward, and the operations that write their inputs.
+"""A block's linear layers in float8, forward and backward, and the operations that compute their inputs.
 
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
 kernels/fp8.py describes scales and formats. The tensor cores need the summed dimension contiguous in both factors, so
 the backward pass transposes W, dy and x. Every forward pass casts the weights from their current values, so that there
-is no state. Exceptions are weights that sampling has cast once, and weights that FSDP2 has gathered in float8
+is no state. The exceptions are weights that sampling caches in float8, and weights that FSDP2 gathers in float8
 (fp8_weight.py). The rest of a block is unchanged.
 
 If only linear layers read an activation, the kernel that computes the activation writes it in float8 only. Autograd
@@ -75,9 +75,9 @@ class Modulated:
 
     Without ``center``, the norm is RMSNorm, whose weight is part of the scale (kernels/rmsnorm_modulate.py).
 
-    A torch function called with this object (such as the final layer's linear) receives the result in x's dtype,
-    computed by the ordinary kernel. If several linear layers read the same object (attention and the MLP of a parallel
-    block), the first of them computes the float8 values, and the others reuse these.
+    If a torch function is called with this object, for example by the final layer, it gets the result in x's dtype from
+    the ordinary kernel. If several linear layers read the same object (attention and the MLP of a parallel block), the
+    first of them computes the float8 values, and the others reuse these.
     """
 
     x: Tensor
@@ -120,7 +120,8 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
         return x
     if isinstance(x, Modulated):
         return x.quantized
-    if torch.is_autocast_enabled(x.device.type):  # under autocast, torch's norms return fp32
+    # under autocast, torch's norms return fp32, so cast to the dtype of autocast
+    if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     return Quantized(x, fp8.cast(x.detach(), E4M3))
 
@@ -156,7 +157,7 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 
 
 # In every autograd function below, x is the second input and W the third. If W is frozen, x is not saved, because only
-# the gradient of W needs x.
+# W's gradient needs it.
 
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
@@ -173,8 +174,8 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
 def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return dx in x's shape, and dW (out, in); each is None if not needed.
 
-    dW sums over all tokens, many more values than the other products sum. Its partial sums are therefore accumulated in
-    fp32.
+    Partial sums of dW are accumulated in fp32, because dW sums over all tokens, far more values than the other
+    products.
     """
     (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
     dx = dw = None
@@ -251,7 +252,8 @@ class _LinearBesideLora(Function):
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
-    """Multiply LoRA's thin product by the scale of x in float8, which is a power of two and so causes no rounding."""
+    """Multiply a product of LoRA's A matrix by the scale of x in float8. The scale is a power of two, so nothing is
+    rounded."""
     return thin if descale is None else thin * descale.to(thin.dtype)
 
 
@@ -381,8 +383,8 @@ def linear_gate_residual_rmsnorm_modulate(
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 
 
-# The operations below read the projection's weight instead of calling the projection. For a projection with LoRA they
-# call the projection, because LoRA's gradients need the product's gradient in the activations' dtype.
+# The functions below read the projection's weight and bypass its forward method. If the projection has LoRA, they call
+# the projection instead, because LoRA's gradients need the product's gradient in the activations' dtype.
 
 
 def linear_heads(

@@ -1,8 +1,8 @@
 """Cast x, or GELU(x + bias) in tanh form, to e4m3 in one pass with one scale per row, without gradients.
 
-x is (..., D), and bias (D,). The computation is fp32. A program holds a complete row, so it knows the row's largest
-absolute value before rounding. A row is therefore read only once. The result for a token depends on this token only, so
-that a sample doesn't depend on the other samples of the batch.
+x is (..., D), and bias (D,). The computation is fp32. A program holds a complete row, and so computes the row's largest
+absolute value and its codes in a single read. The result for a token depends on this token only, so that a sample
+doesn't depend on the other samples of the batch.
 """
 
 import torch
@@ -48,8 +48,9 @@ def _rows_kernel(
             yt = gelu_coarse(yt + bias_t, APPROXIMATE)
         largest = largest_of(y, yt, TAIL)
         factor, descale = power_of_2(largest, TARGET)
-        # Finite values need no clamping, because the factor follows from the row's largest value. If that value is
-        # infinite, the descale NaN makes the whole row NaN. A NaN is not counted as the largest value.
+        # Finite values need no clamping, because the factor follows from the row's largest absolute value. If that
+        # value is infinite, the descale NaN makes the whole row NaN. A NaN in the row is ignored in the maximum, but
+        # stays NaN.
         tl.store(descale_ptr + row, tl.where(largest < float("inf"), descale, float("nan")))
         store_tiles(y_ptr, y * factor, yt * factor, row, live, D, MAIN, TAIL, 1)
 
@@ -81,7 +82,7 @@ def rows_in_float8(
     x, y = x.contiguous(), Float8.empty(x.shape, E4M3, x.device, by_row=True)
     rows, width = y.descale.shape[0], x.shape[-1]
     main, tail = split_width(width)
-    approximate = x.is_cuda and torch.version.hip is None  # see tiles.logistic
+    approximate = x.is_cuda and torch.version.hip is None  # the inline assembly of tiles.logistic is for NVIDIA GPUs
     _rows_kernel[(-(-rows // chunk),)](
         x, or_unused(scale, x), or_unused(bias, x), y.data, y.descale, rows,
         D=width, MAIN=main, TAIL=tail, CHUNK=chunk, GELU=bias is not None, SCALED=scale is not None, TARGET=fp8.EXACT,

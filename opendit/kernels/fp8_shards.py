@@ -1,12 +1,12 @@
 """Cast the shards of many weights to float8, each with the scale of its complete weight, in two passes.
 
     quantizer = ShardQuantizer(shards, bytes_, torch.bfloat16)
-    amax = quantizer.amax()          # with several ranks, take the maximum over them
+    amax = quantizer.amax()          # with several ranks, take the maximum over the ranks
     quantizer.quantize(amax)
 
 The result has the same bits as rounding the weight to the precision of the forward pass, gathering the shards, and
-calling :func:`opendit.kernels.fp8.cast` on the complete weight. This holds because the maximum over the shards' rounded
-values is that of the weight, and the scale is a power of two. The kernels process all shards in one launch
+calling :func:`opendit.kernels.fp8.cast` on the complete weight. This holds because the shards' rounded values have the
+same maximum as the complete weight, and the scale is a power of two. The kernels process all shards in one launch
 (opendit/kernels/tensor_table.py).
 """
 

@@ -22,7 +22,8 @@ class Float8Weight(Tensor):
     """
 
     float8: Float8
-    # Disabled, so that torch functions do not treat this class like Gemini's tensors, which intercept calls.
+    # PyTorch's way to disable this hook. Otherwise torch functions would treat this class like Gemini's tensors, which
+    # intercept calls.
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
@@ -42,9 +43,9 @@ class Float8Weight(Tensor):
         if function == aten.detach.default or (
             function == aten.as_strided.default
             and (tuple(args[1]), tuple(args[2])) == (tuple(weight.shape), weight.stride())
-        ):  # called by nn.Parameter
+        ):  # nn.Parameter calls these two functions
             return cls(weight.float8, weight.dtype)
-        if function == aten.zeros_like.default:  # called for a missing gradient
+        if function == aten.zeros_like.default:  # autograd calls this function for a missing gradient
             return torch.zeros(weight.shape, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
         raise RuntimeError(f"{function} got a weight of shape {tuple(weight.shape)} that is there in float8 only")
 
@@ -54,7 +55,7 @@ class Float8Weight(Tensor):
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """A cached cast of a weight to float8. Address and version identify the weight's values at the cast."""
+    """A cached cast of a weight to float8. Address and version identify the values that the weight had at the cast."""
 
     float8: Float8
     address: int
@@ -64,15 +65,16 @@ class KeptWeight:
 def keep_weights(model: nn.Module) -> int:
     """Cast the weights of all projections that can run in float8, and cache the casts until the weights change.
 
-    Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, its cached cast is no
-    longer used, and every product casts the weight. Returns the cache's size in bytes.
+    Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, the cached cast
+    becomes invalid, and from then on every product casts the weight. Returns the cache's size in bytes.
     """
     taken = 0
     for layer in model.modules():
         weight: Any = layer.matrix if isinstance(layer, Projection) else None
         if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
-            _ = cast.descale_of_columns  # cached now: a CUDA graph capture would fill it only in replays
+            # cache this value now, because a CUDA graph capture would compute it only at each replay
+            _ = cast.descale_of_columns
             owner: Any = weight
             owner.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
@@ -82,7 +84,7 @@ def keep_weights(model: nn.Module) -> int:
 def weight_in_float8(weight: Tensor | StoredWeight, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
     """Return weight (out, in) in e4m3: stored or cached float8 values, or a cast scaled by the weight's amax.
 
-    take: function that returns some of a tensor's rows, contiguous. The scale is always computed from the whole weight.
+    take: function that selects rows of a tensor and returns a contiguous tensor. The scale is computed from all rows.
     """
     whole = _there(weight)
     if whole is None:

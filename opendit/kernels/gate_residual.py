@@ -1,9 +1,9 @@
 """adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
 x and branch are (B, N, D), and gate (B, D). In the packed form, x and branch are (rows, D) with sample_of_row (rows,),
-see kernels/common.py. bias (D,), if any, is the bias of the branch's last linear layer. This kernel adds the bias for
-free and needs no separate pass for its gradient. Inputs and outputs are bf16, fp16 or fp32, the computation is fp32,
-and out has x's dtype. Backward reads branch and dout once and writes dbranch once; dx equals dout:
+see kernels/common.py. bias (D,), if any, is the bias of the branch's last linear layer. Adding the bias in this kernel
+costs no time, and its gradient needs no separate pass. Inputs and outputs are bf16, fp16 or fp32, the computation is
+fp32, and out has x's dtype. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
@@ -64,7 +64,7 @@ def _gate_residual_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share rows, so that DRAM is read in complete lines.
+    # Programs with neighbouring numbers read the same rows, so that DRAM is read in complete lines.
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -88,7 +88,8 @@ def _backward_rows(
 ):  # fmt: skip
     """Write dbranch of rows first .. stop, all of one sample; write the sums for dgate and dbias to one slot each."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
-    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over rows at the end: warps hold different rows
+    # one sum per row of the tile, added up at the end, because warps hold different rows
+    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)

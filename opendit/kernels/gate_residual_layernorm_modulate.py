@@ -71,12 +71,14 @@ def gate_residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int, element_size: int, row_scales: bool = False) -> Launch:
-    """Return the launch shape: two warps for 1024 + 128 columns; gate, shift, scale and two rows stay in registers.
+    """Return the launch shape of the forward kernel. Two warps hold gate, shift, scale and two rows of 1,024 + 128
+    columns in registers.
 
     row_scales: y is float8 with one scale per row, so that a program must read all of shift and scale before its first
     row. A program therefore processes more rows, with one warp. One warp sums a row without a barrier, and its
     registers are enough for 1,024 + 128 columns because the forward pass has no per-sample sums. (With two warps and 8
-    rows, 55 such calls took 14 % of a step of 64 pictures by DiT-XL/2: H200, benchmarks/bench_sampling.py --profile.)
+    rows, 55 calls of this kernel took 14 % of a sampling step of DiT-XL/2 with 64 pictures: H200,
+    benchmarks/bench_sampling.py --profile.)
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -87,9 +89,10 @@ def forward_launch(width: int, element_size: int, row_scales: bool = False) -> L
 
 
 def backward_launch(width: int, element_size: int) -> Launch:
-    """Return the launch shape: at most 20 columns per thread, because each column needs four fp32 sums in registers.
+    """Return the launch shape of the backward kernel. A thread has at most 20 columns, because each column needs four
+    fp32 sums in registers.
 
-    For 1,152 columns, these are two warps, which take 253 us; four warps take 279 us (65,536 rows, H200).
+    So 1,152 columns get two warps, which take 253 us; four warps take 279 us (65,536 rows, H200).
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -153,7 +156,8 @@ def _forward_rows(
         h, ht = normalize_rows(h, ht, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = h * (1.0 + scale) + shift
         yt = ht * (1.0 + scale_t) + shift_t
-        if SCALED_ROWS:  # the bound keeps values in range, and non-finite values are already NaN
+        # no clamping is needed, because the scale follows from a bound; rows that are not finite are already NaN
+        if SCALED_ROWS:
             y *= factor
             yt *= factor
             store_rows(descale_ptr, descale, row, live, ROWS)
@@ -248,7 +252,7 @@ def _backward_rows(
     store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
     if HAS_BIAS:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
-        total = tl.sum(gate, axis=0) * total  # reduces gate from one row to (MAIN,)
+        total = tl.sum(gate, axis=0) * total  # turns gate from a tile of one row into (MAIN,)
         if TAIL > 0:
             total_t = tl.sum(gate_t, axis=0) * total_t
         store_vectors(dbias_ptr, total, total_t, D, MAIN, TAIL)
@@ -388,7 +392,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, _, scale, bias, sample_of_row, _, _ = inputs
     h, _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
+    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
 
 

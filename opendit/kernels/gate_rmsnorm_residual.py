@@ -1,4 +1,5 @@
-"""The gated residual connection of a branch with its own RMSNorm (Z-Image), alone or fused with the next RMSNorm.
+"""The gated residual connection of a branch whose output is normalised by an RMSNorm (Z-Image), alone or fused with the
+next branch's RMSNorm.
 
     h = x + gate * RMSNorm(branch),  y = RMSNorm(h) * (1 + scale) + shift,  RMSNorm(z) = z / rms(z) * weight
 
@@ -76,7 +77,7 @@ def gate_rmsnorm_residual_rmsnorm_modulate_reference(
 
 @triton.jit
 def _product(ptr, weight_ptr, ADD: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Load two rows, vector and weight, and return (vector + ADD) * weight, main and tail block."""
+    """Load a row of a vector and of a weight. Return (vector + ADD) * weight, as main and tail block."""
     vector, vector_t = load_vectors(ptr, D, MAIN, TAIL)
     weight, weight_t = load_vectors(weight_ptr, D, MAIN, TAIL)
     return (vector + ADD) * weight, (vector_t + ADD) * weight_t
@@ -275,7 +276,7 @@ def _backward(
     gate, scale = unit_columns(gate, common.or_unused(scale, gate))
     launch = backward_launch(width, h.element_size())
     cut = common.cut_rows("gate_rmsnorm_residual_backward", launch, h, gate.shape[0], sample_of_row)
-    outputs, sums = cut.new_sums((branch_rstd,) * (3 if follows else 1))  # fp32
+    outputs, sums = cut.new_sums((branch_rstd,) * (3 if follows else 1))  # in fp32, like branch_rstd
     main, tail = split_width(width)
     _gate_rmsnorm_residual_backward_kernel[(cut.programs,)](
         *(cut.x if grad is None else grad.contiguous() for grad in (dh, dy)), cut.x, gate, branch.contiguous(), weight,
@@ -301,7 +302,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, weight, next_weight, ctx.shift, scale, sample_of_row, _, _ = inputs
     ctx.shift = None if ctx.shift is None else ctx.shift.dtype
     h, _, branch_rstd, rstd = output
-    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
+    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     ctx.save_for_backward(h, gate, branch, weight, next_weight, scale, branch_rstd, rstd, sample_of_row)
 
 

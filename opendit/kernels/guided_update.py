@@ -4,10 +4,10 @@
     new_j = sum_i a[b, j, i] old_i + a[b, j, n] o + a[b, j, n + 1] noise
 
 c and u are the conditional and the unconditional prediction, and old_i are n tensors of the sampler's state. The kernel
-suits samplers whose update is linear in the state, earlier predictions, this prediction, and noise. Every sample b has
-its own coefficients a and guidance g. With a learned variance (Nichol, Dhariwal 2021, eq. 15), the noise's coefficient
-in new_0 is exp(p + q v), where v is the second half of the network's output channels. The computation is fp32 and
-element-wise, so that a sample doesn't depend on the other samples of the batch, and outputs may overwrite inputs.
+suits samplers whose update is linear in the state, the predictions so far, and noise. Every sample b has its own
+coefficients a and guidance g. With a learned variance (Nichol, Dhariwal 2021, eq. 15), the noise's coefficient in new_0
+is exp(p + q v), where v is the second half of the network's output channels. The computation is fp32 and element-wise,
+so that a sample doesn't depend on the other samples of the batch, and outputs may overwrite inputs.
 """
 
 import math
@@ -19,7 +19,7 @@ from opendit.kernels.common import or_unused
 from opendit.kernels.embed_patches import as_clip
 from opendit.kernels.language import tl, triton
 
-MOST_OLD, MOST_NEW = 3, 2  # number of pointers that the kernel has for ``old`` and ``new``
+MOST_OLD, MOST_NEW = 3, 2  # maximum length of ``old`` and of ``new``, equal to the number of the kernel's pointers
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -65,7 +65,7 @@ def guided_update_reference(
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK = 256  # values of a sample per program
+BLOCK = 256  # values of one sample that a program processes
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _sum(
     coefficients_ptr, FIRST: tl.constexpr, old0, old1, old2, prediction, noise, factor,
     OLD: tl.constexpr, NOISE: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the terms times one row of the sample's coefficients, in the order of the terms."""
+    """Sum the terms, each times its coefficient in one row of the sample's coefficients."""
     total = tl.load(coefficients_ptr + FIRST) * old0
     if OLD > 1:
         total += tl.load(coefficients_ptr + FIRST + 1) * old1
@@ -153,8 +153,8 @@ def guided_update(
             ``guidance``, the conditional half comes first, then the unconditional half.
         old: one to three tensors (B, C, ...) fp32, contiguous.
         new: one or two tensors (B, C, ...) fp32, contiguous, to write to; may be among ``old``.
-        coefficients: (B, len(new), terms) fp32, contiguous in each sample. The terms are old, the prediction, and noise
-            if any.
+        coefficients: (B, len(new), terms) fp32, contiguous in each sample. The terms are the tensors of old, the
+            prediction, and the noise if there is any.
         patch: (h, w) or (t, h, w).
         guidance: (B,) fp32.
         channels: number of guided channels, counted from the first; None: all.

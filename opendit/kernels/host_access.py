@@ -1,7 +1,7 @@
 """Give kernels access to state in host memory, directly or through a ring buffer in device memory.
 
-A kernel adds ``shift + row * stride`` bytes to the addresses of tensors in row ``row`` of the state. For direct access
-the sum is 0; otherwise it is the distance from the host memory to the ring buffer.
+A kernel adds ``shift + row * stride`` bytes to the addresses of tensors in row ``row`` of the state. This offset is 0
+for direct access. Otherwise it is the distance from the host memory to the ring buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from opendit.kernels.tensor_table import BlockTable
 
-Launch = Callable[[int, int, int, int], None]  # (first block, end of blocks, shift, stride)
+Launch = Callable[[int, int, int, int], None]  # arguments: first block, block after the last, shift, stride
 
 
 class InPlace:
     """Direct access: the kernel's loads and stores go over the link to the host. Also used for state on the device."""
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """Launch a kernel for blocks ``first`` .. ``last`` - 1 on the current stream."""
+        """Launch a kernel for blocks ``first`` to ``last`` - 1 on the current stream."""
         launch(first, last, 0, 0)
 
     def finish(self) -> None:
-        """Do nothing: :meth:`run` uses only the current stream. See :meth:`Staged.finish`."""
+        """Do nothing, because :meth:`run` uses only the current stream. See :meth:`Staged.finish`."""
 
 
 class Staged:
@@ -34,8 +34,8 @@ class Staged:
 
     Args:
         rows: the state, (rows, elements) fp32 in host memory, pinned if the kernel's device is a GPU.
-        tensors: for each row, the tensors that are views of it, in order. Each tensor must begin at the first element
-            of its first block.
+        tensors: for each row of ``rows``, the tensors that are views of this row, in order. Each tensor must begin at
+            the first element of its first block.
         table: division of the tensors into blocks.
         device: device of the kernel.
         part: blocks per part.
@@ -71,12 +71,12 @@ class Staged:
     def run(self, launch: Launch, first: int, last: int) -> None:
         """Launch a kernel for each part of blocks ``first`` .. ``last`` - 1.
 
-        The last parts may still be on their way back to the host when the current stream is done.
+        When the current stream has finished, the last parts may still be in transit to the host; see :meth:`finish`.
         """
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list[Any] = []
         if self._coming is not None and self._going is not None:
-            self._coming.wait_stream(self._going)  # the last run's copies back must be complete
+            self._coming.wait_stream(self._going)  # first finish the last run's copies to the host
             self._coming.wait_stream(torch.cuda.current_stream(self._ring.device))
         for number, begin in enumerate(range(first, last, self._part)):
             end, slot = min(begin + self._part, last), self._ring[number % len(self._ring)]

@@ -1,9 +1,9 @@
 """Normalise, rotate and join the queries, keys and values of several streams to one sequence, without gradients.
 
-A stream is a caption or media. Each stream has q (B, n, H, d) and k and v (B, n, K, d), which are strided views of its
-projection, and its own norms and rotations (rotate_heads.py). One launch per stream reads each value once and writes it
-to its position in the joint sequence; torch would write q and k twice and copy v. Training uses torch, because the
-gradients of a concatenation are free.
+A stream is the tokens of a caption or of media. Each stream has q (B, n, H, d) and k and v (B, n, K, d), which are
+strided views of its projection, and its own norms and rotations (rotate_heads.py). One launch per stream reads each
+value once and writes it to its position in the joint sequence; torch would write q and k twice and copy v. Training
+uses torch, because the backward pass of a concatenation costs nothing.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ def _join_heads_kernel(
 def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (B, N, H, d), k and v (B, N, K, d) of all streams, joined in order, computed by a Triton kernel.
 
-    q and k of a stream are normalised if it has weights, and rotated if it has a table. Not differentiable.
+    q and k of a stream are normalised if the stream has weights, and rotated if it has a table. Not differentiable.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit.

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 TRITON: bool  # True if Triton is installed
 if TYPE_CHECKING:
-    # Triton's language shares only its grammar with Python. Type checkers would report false errors in kernels, and in
-    # calls kernel[grid](...) with arguments that no kernel declares (num_warps). So type checkers see Any for Triton.
+    # Triton's language has Python's grammar, but not its types. Type checkers would report false errors in kernels, and
+    # in calls kernel[grid](...) with arguments that no kernel declares (num_warps). So for type checkers, Triton is
+    # Any.
     class _Language(type[Any]):
         def __getattr__(cls, name: str) -> Any: ...
 
@@ -21,7 +22,7 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # torch for CPU or macOS: the references work, and kernels_available returns False
+    except ImportError:  # on CPUs and macOS, only the references work, and kernels_available returns False
 
         class _MissingTriton:
             constexpr = object

@@ -1,9 +1,9 @@
 """adaLN: y = LN(x) * (1 + scale) + shift, LN over D without weights; and the modulation alone, without LN.
 
 x is (B, N, D), and shift and scale (B, D). In the packed form, x is (rows, D) with sample_of_row (rows,), see
-kernels/common.py. Statistics and sums are fp32; inputs and outputs are bf16, fp16 or fp32, and y has x's dtype. Forward
-reads x once, writes y once, and saves mean and rstd (fp32, one per row). Backward reads x and dy once, writes dx once
-and recomputes the normalised x:
+kernels/common.py. Statistics and sums are fp32; inputs and outputs are bf16, fp16 or fp32, and y has x's dtype. The
+forward pass reads x once, writes y once, and saves mean and rstd (fp32, one per row). The backward pass reads x and dy
+once, writes dx once and recomputes the normalised x:
 
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
@@ -76,17 +76,19 @@ def residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int) -> Launch:
-    """Return the launch shape: one warp for up to 2,047 columns, which sums a row without a barrier.
+    """Return the launch shape of the forward kernel: one warp for up to 2,047 columns, because a single warp sums a row
+    without a barrier.
 
-    At D = 1152 a lane has 36 values. Every tile reads shift and scale from the L1 cache, which takes 96 registers per
-    thread instead of 128, so that each multiprocessor processes a quarter more rows at once.
+    At D = 1152 a lane has 36 values. Every tile reads shift and scale again from the L1 cache. This takes 96 registers
+    per thread instead of 128, so that a multiprocessor processes a quarter more rows at once.
     """
     main = split_width(width)[0]
     return Launch(rows=max(1, 1024 // main), tiles=8, warps=max(1, main // 1024), hold=False)
 
 
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
-    """Return the launch shape: two warps for 1024 + 128 columns, with two fp32 sums per column in registers.
+    """Return the launch shape of the backward kernel: two warps for 1024 + 128 columns, with two fp32 sums per column
+    in registers.
 
     More warps were slower (measured: eight, by 3 to 4 times), because the sums over a row then wait for all warps. In
     the packed form the compiler uses 20 more registers, so that fewer programs run at once. With at most 18 columns per
@@ -126,7 +128,8 @@ def _forward_rows(
             x, xt = normalize_rows(x, xt, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
-        if SCALED_ROWS:  # the bound keeps values in range, and non-finite values are already NaN
+        # no clamping is needed, because the scale follows from a bound; rows that are not finite are already NaN
+        if SCALED_ROWS:
             y *= factor
             yt *= factor
             store_rows(descale_ptr, descale, row, live, ROWS)
@@ -264,7 +267,7 @@ def layernorm_modulate_float8(
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
     """Return LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3, and mean and rstd (B * N,) fp32.
 
-    by_row: give the result one scale per row. center: False computes RMSNorm, and the mean is of size 0.
+    by_row: give the result one scale per row. center: False computes RMSNorm, and the mean is empty.
     """
     mean, rstd = common.new_statistics(x, center=center)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
@@ -311,7 +314,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
+    ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
 
 
@@ -360,7 +363,7 @@ def layernorm_modulate(
 
 
 class ResidualNormModulate(torch.autograd.Function):
-    """Return (x, normalised and modulated x).
+    """Autograd function that returns (x, normalised and modulated x).
 
     This is not a registered operator, because an operator must not return its input.
     """
@@ -386,14 +389,15 @@ def residual_layernorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Return (x, LN(x) * (1 + scale) + shift), for a caller that also uses x.
 
-    The backward kernel adds both gradients of x. Autograd would add them in a separate pass over three tensors. For the
-    arguments, see :func:`layernorm_modulate`.
+    The backward kernel adds the gradients of x from both uses. Otherwise autograd would add them in a separate pass
+    over three tensors. For the arguments, see :func:`layernorm_modulate`.
     """
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """Compute x * (1 + scale) + shift with the same kernels; for the arguments, see :func:`layernorm_modulate`."""
+    """Compute x * (1 + scale) + shift with the kernels of this module. For the arguments, see
+    :func:`layernorm_modulate`."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

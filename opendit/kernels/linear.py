@@ -1,8 +1,8 @@
-"""x W^T whose weight gradient is computed by the faster of two equivalent matrix products.
+"""The product x W^T, with the gradient of W computed by the faster of two equivalent matrix products.
 
-dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster: on an H200, 32,768 rows
-in bf16, 4608 to 1152, takes 490 us against 598 us for dy^T x (with x^T dy, 10 MB must then be transposed). If
-out > in, dy^T x is faster, 478 us against 582; if in = out, both take the same time.
+dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster: for 32,768 rows in bf16,
+in = 4608 and out = 1152, it takes 490 us on an H200, including the transpose of 10 MB, and dy^T x takes 598 us. If out
+> in, dy^T x is faster (478 us instead of 582). If in = out, both take the same time.
 """
 
 import torch
@@ -36,7 +36,8 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 def _turned(x: Tensor) -> Tensor:
     usable, _ = kernels_available(x.device, x.dtype)
-    if not usable or x.shape[0] % 16 or torch.compiler.is_compiling():  # the kernel pads rows to multiples of 16
+    # the transpose kernel would pad the rows to a multiple of 16
+    if not usable or x.shape[0] % 16 or torch.compiler.is_compiling():
         return x.t().contiguous()
     return transpose(x)
 
@@ -45,10 +46,11 @@ def linear(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
     """Compute x W^T (..., out) for x (..., in), weight (out, in), as ``opendit.models.layers.multiply`` does."""
-    # Weights with LoRA and stored weights have no gradient.
+    # Neither weights with LoRA nor stored weights need a gradient.
     if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
         return multiply(x, weight, bias, low_rank)
-    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions, so both need F.linear.
+    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions. Both work only with
+    # F.linear.
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
         return F.linear(x, weight)
     return _Narrowing.apply(x, weight)

@@ -1,7 +1,8 @@
 """GELU(x W^T + bias), tanh form, without a backward pass, computed in the product's epilogue.
 
-Training saves the product itself, so its activation is a separate pass (bias_gelu.py). Without a backward pass, cuBLAS
-applies bias and GELU to the fp32 sums before writing, so that the hidden layer is written once and never read back.
+Training must save the product before GELU, so there GELU is a separate pass (bias_gelu.py). Without a backward pass,
+cuBLAS applies bias and GELU to the fp32 sums before writing, so that the hidden layer is written once and never read
+back.
 """
 
 import torch
@@ -14,7 +15,7 @@ from opendit.models.layers import TORCH_OPS, Projection, StoredWeight
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """Return GELU(linear(x)) (..., out) for x (..., in), without gradients.
 
-    torch's reference is used on CPUs, for a layer without bias, and for a stored weight.
+    On CPUs, for a layer without bias, and for a stored weight, the torch reference is used.
     """
     if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
         return TORCH_OPS.linear_gelu(x, linear)

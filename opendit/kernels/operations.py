@@ -41,9 +41,9 @@ def _linear_heads(
     x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = multiply
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
-    # The matrix product adds the bias for free; only the bias's gradient is computed by the kernel. This is impossible
-    # for parameters that intercept torch's calls: Gemini fetches such a parameter for one call and may free it before
-    # the next, despite the detach().
+    # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. This doesn't work
+    # for Gemini's parameters, which intercept torch's calls: Gemini fetches such a parameter for one call and may free
+    # it before the next, despite the detach().
     if bias is None:
         return split_heads(linear.product(x, multiply=multiply), num_heads)
     if torch.overrides.has_torch_function((bias,)):
@@ -145,7 +145,7 @@ def _normalise_rotate(
 ) -> tuple[Tensor, Tensor]:
     if q_norm is None or k_norm is None:
         return rotate_heads(q, k, table=table)
-    # If ranks share a norm's channels, they must add up their sums of squares within the norm. No kernel does this.
+    # If ranks divide the channels of a norm, they must exchange sums of squares within the norm, which no kernel does.
     divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
     if divided or (across and not fits_across(q.shape[2], q.shape[3])):
         return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)
@@ -161,10 +161,10 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
     return join_heads(found, eps)
 
 
-MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
+MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # names of the switches
 
 # For each operation, the last row whose switches are all on is used. ``keeps`` names the activations that are saved for
-# the backward pass: arguments, u for a projection's product, and h for the new residual stream.
+# the backward pass: an argument's name, u for a projection's output, h for the new residual stream.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
@@ -203,7 +203,7 @@ KERNELS = (
     Kernel("add_table", add_table, {MODULATE}),
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
     Kernel("join_heads", _join_heads, {MODULATE, INFERENCE}),
-    # With float8, the inputs and the weight of a projection are saved in one byte per value.
+    # In the rows with FLOAT8, the inputs and the weight of a projection are saved in one byte per value.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("residual_rmsnorm_modulate", fp8_linear.residual_rmsnorm_modulate, {FLOAT8}, keeps=("x",)),
     Kernel("linear", fp8_linear.linear, {FLOAT8}, keeps=("x",), float8=True),

@@ -20,18 +20,18 @@ def operator(
 ) -> Callable[..., Any]:
     """Return a function that runs ``implementation`` in eager mode, under torch.compile, and with autograd.
 
-    To torch.compile, the operator is opaque, and ``fake`` gives the shapes of its outputs. The operator is registered
+    torch.compile does not look into the operator; ``fake`` gives the shapes of its outputs. The operator is registered
     as ``torch.ops.opendit.NAME``. Compilers, dispatch modes, and tensors that intercept torch's calls (Gemini's) use
-    the registered operator. Plain calls go directly to the implementation, because the dispatcher's path through Python
-    costs more host time than a kernel takes for a small batch. The implementation is registered for every device,
-    because Triton's interpreter works on CPU tensors.
+    the registered operator. Plain calls go directly to the implementation, because for a small batch, the dispatcher's
+    Python code would take longer than the kernel. The implementation is registered for every device, because Triton's
+    interpreter works on CPU tensors.
     """
     name = schema.partition("(")[0]
 
     def on_device(x: Tensor, *args):
         if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
             return implementation(x, *args)
-        with torch.cuda.device_of(x):  # Triton launches on the current device
+        with torch.cuda.device_of(x):  # Triton launches on the current device, so make it x's device
             return implementation(x, *args)
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -56,7 +56,7 @@ def _differentiable(
 ) -> Callable[..., Any]:
     class Operator(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *args):  # a separate setup_context would make apply inspect the signature in every call
+        def forward(ctx, *args):  # with a separate setup_context, apply would inspect the signature in every call
             output = implementation(*args)
             setup_context(ctx, args, output)
             return output

@@ -1,8 +1,9 @@
 """Compute the random bits of opendit/diffusion/random.py with one kernel.
 
-In torch, ten rounds of Philox are about 120 operations. Number 4 block + k of a sample is word k of the counter
-(block, index, step, stream) under the key ``seed``. The reference is ``opendit.diffusion.random.random_bits`` on a
-device without kernels. The computation uses integers only, so that the bits are the same on every device.
+In torch, ten rounds of Philox are about 120 operations. Random number 4 * block + k of a sample is word k of Philox's
+output for the counter (block, index, step, stream) and the key ``seed``. The reference is
+``opendit.diffusion.random.random_bits`` on a device without kernels. The computation uses integers only, so that the
+bits are the same on every device.
 """
 
 import torch
@@ -29,6 +30,6 @@ def philox_bits(seed: int, step: int, index: Tensor, stream: int, count: int) ->
     """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``."""
     bits = torch.empty(len(index), count, dtype=torch.int64, device=index.device)
     grid = (len(index), -(-count // (4 * BLOCK)))
-    with torch.cuda.device_of(index):  # Triton launches on the current device
+    with torch.cuda.device_of(index):  # Triton launches on the current device, so make it the index's device
         _philox_kernel[grid](index.contiguous(), bits, seed, step & 0xFFFFFFFF, stream, count, BLOCK=BLOCK)
     return bits

@@ -14,7 +14,7 @@ The policies:
     mlp     also recompute fc1's output, which repeats a ninth of a block's matrix products; 8 are left.
     half    mlp in every other block, cheap in the rest; 10 are left on average.
 
-``opendit.models.blocks.run_blocks`` recomputes complete blocks, with or without their attention.
+To recompute complete blocks, with or without their attention, see ``opendit.models.blocks.run_blocks``.
 
 Without the fused LayerNorm + modulate, a block also saves the normalised input of both modulations (20 tensors). The
 policies recompute these, too.
@@ -44,9 +44,9 @@ from opendit.models.layers import BlockOps, Projection
 class Recomputed:
     """A tensor that ``make(*inputs)`` recomputes, without gradients, under the autocast state at construction.
 
-    Inputs are tensors, which are kept, or Recomputed objects. ``share`` registers a use of the tensor, and ``take``
-    returns the tensor for one use. The first ``take`` computes the tensor, and the last ``take`` frees it, so that
-    several uses cost one ``make``. A second backward pass through the same graph computes the tensor again.
+    An input is a tensor, which stays in memory, or a Recomputed object. ``share`` registers a use of the tensor, and
+    ``take`` returns the tensor for one use. The first ``take`` computes the tensor, and the last ``take`` frees it, so
+    that ``make`` runs once for several uses. A second backward pass through the same graph computes the tensor again.
 
     result: the tensor between its first and its last use, else None.
     """
@@ -59,7 +59,7 @@ class Recomputed:
         self.result: Tensor | None = None
 
     def share(self) -> "Recomputed":
-        """Register one more use; return self."""
+        """Register one more use of the tensor; return self."""
         self._uses += 1
         return self
 
@@ -79,12 +79,12 @@ class Recomputed:
 
 
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Attach to ``tensor``, the result of make(*inputs), a :class:`Recomputed`, and return ``tensor``.
+    """Attach a :class:`Recomputed` to ``tensor``, the result of make(*inputs), and return ``tensor``.
 
-    Inputs that have a Recomputed attached are recomputed, too, instead of being kept.
+    Inputs that have a Recomputed attached are recomputed as well, instead of kept in memory.
     """
     if torch.is_grad_enabled():
-        made: Any = tensor  # for the type checker: Tensor has no such attribute
+        made: Any = tensor  # Any, because type checkers know no such attribute of Tensor
         made.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
     return tensor
 
@@ -115,7 +115,7 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
 def _as_a_linear_sees(x: Tensor) -> Tensor:
     """Convert ``x`` to autocast's dtype, as a recomputable tensor.
 
-    Otherwise the linear layer would convert ``x`` itself and save the copy.
+    Without this, the linear layer would convert ``x`` and save the copy for the backward pass.
     """
     if not torch.is_autocast_enabled(x.device.type):
         return x
@@ -128,7 +128,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     ``ops`` are torch's references or the kernels of opendit.kernels.select, except FP8. Gradients are the same except
     for the LayerNorm's rounding, see the module's docstring. Weights must not change or be freed between forward and
-    backward. torch.compile is not supported, because it ignores these hooks.
+    backward pass. torch.compile is not supported, because it ignores the hooks for saved tensors.
 
     Args:
         level: none, norms, cheap or mlp.
@@ -139,11 +139,12 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     joined = ops.linear_gate_residual_layernorm_modulate
     kernel, gelu_kernel = ops.kernel("layernorm_modulate"), ops.kernel("linear_gelu")
     fused = kernel is not None and kernel.keeps == ("x",)
-    # The fused kernel saves only its input. torch's expressions also save the tensor between norm and modulation.
+    # The fused kernel saves only its input. torch's expressions would also save the tensor between norm and modulation,
+    # so checkpoint them.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
-    activation = gelu_kernel and gelu_kernel.after_product  # adds the bias, too
+    activation = gelu_kernel and gelu_kernel.after_product  # this activation also adds the bias
 
-    # of_rows: empty, or the sample_of_row of a pack.
+    # of_rows is empty, or for a pack, the sample_of_row.
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale, *of_rows), norm, x, shift, scale, *of_rows)
 
@@ -159,7 +160,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     def linear_gelu(x: Tensor, layer: Projection) -> Tensor:
         x = _as_a_linear_sees(x)
-        after = None if layer.bias is None else activation  # layers without a bias use torch's GELU
+        after = None if layer.bias is None else activation  # torch's GELU if the layer has no bias
         product = layer if after is None else layer.product
 
         def gelu(u: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from opendit.common.utils import collection_paused
 
 _ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-_FAILED: list[torch.cuda.CUDAGraph] = []  # failed recordings, to which torch still refers; see _clear_up
+_FAILED: list[torch.cuda.CUDAGraph] = []  # graphs of failed recordings, to which torch still refers; see _clear_up
 
 
 T = TypeVar("T")
@@ -23,10 +23,10 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """Recorder of work on a separate side stream, with one memory pool for all of its recordings.
+    """Recorder that uses a separate side stream, and one memory pool for all of its recordings.
 
-    Work between recordings must run on the side stream, too. Autograd runs on the stream where a weight was first used,
-    and a recording must not use the default stream.
+    Work between recordings must run on the side stream, too. Autograd uses the stream on which a weight was first used,
+    and this must not be the default stream when recording.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class GraphRecorder:
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record on this recorder's stream and in its memory pool; see :func:`record`."""
-        if not self._graphs:  # torch frees a pool with its last graph, and then rejects new graphs for this pool
+        if not self._graphs:  # torch frees a memory pool together with its last graph, and later rejects that pool
             self._pool = torch.cuda.graph_pool_handle()
         result, replay = record(work, self._stream, self._pool)
         self._graphs.add(cast(Any, replay).__self__)
@@ -54,20 +54,22 @@ class GraphRecorder:
 def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[T, Callable[[], None]]:
     """Record the kernels that ``work`` enqueues, without running them.
 
-    Returns the result of ``work``, whose memory has no values yet, and a function that runs the recorded kernels.
+    Returns the result of ``work``, whose tensors have no values yet, and a function that runs the recorded kernels.
 
-    Raises RuntimeError if part of ``work`` can't be recorded. The pool can't be used for other recordings after that.
+    Raises RuntimeError if part of ``work`` can't be recorded. After this error, the pool can't be used again.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
-        # thread_local: other threads, which pin batches or watch communicators, may call CUDA during the capture.
+        # thread_local, because other threads, which pin batches or watch communicators, may call CUDA during the
+        # capture.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # Pause garbage collection, because freeing an older recording would break the capture.
         with collection_paused(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             try:
                 result = work()
             except RuntimeError as error:
-                failure = error  # leaving the failed recording raises another error, with a less useful message
+                # keep this error: when the capture ends, torch raises another error with a less useful message
+                failure = error
                 raise
     except RuntimeError as error:
         _clear_up(graph, pool)
@@ -89,11 +91,10 @@ def end_recordings() -> None:
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
     """Clear the state that torch keeps after a failed capture, because torch regards the capture as still running.
 
-    With this state, freed memory that another stream has used would never be reused, and random numbers could not be
-    drawn.
+    Otherwise, memory that another stream has used would never be reused, and drawing random numbers would fail.
     """
-    _FAILED.append(graph)  # the pinned-memory allocator still queries the graph's streams
-    with contextlib.suppress(RuntimeError):  # raised if the capture ended without failure
+    _FAILED.append(graph)  # keep the graph alive, because the pinned-memory allocator still queries its streams
+    with contextlib.suppress(RuntimeError):  # torch raises this error if the capture ended without failure
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())

@@ -4,7 +4,7 @@ The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can
 
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
-torch differentiates this formula, whose tensors have few rows, so the weight's gradient follows from the kernel's
+torch computes this formula, whose tensors have few rows. The weight's gradient follows by autograd from the kernel's
 gradient of scale'. Shapes and dtypes are those of layernorm_modulate.py and gate_residual_layernorm_modulate.py. eps is
 the eps of RMSNorm in opendit/models/layers.py.
 """
@@ -60,8 +60,8 @@ def gate_residual_rmsnorm_modulate_reference(
 def modulation_with_weight(x: Tensor, weight: Tensor | None, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return shift and scale' (B, D) in fp32, for LayerNorm's kernels with CENTER false.
 
-    In half precision, scale' would be rounded once more, and the weight's gradient would be a sum of rounded terms. The
-    weight is used in torch operations only, because Gemini must see its uses. weight None: RMSNorm without weight.
+    fp32 avoids one more rounding of scale', and of each term in the sum that is the weight's gradient. Only torch
+    operations use the weight, because Gemini must be able to intercept its uses. weight None: RMSNorm without weight.
     """
     if weight is None:
         return shift.float(), scale.float()
@@ -109,7 +109,7 @@ def residual_rmsnorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Return (x, RMSNorm(x) * (1 + scale) + shift), for a caller that also uses x.
 
-    The backward kernel adds both gradients of x. For the arguments, see :func:`rmsnorm_modulate`.
+    The backward kernel adds the gradients of x from both uses. For the arguments, see :func:`rmsnorm_modulate`.
     """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)

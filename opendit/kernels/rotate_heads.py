@@ -7,13 +7,13 @@ gradient. The norm or the rotation may be missing. One launch processes both q a
 
     xhat = x / rms(x),  z = xhat * weight,  y_2i = z_2i cos_i - z_2i+1 sin_i,  y_2i+1 = z_2i sin_i + z_2i+1 cos_i
 
-Forward reads x once, writes y once, and saves only x, or without a norm nothing. Backward reads x and dy once and
-writes dx once; g is dy rotated by the opposite angles:
+The forward pass reads x once and writes y once. It saves only x, and nothing if there is no norm. The backward pass
+reads x and dy once and writes dx once; g is dy rotated by the opposite angles:
 
     dx = rstd * (g * weight - xhat * mean(g * weight * xhat)),  dweight = sum over rows of g * xhat
 
-A row is one head of one token. A tile consists of rows of several tokens, and each row has its own norm. Across heads,
-a tile consists of the heads of one token, and has one norm.
+A row is one head of one token. For a norm of each head, a tile has rows of several tokens, and each row is normalised
+by itself. Across heads, a tile has the rows of one token, which are normalised together.
 """
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ LARGEST = 8192  # maximum number of values in a tile across heads
 
 
 def forward_launch(size: int, across: bool) -> Launch:
-    """Return a launch with 16 values per thread, or up to 32 for large tiles across heads.
+    """Return the launch shape of the forward kernel: 16 values per thread, or up to 32 for large tiles across heads.
 
     ``size``: values of a row; across heads, values of a tile.
     """
@@ -70,7 +70,8 @@ def forward_launch(size: int, across: bool) -> Launch:
 
 
 def backward_launch(size: int, across: bool) -> Launch:
-    """Return the forward launch with 32 tiles per program: a program sums the weight's gradient over its tiles."""
+    """Return the launch shape of the backward kernel: the forward shape with 32 tiles per program, because a program
+    sums the weight's gradient over its tiles."""
     return replace(forward_launch(size, across), tiles=32)
 
 
@@ -141,7 +142,8 @@ def _load_weight(
 
 @triton.jit
 def _sums(x, ACROSS: tl.constexpr):
-    """Return the sum over a norm's channels: of all rows if ACROSS, else of each row."""
+    """Return sums over the channels that are normalised together: over the complete tile if ACROSS, otherwise over each
+    row."""
     if ACROSS:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
     else:
@@ -339,9 +341,9 @@ def fits_across(num_heads: int, head_dim: int) -> bool:
 
 
 def in_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x with unit stride in the last dimension, and the UNIT that divides the head size and all strides.
+    """Return x with unit stride in the last dimension, and UNIT, a divisor of the head size and of all strides.
 
-    UNIT is the number of values in 16 bytes, or 1 if that number doesn't divide them.
+    UNIT is the number of values in 16 bytes if this is a divisor, otherwise 1.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     unit = 16 // x.element_size()
@@ -354,9 +356,9 @@ def strides_of(x: Tensor, unit: int) -> list[int]:
 
 
 def pointer_of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """Return the table as a pointer argument, and the number of rows between the tables of two samples.
+    """Return the table as a pointer argument, and the distance, in rows, from one sample's table to the next.
 
-    The number is 0 if all samples share one table, or if there is no table.
+    The distance is 0 if all samples share one table, or if there is no table.
     """
     if table is None:
         return other, 0
@@ -485,8 +487,8 @@ def rotate_heads(
     Args:
         q: (B, N, H, d) bf16, fp16 or fp32, of any strides.
         k: (B, N, K, d), q's dtype.
-        q_weight, k_weight: RMSNorm's weights (d,), any of these dtypes; across heads (H d,) and (K d,). None (only
-            for both): no norms.
+        q_weight, k_weight: RMSNorm's weights (d,), any of these dtypes; across heads (H d,) and (K d,). None for both:
+            no norms.
         table: (N, d / 2, 2) or (B, N, d / 2, 2) fp32, cosines and sines of each token's pairs. None: no rotation.
         eps: RMSNorm's eps.
         across: compute each norm over all channels of a token instead of each head's.

@@ -107,7 +107,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
 
 
 def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
-    """Return the switches that are on, kernels outside the kernel table (apex's), and a description of both."""
+    """Return the switches that are on, apex's kernels, which are not in the kernel table, and a description of both."""
     if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
         return set(), (), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
     norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"
@@ -134,7 +134,7 @@ def _after(norm, modulation):
 def _apex_layer_norm():
     """Return apex's LayerNorm without weights over the last dimension, or None if apex is not installed."""
     try:
-        # The type checker does not find apex, which can only be installed by hand.
+        # Type checkers don't find apex, which is not on PyPI and must be installed by hand.
         from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]
             fused_layer_norm,
         )

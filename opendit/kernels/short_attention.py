@@ -1,6 +1,6 @@
 """Attention for short sequences, without gradients, for heads whose size is not a power of two.
 
-Training kernels pad a head of size 72 to 128, and also multiply the padding. This kernel divides the head into two
+Training kernels pad a head of size 72 to 128, and spend time on the padding. This kernel divides the head into two
 blocks, 64 + 16, and adds their products, so that a head of size 72 costs as much as one of size 80. Scores, sums and
 the softmax are fp32; probabilities are rounded to the inputs' dtype, as in every tiled kernel (Dao 2023,
 "FlashAttention-2", algorithm 1).
@@ -17,7 +17,8 @@ from opendit.kernels.common import kernels_available, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.models.layers import Attend
 
-LONGEST = 1024  # tokens; other kernels, with more tiles in flight, are better for longer sequences
+# maximum number of tokens; for longer sequences, other kernels are faster, because they have more tiles in flight
+LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class AttentionTiles:
     warps: int
 
 
-# Both configurations have tiles of 64 keys, so that a sample's bits don't depend on the batch size. With one stage, the
-# kernel causes an illegal memory access on the GPU (Triton 3.6).
+# Tiles have 64 keys in both configurations, so that a sample's bits don't depend on the batch size. There are three
+# stages, because with one the kernel causes an illegal memory access on the GPU (Triton 3.6).
 FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
-# Largest number of heads, over all samples, for FEW, and for this kernel; cuDNN is faster for more. Measured on an H200
-# with DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py). 32 heads, one guided picture: FEW 6.1 us, MANY 7.9,
-# cuDNN 9.1. 256 heads, eight pictures: MANY 24.4 us, FEW 26.1, cuDNN 25.2 plus separate kernels that clear memory.
+# Maximum number of heads, over all samples, for FEW and for this kernel. For more heads, cuDNN is faster. Measured on
+# an H200 with DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py). 32 heads, one guided picture: FEW 6.1 us, MANY
+# 7.9, cuDNN 9.1. 256 heads, eight pictures: MANY 24.4 us, FEW 26.1, cuDNN 25.2 plus separate kernels that clear memory.
 # 2,048 heads, 64 pictures: 177 us, cuDNN 148.
 HEADS_OF_FEW, HEADS = 96, 320
 
@@ -73,7 +74,8 @@ def short_is_faster(device: torch.device) -> bool:
 
 @triton.jit
 def _load(ptr, rows, stride, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):
-    """Load columns [START, START + WIDTH) of a head's rows; zero from D on. ``stride`` is in units of UNIT values."""
+    """Load columns [START, START + WIDTH) of a head's rows; columns from D on are zero. ``stride`` is in units of UNIT
+    values."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None] & (cols < D)[None, :]
     return tl.load(ptr + (rows * stride * UNIT)[:, None] + cols[None, :], mask=mask, other=0.0)
@@ -89,8 +91,8 @@ def _short_attention_kernel(
 ):  # fmt: skip
     """Compute attention for one tile of queries of one head.
 
-    Strides are in units of UNIT values, so that the compiler knows the alignment to 16 bytes. EVEN: all tiles of keys
-    are full.
+    Strides are in units of UNIT values, so that the compiler knows the alignment to 16 bytes. EVEN: True if all tiles
+    of keys are full.
     """
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_ptr += (tl.cast(sample, tl.int64) * q_batch + head * q_head) * UNIT
@@ -152,12 +154,13 @@ class ShortAttention:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:
-    """Return (B, H, N, d), stored as (B, N, H, d), of q, k, v (B, H, N, d) in bf16 or fp16, d a multiple of 8."""
+    """Compute attention of q, k, v (B, H, N, d), bf16 or fp16, where d is a multiple of 8. Return (B, H, N, d), whose
+    memory is that of a contiguous (B, N, H, d)."""
     B, H, N, d = q.shape
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     main, rest = split_head(d)
-    if tiles is None:  # with heads wider than 80, registers are enough only for FEW
+    if tiles is None:  # for heads wider than 80, only FEW has enough registers
         tiles = MANY if B * H * -(-N // 256) > HEADS_OF_FEW and main + rest <= 80 else FEW
     strides = [stride // 8 for x in parts for stride in x.stride()[:3]]
     keys = min(tiles.keys, max(16, next_power_of_2(N)))

@@ -1,4 +1,5 @@
-"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d), with one kernel for the gradient.
+"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d), with one kernel for the gradient of
+qkv.
 
 torch's backward stacks dq, dk and dv and then copies the stack into qkv's order, which reads or writes 12 activation
 tensors. This kernel writes dq, dk and dv directly to their positions in dqkv, which reads or writes 6. The kernel also
@@ -40,7 +41,8 @@ def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 BACKWARD = Launch(rows=32, tiles=4, warps=4)
-BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)  # fewer programs, because each reads all partial maxima
+# fewer programs than BACKWARD, because each program reads all partial maxima
+BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)
 
 
 @triton.jit
@@ -49,7 +51,8 @@ def _gather_rows(
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows first .. stop of dq, dk or dv to dqkv, and write their sum to ``total_ptr``, a part of a slot.
+    """Copy rows first .. stop of dq, dk or dv to dqkv, and write the sum of these rows to ``total_ptr``, which points
+    into a slot.
 
     Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once.
     """
@@ -172,7 +175,8 @@ _gather_op = operator(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Split qkv into views. This is not a registered operator, because operators must not return views of inputs."""
+    """Split qkv into views. This is not registered as a torch operator, because operators must not return views of
+    their inputs."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):

@@ -1,7 +1,7 @@
 """Look up each sample's rows of a sampler's tables by the sample's own step, and increment the step.
 
-A special kernel gathers a few wide rows, such as DiT-XL/2's modulations with 195,840 values. torch's kernel took 17 us
-for 16 rows on an H200, four times as long as the memory traffic takes.
+Another kernel gathers a few wide rows, such as DiT-XL/2's modulations with 195,840 values. For 16 rows on an H200,
+torch's kernel took 17 us, four times the time of the memory traffic.
 """
 
 import torch
@@ -60,7 +60,8 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 
     Args:
         step: (B,) int64.
-        rows: (halves, B) int64, contiguous: each sample's row number in a table at step 0. Each step adds ``stride``.
+        rows: (halves, B) int64, contiguous: each sample's row number at step 0 in a table. The number grows by
+            ``stride`` in each step.
         numbers: (steps, K) fp32, K values for each step.
 
     Returns:

@@ -29,7 +29,7 @@ def sum_parts(parts: Tensor) -> Tensor:
     """Sum parts (P, ...), contiguous, bf16, fp16 or fp32, over the first dimension with one Triton kernel."""
     assert parts.is_contiguous()
     out = torch.empty_like(parts[0])
-    block, warps = 1024, 4  # 16 bytes per thread and part
+    block, warps = 1024, 4  # each thread reads 16 bytes of each part
     grid = (triton.cdiv(out.numel(), block),)
     _sum_parts_kernel[grid](parts, out, out.numel(), PARTS=len(parts), BLOCK=block, num_warps=warps)
     return out

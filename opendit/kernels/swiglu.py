@@ -2,8 +2,8 @@
 Transformer").
 
 x (..., 2 H) is the output of one projection, and y is (..., H). Inputs and outputs are bf16, fp16 or fp32, the
-computation is fp32, and y has x's dtype. Forward reads x once and writes y once. Backward reads x and dy once and
-writes dx = [da | db] once:
+computation is fp32, and y has x's dtype. The forward pass reads x once and writes y once. The backward pass reads x and
+dy once and writes dx = [da | db] once:
 
     s = sigmoid(a),  da = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s
 """
@@ -29,7 +29,8 @@ def swiglu_reference(x: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-# One tile per program, because these kernels sum nothing. Backward holds twice as many tensors in registers.
+# One tile per program, because these kernels compute no sums. The backward pass holds twice as many tensors in
+# registers.
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=16, tiles=1, warps=4)
 

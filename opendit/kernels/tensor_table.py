@@ -1,6 +1,7 @@
 """Tables for kernels that process many tensors in one launch.
 
-The address table holds the tensors' addresses. The block table holds the tensor and the block for each program.
+The address table holds the tensors' addresses. The block table tells each program which tensor and which block to
+process.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def send(host: Tensor, device: torch.device) -> Tensor:
-    """Copy ``host`` to the device without waiting. torch doesn't reuse the pinned memory before the copy is done."""
+    """Copy ``host`` to the device without waiting. torch doesn't reuse the pinned memory until the copy is done."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -47,7 +48,8 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 class BlockTable:
-    """Tensors of ``sizes`` elements divided into blocks of ``block``; each tensor's last block may be shorter.
+    """Division of tensors with ``sizes`` elements into blocks of ``block`` elements. A tensor's last block may be
+    shorter.
 
     Attributes:
         blocks: (blocks, 2) int32 on the device: for each block, the tensor's number and the block's number in the
@@ -88,8 +90,8 @@ def check_tensors_fit(
 ) -> list[Tensor]:
     """Check that a kernel can access ``tensors`` together with ``masters``, and return ``tensors``, detached.
 
-    The tensors must be contiguous, of ``dtype`` and the masters' sizes, on the masters' device or in pinned host
-    memory.
+    The tensors must be contiguous, have ``dtype`` and the masters' sizes, and be on the masters' device or in pinned
+    host memory.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices don't fit.

@@ -1,10 +1,9 @@
 """Device functions that the row kernels share.
 
-They load and store tiles of rows, sum over rows, normalise tiles, and compute the scale factors of float8.
+The functions load and store tiles of rows, sum over rows, normalise tiles, and compute the scale factors of float8.
 
-A row of D columns is held as two blocks, main and tail (common.split_width). If there is no tail (TAIL = 0), the tail's
-position in an argument list or a returned pair holds the main block and is not used. Values are fp32 between load and
-store.
+A row of D columns is held as two blocks, main and tail (common.split_width). If there is no tail (TAIL = 0), arguments
+and results for the tail hold the main block and are not used. Values are fp32 between load and store.
 """
 
 from opendit.kernels.language import tl, triton
@@ -24,7 +23,7 @@ def _load_vector(ptr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def load_vectors(ptr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Load one row of modulation as fp32 (1, MAIN) and (1, TAIL); columns from D on are zero."""
+    """Load one row of shift, scale or gate as fp32 (1, MAIN) and (1, TAIL); columns from D on are zero."""
     main = _load_vector(ptr, 0, MAIN, D)
     tail = main
     if TAIL > 0:
@@ -69,7 +68,7 @@ def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, 
 def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     """Load a tile of a contiguous (rows, D) tensor as fp32; elements outside the tensor are zero.
 
-    A tile is read only once, so the load marks the tile for early eviction from the L1 cache.
+    The load marks the tile for early eviction from the L1 cache, because a tile is read only once.
     """
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     return tl.load(ptr + row * D + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -137,8 +136,8 @@ def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS
 def row_sums(x, ROWS: tl.constexpr):
     """Return the sums of a tile's rows, (ROWS, 1); a scalar for a tile of one row.
 
-    Scalars save Triton from converting the (1,) sums of the main and the tail block, whose layouts differ, into one
-    layout: with the conversions, a forward row took 84 warp shuffles instead of 20.
+    With (1,) tensors, Triton would have to convert the sums of the main and the tail block to one layout. A row of the
+    forward pass then took 84 warp shuffles instead of 20.
     """
     if ROWS == 1:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
@@ -149,7 +148,8 @@ def row_sums(x, ROWS: tl.constexpr):
 
 @triton.jit
 def row_sums_of_two(a, b, ROWS: tl.constexpr):
-    """Return row_sums of two tiles, with the barriers of only one sum."""
+    """Return the row_sums of two tiles. Both sums share their barriers, so that this costs no more barriers than one
+    sum."""
     pair = tl.sum(tl.join(a, b), axis=1)
     if ROWS == 1:
         pair = tl.sum(pair, axis=0)
@@ -228,8 +228,8 @@ def normalize_backward(
     dy, dyt, xhat, xhat_t, gain, gain_t, rstd,
     D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) per row, where g = dy * gain. Without CENTER, omit
-    mean(g)."""
+    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) for each row, where g = dy * gain. Without CENTER,
+    mean(g) is omitted."""
     g = dy * gain
     gt = g
     if TAIL > 0:
@@ -262,7 +262,7 @@ def normalize_backward(
 def logistic(power, APPROXIMATE: tl.constexpr):
     """Compute 1 / (1 + 2^power), the sigmoid of -ln(2) * power.
 
-    APPROXIMATE: use the hardware's reciprocal, exact to the last bit of fp32, instead of a division.
+    APPROXIMATE: use the hardware's reciprocal, whose error is at most the last bit of fp32, instead of a division.
     """
     denominator = 1.0 + tl.exp2(power)
     if APPROXIMATE:
@@ -276,8 +276,8 @@ def logistic(power, APPROXIMATE: tl.constexpr):
 def gelu_coarse(u, APPROXIMATE: tl.constexpr):
     """Compute GELU(u) in its tanh form, for results that are rounded to few bits.
 
-    APPROXIMATE: use the hardware's tanh, whose error is 2^-11. With an exponential and a reciprocal instead, the kernel
-    was limited by the units that compute these functions, not by memory.
+    APPROXIMATE: use the hardware's tanh, whose error is 2^-11. With an exponential and a reciprocal instead, the units
+    that compute these functions limited the speed, not memory.
     """
     if APPROXIMATE:
         z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))
@@ -306,7 +306,7 @@ def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
 def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
     """Return a program's sample, its first row, and the row after its last.
 
-    In the packed form the sample is returned as 0: next_segment finds the samples.
+    In the packed form, 0 is returned as the sample, because next_segment finds the samples.
     """
     sample = 0
     if PACKED:
@@ -321,9 +321,9 @@ def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constex
 
 @triton.jit
 def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
-    """Return the sample of ``row``, and the end of that sample's rows, at most ``stop``.
+    """Return the sample of ``row``, and the end (at most ``stop``) of the rows of this sample.
 
-    A sample's rows are contiguous, so the end is ``row`` plus their number.
+    A sample's rows are contiguous, so the end is ``row`` plus the number of its remaining rows in the chunk.
     """
     sample = tl.load(sample_ptr + row).to(tl.int32)
     rows = row + tl.arange(0, CHUNK)
@@ -333,7 +333,8 @@ def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def of_sample(ptr, sample, stride):
-    """Return a pointer to a sample's row of modulation. The offset is 64-bit: the tensor may be a wide (B, 6 D) one."""
+    """Return a pointer to a sample's row of shift, scale or gate. The offset is 64-bit, because the row may be part of
+    a wide (B, 6 D) tensor."""
     return ptr + tl.cast(sample, tl.int64) * stride
 
 
@@ -355,9 +356,9 @@ def power_of_2(largest, TARGET: tl.constexpr):
 
 @triton.jit
 def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
-    """Return the power of two for the largest of the partial maxima.
+    """Return the float8 factor, a power of two, for the largest of the partial maxima.
 
-    The first program stores the inverse, which the matrix product multiplies by.
+    The first program also stores the inverse of the factor, by which the matrix product is multiplied.
     """
     largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
     factor, inverse = power_of_2(largest, TARGET)
@@ -388,7 +389,7 @@ def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.c
 
 @triton.jit
 def float8_range(value, factor, LIMIT: tl.constexpr):
-    """Return value * factor, clamped to the format's range.
+    """Return value * factor, clamped to the range of the float8 format.
 
     Infinity becomes NaN, because a cast of a clamped infinity would hide the error.
     """

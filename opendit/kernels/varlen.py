@@ -1,12 +1,12 @@
 """Choose the attention kernel for samples of unequal length in a pack, and give the reason.
 
 The choice is FlashAttention 4 if it is installed and correct, else torch's ``varlen_attn``, else None. With None, each
-run (neighbouring samples of equal length) is one dense call.
+run, that is, neighbouring samples of equal length, is one dense call.
 
 FlashAttention 4 is as fast on unequal lengths as on equal ones, and processes complete packs (figures:
 docs/kernels.md). torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length measured on an H200, 256
 to 32,768. But cuDNN needs 50 ms to plan for each new number of samples or length, and calls for many short runs cost
-the host more time than the GPU. With ``varlen_attn``, therefore, only runs of few tokens use it; longer runs are dense
+the host more time than the GPU. Therefore ``varlen_attn`` processes only runs of few tokens, and longer runs are dense
 calls.
 """
 
@@ -27,15 +27,15 @@ from opendit.kernels.filled_heads import with_filled_heads
 from opendit.kernels.flash_attention_4 import CUTE, SegmentLengths
 from opendit.models.segments import SegmentRun
 
-# A run is a dense call if each of its segments has at least LONG tokens, or two or more segments have at least TOGETHER
-# tokens in all. On an H200, the dense kernel is then faster by a third to a half, and takes longer than the host needs
-# for the call.
+# A run is a dense call if each of its segments has at least LONG tokens, or if it has at least two segments with
+# TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half, and takes longer than the
+# host's call.
 LONG, TOGETHER = 1024, 4096
 
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """The attention kernel of ``package`` for segments of unequal length, see ``opendit.models.segments``.
+    """Attention of segments of unequal length by the kernel of ``package``; see ``opendit.models.segments``.
 
     head_size: size to which heads are padded with zeros. With FlashAttention 4, only the backward pass needs padding.
     """
@@ -88,7 +88,7 @@ PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
 def resolve_varlen(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, asked: str = "auto"
 ) -> tuple[VarlenAttention | None, str]:
-    """Return the kernel for segments of unequal length, and the reason; None: each run is a dense call.
+    """Return (kernel for segments of unequal length, reason). None instead of a kernel: each run is a dense call.
 
     asked: value of ``--attention``. If it names a kernel, that kernel is used for all runs, in dense calls.
     """
@@ -104,7 +104,7 @@ def resolve_varlen(
     wrong = []
     for package in PACKAGES:
         if package == CUTE and torch.are_deterministic_algorithms_enabled():
-            continue  # the package may be nondeterministic with unequal lengths
+            continue  # with unequal lengths, the package may be nondeterministic
         size = right_size(package, device.type, dtype, head_dim)
         if size is None:
             wrong.append(package)
@@ -133,12 +133,12 @@ def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: i
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
     qkv, grad = (torch.randn(sum(lengths), n, 3, head_dim, generator=generator).to(device, dtype) for n in (3, 1))
     grad = grad.squeeze(1)
-    # q, k and v are views of one tensor, as in a model.
+    # As in a model, q, k and v are views of one tensor.
     made, exact = ([x.detach().requires_grad_() for x in qkv.to(kind).unbind(1)] for kind in (dtype, torch.float64))
     try:
         out = VarlenAttention(package, size)(*made, offsets=offsets, longest=max(lengths))
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # the package is missing, of another version, or can't run here
+    except Exception:  # the package is missing, has another version, or can't run here
         return False
     parts = zip(*(x.split(lengths) for x in exact), strict=True)
     out = torch.cat([_formula(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])

@@ -1,5 +1,6 @@
-"""The networks, their configurations and the zoo of named models. A name's module is imported when the name is first
-used, so importing this package does not import torch."""
+"""The networks, their configurations and the zoo of named models. Each module is imported when one of its names is
+first used, so importing this package does not import torch.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -17,7 +17,7 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
     """Return the rows of the table as text, with the header first. Latents have 4 channels and 1/8 of
     ``image_size``."""
     from opendit.models import model_config
-    from opendit.training.memory import GIB, Setup, estimate  # imports torch; flags are checked first
+    from opendit.training.memory import GIB, Setup, estimate  # imports torch, so flags are checked before this import
 
     rows = [["model", "parameters", "tokens", "GFLOP a sample", *(f"{plugin} GiB" for plugin in PLUGINS)]]
     for name in names:

@@ -30,7 +30,7 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origin of a model's parameters and buffers.
+    """The origins of a model's parameters and buffers.
 
     Attributes:
         reused: Name -> number of elements of parameters from the file.
@@ -58,7 +58,7 @@ class Adaptation:
         return [*self.resized, *self.new]
 
     def describe(self) -> list[str]:
-        """Return a line of text for each kind of origin that is not empty."""
+        """Return a line of text for each origin that occurs."""
         lines = []
         for kind in ("reused", "resized", "new", "recomputed", "left_out"):
             weights = getattr(self, kind)
@@ -72,8 +72,8 @@ class Adaptation:
 
 
 def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
-    """Raise ValueError, which names the differences, unless both models have the same blocks. A vDiT accepts the blocks
-    of a DiT."""
+    """Raise ValueError, which names the differences, unless both models have the same blocks. The blocks of a DiT also
+    fit a vDiT."""
     ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
     differs = [
         f"{name} {theirs.get(name)} there, {ours.get(name)} here"
@@ -105,13 +105,13 @@ def adapt(
     model is not changed and may be on the meta device.
 
     - A tensor with the same name and shape is reused, unless it belongs to another text encoder.
-    - Label table for other classes: rows of classes with the same name are kept, and the null class if the file has
-      one. The other rows are new.
+    - Label table for other classes: rows of classes with the same name are reused, and the null class's row if the file
+    has one. The other rows are new.
     - Head: the channels of a learned variance are dropped, or added as zeros.
     - Patch filters: a DiT's filter is spread over the frames of a patch with several frames. Filters for channels of
       conditioning frames are zeros.
-    - Learned positions are interpolated linearly along each axis. Between pictures and clips, rows and columns are
-      kept, and the table of frames is new or left out.
+    - Learned positions are interpolated linearly along each axis. From pictures to clips, rows and columns are reused
+    and the table of frames is new. From clips to pictures, the table of frames is left out.
     - Sine-cosine tables are always computed.
 
     Only tensors that are resized are read from the file: a label table, patch filters, a head, learned positions.
@@ -125,7 +125,7 @@ def adapt(
             for the label table.
     """
     done, config, theirs = Adaptation(), model.config, weights.shapes
-    unused = dict.fromkeys(theirs)  # names in the order of the file
+    unused = dict.fromkeys(theirs)  # keys in the order of the file
     buffers = {name for name, _ in model.named_buffers()}
     other_words = _text_name(found) != _text_name(config)
     for name, own in model.state_dict().items():
@@ -173,7 +173,8 @@ def _same_classes(before: Sequence[str], after: Sequence[str]) -> bool:
 def _same_table(
     own: Sequence[int], there: Sequence[int], before: Sequence[str], after: Sequence[str], null_class: bool
 ) -> bool:
-    """Return True if the file's label table fits the model: the same shape and classes, with the null class."""
+    """Return True if the file's label table fits the model: if it has the same shape and classes, and the null
+    class."""
     return own == there and null_class and _same_classes(before, after)
 
 
@@ -246,5 +247,5 @@ def _groups(names) -> list[str]:
     """Return the names of the parameters' modules, without repetition. Modules of all blocks count as one, such as
     blocks.*.attn."""
     groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
-    apart = ("blocks", "learned_positions")  # modules whose children are listed separately
+    apart = ("blocks", "learned_positions")  # list the children of these modules separately
     return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

@@ -6,8 +6,8 @@ block and a frozen vision encoder's features of the clean picture.
     [I] Singh et al., "What Matters for Representation Alignment: Global Information or Spatial Structure?" (iREPA),
         2025
 
-The projector is trained and saved with the model; sampling does not use it. The loss only has gradients for the
-projector and for the blocks before it.
+The projector is trained and saved with the model; sampling does not use it. Only the projector and the blocks before it
+get gradients from this loss.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PROJECTED = 2048  # hidden width of [R]'s projector
-# Fraction of the mean over tokens that [I] subtracts from the encoder's features. The paper's appendix uses 0.6 to 0.8.
+# [I] subtracts this fraction of the mean over tokens from the encoder's features. The paper's appendix uses 0.6 to 0.8.
 CENTRED = 0.7
 
 

@@ -27,8 +27,9 @@ from opendit.models.layers import (
 )
 from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
-# Backends with correct gradients under torch.compile (2.11). cuDNN's gradients are wrong (measured relative error 1.4)
-# if q, k and v are views of one qkv tensor, because torch.compile assumes another memory layout than cuDNN writes.
+# Backends with correct gradients under torch.compile (2.11). cuDNN is not among them: torch.compile assumes another
+# memory layout than cuDNN writes, so that gradients are wrong (measured relative error 1.4) if q, k and v are views of
+# one qkv tensor.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -47,13 +48,13 @@ class TokenGrid:
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
         rotary: Rotations of rotary positions, fp32: (N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2) for
-            all channels. With several ranks, the latter has only the tokens and heads that this rank projects.
-        learned: Positions (1, n, D) of this rank's tokens, if every block adds positions.
+            all channels. In the second form with several ranks, only the tokens and heads that this rank projects.
+        learned: Learned positions (1, n, D) of this rank's tokens, if every block adds them.
         shards: Division of the sequence over ranks.
         packed: The segments of a pack, or this rank's part of them.
         streams: Number of tokens of each stream. The streams follow each other in the sequence.
-        keys: Mask (B, N) bool, True for tokens that are attended to; None if all are.
-        interleaved: Order of the streams' tokens in a pack, where the streams do not follow each other.
+        keys: Mask (B, N) bool, True for tokens that are attended to; None if all tokens are.
+        interleaved: Order of the streams' tokens in a pack. There, the streams are interleaved by sample.
         vectors: (B, n) int64, non-decreasing: the index of each token's modulation vector, if samples have several.
     """
 
@@ -82,8 +83,8 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the extra last arguments of operations with a shift, a scale or a gate: (sample_of_row,) for packs, the
-    vector indices (B, n) for samples with several modulation vectors, otherwise ()."""
+    """Return the additional last arguments for operations with a shift, a scale or a gate: (sample_of_row,) for packs,
+    the vector indices (B, n) for samples with several modulation vectors, otherwise ()."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
@@ -99,7 +100,7 @@ class SequenceShards(Protocol):
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, including padding."""
+        """Number of tokens per rank, including padding."""
         ...
 
     def take(self, x: Tensor) -> Tensor:
@@ -107,8 +108,8 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return this rank's slice (n, F / P) of a table (N, F) for its queries. The rows of the table are tokens, and
-        its columns are divided between heads. The slice has the tokens and heads that this rank projects."""
+        """Return this rank's slice (n, F / P) of a table (N, F) whose rows are tokens and whose columns belong to
+        heads. The slice has the tokens and heads whose queries this rank projects."""
         ...
 
     @property
@@ -120,8 +121,9 @@ class SequenceShards(Protocol):
         """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D).
 
         q (B, H, n, d) and k, v (B, kv_heads, n, d) belong to this rank's tokens. ``attend`` normalises and rotates
-        them. If tensor parallelism divides the layer's heads as well, H is the number of this rank's heads, and D is
-        their width. The inputs and outputs of the projections are then the tokens of all tensor-parallel ranks."""
+        them. If tensor parallelism also divides the layer's heads, H is the number of this rank's heads, and D their
+        total width. The projections then read and write the tokens of all tensor-parallel ranks.
+        """
         ...
 
     def project_and_attend(
@@ -154,7 +156,7 @@ class SequenceShards(Protocol):
         return (B, n, D).
 
         Args:
-            axis: 0 for tokens at the same place in all frames, 1 for tokens of the same frame.
+            axis: 0 to attend to the tokens at the same place in all frames, 1 to the tokens of the same frame.
             x: This rank's tokens.
             qkv: Projection to queries, keys and values.
             attend: Function ``attend(tokens, qkv, grid)`` that computes the attention output for a grid that is
@@ -169,7 +171,7 @@ class StreamShards(SequenceShards, Protocol):
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
-        """Number of tokens that a rank has of each stream."""
+        """Number of tokens per rank of each stream."""
         ...
 
     def take_stream(self, number: int, x: Tensor) -> Tensor:
@@ -194,10 +196,10 @@ class Attention(nn.Module):
     Attributes:
         kv_heads: Number of heads of keys and values. Each is shared by the same number of neighbouring query heads
             (grouped-query attention, Ainslie et al. 2023).
-        q_norm, k_norm: RMSNorms of queries and keys if ``options.qk_norm`` (Dehghani et al. 2023 use LayerNorm; RMSNorm
-            as in Stable Diffusion 3), otherwise None.
+        q_norm, k_norm: RMSNorms of queries and keys if ``options.qk_norm`` (as in Stable Diffusion 3; Dehghani et al.
+            2023 use LayerNorm), otherwise None.
         attend: Function that maps q, k, v (B, H, N, d) to (B, H, N, d). A kernel may replace it.
-        varlen: Kernel for short segments of packs; see segments.py.
+        varlen: Kernel for packs with short segments; see segments.py.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -223,12 +225,12 @@ class Attention(nn.Module):
         """
         attend, shards = GridAttention(self, grid, ops), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
-            # The float8 operation does not support query heads that share keys; torch projects these.
+            # The float8 operation does not support query heads that share keys, so torch computes this projection.
             float8 = self.kv_heads == self.num_heads and ops.in_float8("linear_heads")
             return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend, float8)
         q, k, v = self.project(x, ops)
         if shards is not None:
-            if self.across:  # Normalise here, where a rank still has all heads of its tokens.
+            if self.across:  # Normalise before ranks exchange heads, because the norm needs all heads of a token.
                 turns = grid if self._turns_all_channels(grid) else None
                 q, k, v = self.prepare(q, k, v, turns, ops)
                 attend = replace(attend, normalised=True, grid=grid if turns is None else replace(turns, rotary=None))
@@ -236,8 +238,8 @@ class Attention(nn.Module):
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
     def project(self, x: Tensor, ops: BlockOps, qkv: "AnyProjection | None" = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, H, N, d) and k, v (B, kv_heads, N, d) for tokens x. qkv: projection to use; None for the layer's
-        own."""
+        """Return q (B, H, N, d) and k, v (B, kv_heads, N, d) for tokens x. qkv: projection to use; None for this
+        layer's projection."""
         qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
             return ops.linear_heads(x, qkv, self.num_heads)
@@ -246,8 +248,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _qkv_of_every_head(self) -> "AnyProjection":
-        """Return a projection with keys and values for every query head, which strategies that divide heads need. If
-        query heads share keys and values, the rows of the weight are copied."""
+        """Return a projection with separate keys and values for every query head, for strategies that divide heads. If
+        query heads share keys and values, this copies rows of the weight."""
         if self.kv_heads == self.num_heads:
             return self.qkv
         weight, bias, low_rank = self.qkv.weight, self.qkv.bias, self.qkv.low_rank
@@ -290,13 +292,14 @@ class Attention(nn.Module):
         rotary = grid and grid.rotary
         if rotary is None and norms[0] is None:
             return q, k, v
-        q, k = q.transpose(1, 2), k.transpose(1, 2)  # The memory order is (B, N, H, d), and attention preserves it.
+        # This changes only strides: the memory order stays (B, N, H, d), and attention preserves it.
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         if self.halves and rotary is not None:
-            # The operation rotates neighbouring channels. Reordering the channels of both q and k does not change
-            # their products, so they keep the new order.
+            # The operation rotates neighbouring channels, so reorder channels. The products of q and k do not change if
+            # both are reordered, so q and k keep the new order.
             q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
             q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
-        if self._turns_all_channels(grid):  # Treat all channels as one head, so that the norm covers all of them.
+        if self._turns_all_channels(grid):  # Treat all channels as one head, so that the norm covers all channels.
             whole = (x.flatten(2).unsqueeze(2) for x in (q, k))
             turned = ops.normalise_rotate(*whole, *norms, rotary, False)
             q, k = (x.unflatten(3, (-1, self.head_dim)).squeeze(2) for x in turned)
@@ -305,7 +308,7 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     def _turns_all_channels(self, grid: TokenGrid | None) -> bool:
-        """Return True if the rotations cover the channels of all heads, False if every head has the same rotations."""
+        """Return True if the rotations cover the channels of all heads, False if all heads share the same rotations."""
         return grid is not None and grid.rotary is not None and 2 * grid.rotary.shape[-2] != self.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -316,8 +319,9 @@ class Attention(nn.Module):
 class GridAttention:
     """A layer's attention between the tokens of a grid, in the form that sequence-parallel strategies use.
 
-    Calling the object with q, k, v (B, H, N, d) of all tokens returns (B, H, N, d). A strategy that processes the keys
-    in parts calls :meth:`prepare` for the tokens that it has."""
+    Calling the object with q, k, v (B, H, N, d) of all tokens returns (B, H, N, d). A strategy that processes keys in
+    parts calls :meth:`prepare` with one part of the tokens at a time.
+    """
 
     layer: Attention
     grid: TokenGrid | None
@@ -328,8 +332,8 @@ class GridAttention:
         return self.layer.attention(q, k, v, self.grid, self.ops, self.normalised)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise and rotate queries and keys of consecutive tokens, the first of which has index ``first``. Query
-        heads may share keys and values."""
+        """Normalise and rotate the queries and keys of consecutive tokens, which begin at index ``first``. Query heads
+        may share keys and values."""
         grid = self.grid
         if grid is not None and grid.rotary is not None:
             grid = replace(grid, rotary=grid.rotary[..., first : first + q.shape[2], :, :])
@@ -362,8 +366,8 @@ def _as_neighbours(x: Tensor) -> Tensor:
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with one head (dimension 1) for each query head. Shared heads are copied, because not every
-    attention kernel of torch supports shared heads, and because fewer heads than ranks can't be divided."""
+    """Return k and v with one head (dimension 1) for each query head. Shared heads are copied for two reasons: some of
+    torch's attention kernels don't support shared heads, and ranks can't divide fewer heads than ranks."""
     copies = q.shape[1] // k.shape[1]
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
 
@@ -372,17 +376,18 @@ def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
     """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...) by copying the K heads of keys
     and of values for each of the H query heads."""
     if has_torch_function((rows,)):
-        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so the
-        # whole function is dispatched as one call.
+        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so
+        # dispatch the whole function as one call.
         return handle_torch_function(_of_every_head, (rows,), rows, num_heads, kv_heads)
     q, *shared = rows.unflatten(0, (num_heads + 2 * kv_heads, -1)).split((num_heads, kv_heads, kv_heads))
     return torch.cat([q, *(part.repeat_interleave(num_heads // kv_heads, dim=0) for part in shared)]).flatten(0, 1)
 
 
 class AxialAttention(Attention):
-    """Attention from every token of a grid (frames, places) to the tokens on the same line along one axis."""
+    """Attention from every token of a grid (frames, places) to the tokens on the same line along one axis. A place is a
+    spatial position."""
 
-    axis: ClassVar[int]  # 0 for attention along frames, 1 for attention along places
+    axis: ClassVar[int]  # 0 for attention along frames (time), 1 for attention within a frame
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
         if grid is None or grid.shards is None or not grid.shards.axial:
@@ -395,7 +400,7 @@ class AxialAttention(Attention):
 
 
 class FrameAttention(AxialAttention):
-    """Attention from every token to the tokens of its frame: T attentions of S tokens each, (B T, H, S, d)."""
+    """Attention from every token to the tokens of the same frame: T attentions of S tokens each, (B T, H, S, d)."""
 
     axis = 1
 
@@ -409,7 +414,8 @@ class FrameAttention(AxialAttention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # The rotations of the time axis are equal within a frame and do not change the products.
+        # The time axis's rotations are the same for all tokens of a frame, so they do not change the products of q and
+        # k.
         parts = self.prepare(q, k, v, grid, ops, normalised)
         frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
@@ -437,8 +443,7 @@ class TemporalAttention(AxialAttention):
 
 
 def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # A kernel selected for whole samples may not support sequences of one token. A picture has such sequences along
-    # time.
+    # A kernel selected for whole samples may not support sequences of one token, which pictures have along time.
     return (local_attention if q.shape[2] == 1 else attend)(q, k, v)
 
 
@@ -453,7 +458,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         q: (B, H, N, d).
         k: (B, H, M, d).
         v: (B, H, M, d).
-        mask: (B, M) bool, True for keys that are attended to. Each row must have at least one.
+        mask: (B, M) bool, True for keys that are attended to. Each row must have at least one True.
     """
     mask = mask[:, None, None, :]
     if not q.is_cuda:
@@ -477,13 +482,14 @@ class CrossAttention(nn.Module):
         width = dim if self.across else dim // num_heads
         self.q_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
-        self.attend: Attend = local_attention  # used if the caption's padding is attended to
+        self.attend: Attend = local_attention  # used if tokens attend to the caption's padding, too
         self.picture_kv: nn.Linear | None = nn.Linear(dim, 2 * dim, bias=options.bias) if options.pictures else None
         self.picture_norm = RMSNorm(width, options.qk_eps) if options.pictures else None
 
     def keys_values(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, M, H, d) of tokens (B, M, D). They depend only on the tokens, so sampling can
-        compute them once for all steps. mask: mask of the caption's tokens, which may follow a picture's tokens."""
+        compute them once for all steps. mask: mask of the caption's tokens. A picture's tokens, which have no mask, may
+        precede these."""
         if self.picture_kv is None or mask is None:
             return self._keys_values(tokens, self.kv, self.k_norm)
         count = tokens.shape[1] - mask.shape[1]
@@ -523,7 +529,8 @@ class CrossAttention(nn.Module):
         if self.attends_padding and (grid is None or grid.packed is None):
             count = 0 if self.picture_kv is None else k.shape[2] - mask.shape[1]
             output = self.attend(q, k[:, :, count:], v[:, :, count:])
-            if count:  # Attention to the picture and to the caption is separate (Wan Team 2025, sec. 5.1).
+            # Attention to the picture and attention to the caption are computed separately (Wan Team 2025, sec. 5.1).
+            if count:
                 output = output + self.attend(q, k[:, :, :count], v[:, :, :count])
             return output.transpose(1, 2).flatten(2)
         if grid is not None and grid.packed is not None:

@@ -61,13 +61,13 @@ from opendit.models.layers import (
     multiply,
 )
 
-# Input of cross-attention: tokens (B, L, D) and their mask (B, L) bool; or keys and values (B, L, H, d), which one
-# block has computed from the tokens, and the mask.
+# Input of cross-attention: the caption's tokens (B, L, D) and mask (B, L) bool; or the keys and values (B, L, H, d)
+# that a block has computed from the tokens, and the mask.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-# A block's shifts, scales and gates, concatenated to (B, chunks * D); or the inputs from which the block computes them:
-# the condition c (B, D) and the modulation that all blocks share (None if they share none).
+# A block's shifts, scales and gates, concatenated to (B, chunks * D); or the inputs from which the block computes them.
+# These are the condition c (B, D) and the modulation that all blocks share (None without one).
 Modulation = Tensor | tuple[Tensor, Tensor | None]
-Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last), which represents x + gate * last(z)
+Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last): the deferred sum x + gate * last(z)
 
 # ------------------------------------------------------------------------------------------------------ specification
 
@@ -81,8 +81,8 @@ class Branch:
 
     Attributes:
         name: Name of the branch's module in the block.
-        sees: The tokens that each token attends to: all tokens, the tokens of its frame, the tokens at its place in
-            all frames, or the caption's tokens. None for the MLP.
+        sees: The tokens that a token attends to: all tokens, those of the same frame, those at the same place in all
+            frames, or the caption's. None for the MLP.
         modulated: True if the branch has a shift, a scale and a gate.
     """
 
@@ -100,7 +100,7 @@ ATTENTION = Branch("attn", "all")
 # The caption's branch needs no gate, because its output projection is initialised to zero.
 CAPTION = Branch("cross_attn", "caption", modulated=False)
 MLP = Branch("mlp", None)
-READ_VALUES = ("scale", "shift")  # modulation of a stream in ``BlockSpec.read``
+READ_VALUES = ("scale", "shift")  # modulation vectors of the streams in ``BlockSpec.read``
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class BlockSpec:
         branches: The block's branches, in order.
         norm: Norm before every branch, "layer" (without weights) or "rms" (one weight per channel if ``norm_weight``).
         mlp: "gelu" (tanh approximation), "gelu_exact" or "swiglu".
-        kv_heads: Number of heads of keys and values; None for as many as ``heads``.
+        kv_heads: Number of heads of keys and values; None for the same number as ``heads``.
         experts: Experts whose output is added to the MLP's; None for an MLP without experts.
-        options: Options that all architectures have.
+        options: Options that all architectures support.
         eps: Epsilon of the norms.
         norm_weight: True if RMS norms have weights.
         norm_after: True to normalise each branch's output before its gate, in addition to the norm before the branch.
@@ -205,9 +205,9 @@ class BlockSpec:
 
 class ResidualStream:
     """Residual stream x (B, N, D) of a block, or of an uncut stack of blocks (see :func:`is_cut`). The output of the
-    last branch is kept separately and is added when x is read.
+    last branch is stored separately, and added to x only when x is read.
 
-    A fused operation can then compute the sum and the next norm in one pass. This saves one read of x between two
+    This allows a fused operation to compute the sum and the next norm in one pass. This saves one read of x between two
     blocks, and one read of its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). While a branch runs,
     only this object refers to the tensors, so their memory is freed as soon as they are added.
 
@@ -240,13 +240,15 @@ class ResidualStream:
     ) -> Tensor:
         """Return norm(x) * (1 + scale) + shift. The norm is LayerNorm if ``norm`` is None.
 
-        joined: True if one operation may compute the pending sum and the norm. In FP8, only the linear layers of
-        ``BlockOps`` can read the result of that operation."""
+        joined: True if a fused operation may compute the pending sum and the norm. In FP8, only the linear layers of
+        ``BlockOps`` can read its result.
+        """
         if self._streams is not None:
             self.put(self.take(ops))
         if joined and len(self._parts) > 1:
             x, y = ops.residual_then_norm(*cast(Sum, self._taken()), shift, scale, norm, self._rows)
-        elif self._outside or norm is not None:  # The operation's backward pass adds up the two gradients of x.
+        # This operation's backward pass adds the gradients from both uses of x.
+        elif self._outside or norm is not None:
             x, y = ops.residual_and_norm(self.take(ops), shift, scale, norm, self._rows)
         else:
             x = self.take(ops)
@@ -293,8 +295,8 @@ class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
     Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. A stack can therefore
-    be cut between any two blocks by FSDP2 shard units, pipeline stages, checkpoints or compiled regions. The
-    modulation can be computed before the block runs. A shard unit only has its weights during its own call; its block
+    be cut between any two blocks by FSDP2 shard units, pipeline stages, checkpoints or compiled regions. The modulation
+    can be computed before the block runs. A block that is a shard unit has its weights only while it is called. It
     therefore computes the modulation inside the call, ``block(x, (c, shared), context, grid)``.
     """
 
@@ -343,7 +345,8 @@ class Block(nn.Module):
         return residual.take(self.ops)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
-        """Add gate * branch(norm(x) * (1 + scale) + shift) to x for every branch. Arguments: see :meth:`forward`."""
+        """Add gate * branch(norm(x) * (1 + scale) + shift) to x for every branch. For the arguments, see
+        :meth:`forward`."""
         vectors, spec, y = self.vectors(m), self.spec, None
         if grid is not None and grid.learned is not None:
             x.put(x.take(self.ops) + grid.learned)
@@ -361,12 +364,12 @@ class Block(nn.Module):
                     shift, scale, gate = next(vectors)
                     y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
                 else:
-                    x.put(x.take(self.ops))  # The attention's output must be added before the MLP's.
+                    x.put(x.take(self.ops))  # The attention's output must be added before the MLP's output.
                 x.add(gate, *self._but_last(branch, y, context, grid))
-                y = y if spec.parallel else None  # None frees the memory of y.
+                y = y if spec.parallel else None  # Drop the reference to y, to free its memory.
 
     def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """Split the result of :meth:`modulate`: yield shift, scale and gate (B, D) for each modulated branch."""
+        """Split the result of :meth:`modulate`. Yield shift, scale and gate (B, D) of each modulated branch."""
         spec = self.spec
         chunks = m.chunk(spec.chunks, dim=1) if spec.chunks else ()
         for first in range(0, len(chunks), len(spec.values)):
@@ -388,7 +391,7 @@ class Block(nn.Module):
         if branch.sees is not None:
             return layer.output(y, self.ops, grid), self._last(branch, layer.proj), None
         routing = layer.start(y, grid and grid.shards) if self.spec.experts else None
-        z = layer.hidden(y, self.ops)  # Meanwhile, tokens travel to their experts.
+        z = layer.hidden(y, self.ops)  # Tokens travel to other ranks' experts during this computation.
         if routing is not None:
             routing.compute()
         return z, self._last(branch, layer.fc2), routing
@@ -409,7 +412,8 @@ class Block(nn.Module):
     def keys_values(self, context: Context | None) -> Context | None:
         """Replace the tokens of the context by this block's keys and values, so that several calls can reuse them.
 
-        A block without cross-attention returns the context unchanged."""
+        Without cross-attention, return the context unchanged.
+        """
         attention = getattr(self, "cross_attn", None)
         if attention is None or context is None:
             return context
@@ -461,7 +465,7 @@ class NoModulation(nn.Module):
 
 
 class SharedModulation(nn.Module):
-    """Modulation module that selects ``count`` values, starting at index ``first``, from the modulation (B, n) that all
+    """Modulation module that returns ``count`` values, starting at index ``first``, of the modulation (B, n) that all
     blocks share."""
 
     def __init__(self, first: int, count: int):
@@ -477,7 +481,7 @@ class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
     2024, fig. 2). It maps x (B, N, D) to (B, N, D).
 
-    In x, the tokens of one stream follow the tokens of the other; in packs, this holds within each sample.
+    In x, the tokens of one stream follow the tokens of the other stream. In packs, this holds for each sample.
     ``grid.streams`` holds the number of tokens of each stream.
     """
 
@@ -519,13 +523,13 @@ class JointBlock(nn.Module):
     def forward(
         self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
     ) -> Tensor:
-        """Run the block on x (B, N, D) and return (B, N, D). Arguments: see :meth:`Block.forward`."""
+        """Run the block on x (B, N, D) and return (B, N, D). For the arguments, see :meth:`Block.forward`."""
         residual = ResidualStream(x)
         self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
         return residual.take(self._ops)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
-        """Add the outputs of all branches to the residual stream x. Arguments: see :meth:`forward`."""
+        """Add the outputs of all branches to the residual stream x. For the arguments, see :meth:`forward`."""
         assert grid is not None, "a grid says which tokens are of which stream"
         streams, residuals = self.streams, x.split(grid, self._ops)
         parts = m.split([stream.spec.chunks * stream.spec.width for stream in streams], dim=1)
@@ -560,8 +564,9 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
     """Attend from the tokens of every stream to the tokens of all streams.
 
     inputs: one tensor (B, n_i, D) for each stream's layer. Return attention outputs of the same shapes. Each stream's
-    layer normalises its own queries and keys. If several ranks share the tokens, the rotary positions are applied
-    later, where a rank has the tokens in the order of the sequence."""
+    layer normalises its own queries and keys. If ranks divide the tokens, rotary positions are applied later, when a
+    rank has tokens in the order of the sequence.
+    """
     tables, rotated = [None] * len(layers), grid
     if grid.rotary is not None and grid.shards is None:
         tables, rotated = grid.split(grid.rotary, dim=-3), replace(grid, rotary=None)
@@ -609,23 +614,24 @@ def run_blocks(
     Args:
         blocks: The blocks, in order.
         x: Tokens.
-        modulations: m of every block, in order. An iterator is advanced when the block begins. An uncut stack needs
-            computed modulations, not pairs (c, shared).
+        modulations: m of every block, in order. An iterator is advanced at the beginning of each block. An uncut stack
+            needs computed modulations, not pairs (c, shared).
         context: One context for all blocks, or a list with one context for each block.
         grid: Positions of the tokens.
         checkpointed: True to recompute blocks in the backward pass (``--grad_checkpoint``) and keep only x and m.
             "but_attention" also keeps the outputs of self-attention (``--recompute but_attention``). Blocks whose
             ``recomputed`` is False are never recomputed.
     """
-    modulations = iter(modulations)  # zip would consume one more modulation than there are blocks.
+    # An iterator, because zip on a longer iterable would consume one more modulation than there are blocks.
+    modulations = iter(modulations)
     contexts = context if isinstance(context, list) else [context] * len(blocks)
     if checkpointed or not blocks or any(map(is_cut, blocks)):
         for block, context in zip(blocks, contexts, strict=True):
             arguments = x, next(modulations), context, grid
             if checkpointed and block.recomputed:
                 how: dict[str, Any] = {"context_fn": _keeping_attention} if checkpointed == BUT_ATTENTION else {}
-                # A block uses no random numbers, and reading the random state would break the recording of a CUDA
-                # graph.
+                # preserve_rng_state=False: a block uses no random numbers, and reading the random state would break a
+                # CUDA graph capture.
                 x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, **how)
             else:
                 x = block(*arguments)
@@ -637,7 +643,8 @@ def run_blocks(
     return residual.take(blocks[-1].ops)
 
 
-# torch's operators behind scaled_dot_product_attention. Attention kernels of other packages are always recomputed.
+# torch's operators that implement scaled_dot_product_attention. Attention kernels of other packages are always
+# recomputed.
 ATTENTION_OPERATORS = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
     for kernel in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
@@ -672,7 +679,7 @@ class FinalLayer(nn.Module):
     Args:
         dim: Width D of the tokens.
         out_features: Number of values of a patch.
-        values: Names of the modulation's vectors, in their order. Without "shift" the shift is 0.
+        values: Names of the modulation's vectors, in order. Without "shift", the shift is 0.
         table: True if the modulation is c plus a learned table, False if a linear layer computes the modulation.
         condition: Width of c; None for D.
         rank: Rank of the modulation's low-rank linear layer, whose output is added to the modulation shared with the
@@ -701,12 +708,13 @@ class FinalLayer(nn.Module):
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return the modulation's vectors, concatenated to (B, 2 D), for the condition c (B, D).
 
-        shared: The modulation that is shared with the blocks and to which these vectors are added; None without one."""
+        shared: The modulation that the blocks share, to which the final layer's vectors are added; None without one.
+        """
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
-        """Return the values of the patches for x (B, N, D) and the result m of :meth:`modulate`. of_rows: the result of
-        the function :func:`of_rows`, for packs."""
+        """Return the values of the patches for x (B, N, D) and the result m of :meth:`modulate`. of_rows: for packs,
+        the result of the function :func:`of_rows`."""
         found = dict(zip(self.values, m.chunk(len(self.values), dim=1), strict=True))
         shift = found["shift"] if "shift" in found else torch.zeros_like(found["scale"])
         return self.linear(self.ops.layernorm_modulate(x, shift, found["scale"], *of_rows))

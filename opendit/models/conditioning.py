@@ -21,7 +21,8 @@ from opendit.models.layers import layer_norm
 class TextConfig:
     """The caption settings of a model's configuration."""
 
-    name: str  # "bytes" for the encoder inside the model; otherwise a frozen encoder outside of the model (clip, t5)
+    # name of the encoder: "bytes" is part of the model; others (clip, t5) are frozen and outside of the model
+    name: str
     width: int  # width of the encoder's tokens and of its pooled vector
     max_tokens: int  # number of tokens that every caption is padded or cut to, so that all batches have the same shape
     cross_attention: bool = False  # True if blocks attend to the tokens; False if only the pooled vector is used
@@ -36,15 +37,15 @@ class TextConfig:
 class TextCondition:
     """Encoded captions.
 
-    This is not a tuple, because training plugins rebuild tuples, and some of them can't rebuild named tuples. They pass
+    This is not a named tuple, because training plugins rebuild tuples, and some can't rebuild named ones. Plugins pass
     other objects through unchanged.
 
     Attributes:
         tokens: (B, L, Dt).
         mask: (B, L) bool, True for tokens and False for padding.
         pooled: (B, Dt).
-        guidance: Scale of guidance (B,), for models that have it as an input.
-        shortest: Lower bound of the number of tokens of every caption, known on the host.
+        guidance: Guidance scale (B,), for models with the scale as an input.
+        shortest: Number of tokens that every caption has at least, known without waiting for the device.
     """
 
     tokens: Tensor
@@ -67,14 +68,14 @@ class TextCondition:
     def to(self, *args: Any, **kwargs: Any) -> "TextCondition":
         """Apply ``Tensor.to`` to every field. A dtype only affects ``tokens`` and ``pooled``."""
         moved = self._each(lambda field: field.to(*args, **kwargs))
-        # The scale keeps its dtype: 1000 times the scale is embedded like a time, and half precision would round it to
-        # a multiple of 8 or 16.
+        # The guidance scale keeps its dtype, because 1000 times the scale is embedded like a time, and half precision
+        # would round this number to a multiple of 8 or 16.
         guidance = None if self.guidance is None else self.guidance.to(moved.tokens.device)
         return replace(moved, mask=moved.mask.bool(), guidance=guidance)
 
     @property
     def full(self) -> bool:
-        """True if the host knows that no caption has padding."""
+        """True if no caption has padding, as far as the host knows."""
         return self.shortest >= self.tokens.shape[1]
 
     def tensors(self) -> list[Tensor]:
@@ -132,7 +133,7 @@ def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]
 
 
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
-    """Return ``y`` with the samples for which ``dropped`` (B,) bool is True replaced by ``null``.
+    """Replace the condition ``y`` by ``null`` for the samples where ``dropped`` (B,) bool is True.
 
     Conditions are labels (B,), ids (B, L) or TextConditions. ``null`` has the type of y and a batch size of 1 or B.
     """
@@ -161,8 +162,9 @@ class CaptionEmbedder(nn.Module):
     """Embedding of encoded captions: a vector (B, D), which is added to the timestep's embedding for adaLN, and, with
     cross-attention, the tokens (B, L, D) that all blocks attend to.
 
-    Both inputs are normalised first, because the outputs of text encoders differ in scale by orders of magnitude.
-    Imagen (Saharia et al. 2022, app. D) found the norm "critical" for text embeddings in attention and in pooling.
+    Tokens and pooled vector are normalised first, because the outputs of text encoders differ in scale by orders of
+    magnitude. Imagen (Saharia et al. 2022, app. D) found the norm "critical" for text embeddings in attention and in
+    pooling.
     """
 
     def __init__(self, text: TextConfig, dim: int):

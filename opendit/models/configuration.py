@@ -1,4 +1,6 @@
-"""The configurations of models. Checkpoints store them. They count parameters and FLOPs without building a model."""
+"""The configurations of models. Configurations are stored in checkpoints, and count a model's parameters and FLOPs
+without building the model.
+"""
 
 import functools
 import math
@@ -15,20 +17,22 @@ from opendit.models.given_frames import given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
-# The newest revision of models. The same configuration describes different models in different revisions:
+# The newest revision of models. A configuration describes different models in different revisions:
 #   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
-#      before the first block. Files without a revision have this one.
+#      before the first block. Files that state no revision have revision 1.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
 # New runs use the newest revision. A checkpoint keeps its revision, even when it is converted or resumed.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if they are set
-EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # fields that can replace a kind's default norm or MLP -> their values
+# fields that can change an architecture's default norm or MLP -> their allowed values
+EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}
 
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """The configuration of a DiT, sufficient to build the model. Subclasses for other architectures add fields.
+    """The configuration of a DiT, with all settings that are needed to build the model. Subclasses for other
+    architectures add fields.
 
     The model is conditioned on ``num_classes`` labels, or on captions if ``text`` is set (then num_classes is None).
     """
@@ -39,7 +43,7 @@ class DiTConfig:
     why_no_packs: ClassVar[str] = ""  # the reason why models of this kind do not support packs; "" if they do
 
     input_size: tuple[int, ...]  # (height, width) of a picture's latents, or (frames, height, width) of a clip's
-    patch_size: int | tuple[int, int, int]  # side of a square patch, or (frames, rows, columns)
+    patch_size: int | tuple[int, int, int]  # side of a square patch of a picture, or (frames, rows, columns)
     in_channels: int
     hidden_size: int
     depth: int
@@ -49,16 +53,20 @@ class DiTConfig:
     learn_sigma: bool = True
     text: TextConfig | None = None
     qk_norm: bool = False  # RMSNorm of queries and keys
-    adaln_lora: int | None = None  # rank of a block's correction of the shared modulation; None: full rank, not shared
+    adaln_lora: int | None = (
+        None  # rank of a block's correction of a shared modulation; None for separate modulations of full rank
+    )
     bias: bool = True  # True for biases in the blocks' linear layers
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
-    null_class: bool = True  # True if the label table has a row for guidance's null class, as OpenDiT trains it
-    given_frames: str | None = None  # first, prefix:K (K latent frames) or random; see opendit.models.given_frames
+    null_class: bool = True  # True if the label table has a row for guidance's null class; OpenDiT trains with one
+    # conditioning frames: first, prefix:K (K latent frames) or random; see opendit.models.given_frames
+    given_frames: str | None = None
     norm: str = "layer"  # norm before every branch of a block, layer or rms
     mlp: str = "gelu"  # gelu or swiglu
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
-    patch_bottleneck: int | None = None  # width that patches are projected to before the tokens' width; None: direct
+    # width to which patches are projected before the projection to the tokens' width; None: a single projection
+    patch_bottleneck: int | None = None
     uncertainty: bool = False  # True if the weights of losses by time are learned; see opendit.models.uncertainty
     sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
 
@@ -92,13 +100,13 @@ class DiTConfig:
     @property
     def in_operations(self) -> bool:
         """True if FP8 and --recompute support every norm, projection and MLP of a block: LayerNorm, GELU, and one head
-        of keys and values for each query head. Cross-attention does not count, because torch always computes it."""
+        of keys and values for each query head. Cross-attention does not matter, because torch always computes it."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
     @property
     def float8(self) -> bool:
-        """True if FP8 supports the branches of a block. FP8 also needs biases, which are checked separately."""
+        """True if FP8 supports the branches of a block. FP8 also needs biases, for which there is a separate check."""
         return self.in_operations and self.block.experts is None
 
     @property
@@ -129,12 +137,12 @@ class DiTConfig:
 
     @property
     def caption_tokens(self) -> int:
-        """Maximum number of a caption's tokens in the blocks' sequence."""
+        """Maximum number of caption tokens in the sequence that the blocks process."""
         return 0
 
     @property
     def joint_sequence(self) -> bool:
-        """True if the blocks' sequence contains the captions' tokens."""
+        """True if the sequence that the blocks process contains the captions' tokens."""
         return False
 
     @property
@@ -200,7 +208,8 @@ class DiTConfig:
 
     @property
     def given_channels(self) -> int:
-        """Number of input channels of the conditioning frames, mask ++ frames, in addition to the noisy latents."""
+        """Number of input channels for conditioning frames, in addition to the noisy latents: the mask and the
+        frames."""
         return given_channels(self.in_channels) if self.given_frames else 0
 
     @property
@@ -210,13 +219,13 @@ class DiTConfig:
 
     @property
     def given_beside(self) -> bool:
-        """True if the model always gets the first frame, in additional channels with the latents of a clip; see
+        """True if the model is always conditioned on the first frame, through additional input channels; see
         opendit.models.given_frames."""
         return False
 
     @property
     def boundary(self) -> float | None:
-        """Time in [0, 1] at and above which the first of two networks is used; None for models with a single
+        """Time in [0, 1]. The first of two networks is used at and above this time. None for models with a single
         network."""
         return None
 
@@ -228,22 +237,23 @@ class DiTConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the kind as a dictionary for JSON.
 
-        ``norm`` and ``mlp`` are left out if they are the kind's defaults, and fields in LATER if not set, so that
-        earlier versions of OpenDiT can read the dictionary."""
+        ``norm`` and ``mlp`` are left out if they have the architecture's default values, and fields in LATER if they
+        are not set, so that earlier versions of OpenDiT can read the dictionary.
+        """
         values = {"kind": self.kind, **asdict(self)}
         values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
 
     @property
     def exchanged(self) -> dict[str, str]:
-        """The fields in EXCHANGEABLE that differ from the kind's default, such as {"norm": "rms"}."""
+        """The fields in EXCHANGEABLE that differ from the architecture's default, such as {"norm": "rms"}."""
         own = type(self)
         return {name: getattr(self, name) for name in EXCHANGEABLE if getattr(self, name) != getattr(own, name)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
-        """Return the configuration that :meth:`to_dict` wrote, also after a conversion to JSON and back. See
-        opendit.models.config_from_dict."""
+        """Return the configuration from the result of :meth:`to_dict`, which may have been converted to JSON and back.
+        See opendit.models.config_from_dict."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:
             values["text"] = TextConfig(**values["text"])

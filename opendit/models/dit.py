@@ -55,11 +55,13 @@ class DiT(nn.Module):
         )
         self.t_embedder: TimestepEmbedder = TimestepEmbedder(dim)
         self.text_encoder: BytesEncoder | None = BytesEncoder(text) if text and text.inside else None
-        classes = cast(int, config.num_classes), dim, config.null_class  # num_classes is set if ``text`` is None
+        # num_classes is not None, because ``text`` is None
+        classes = cast(int, config.num_classes), dim, config.null_class
         self.y_embedder: CaptionEmbedder | LabelEmbedder = (
             CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
         )
-        # Positions for the configured size: learned positions, fixed tables, or neither with rotary positions.
+        # Positions for the configured size: learned positions or fixed tables. With rotary positions, neither is
+        # needed.
         self.learned_positions: LearnedPositions | None = (
             LearnedPositions(config.grid, dim) if config.positions == "learned" else None
         )
@@ -76,10 +78,10 @@ class DiT(nn.Module):
         self.fusion: Fusion | None = None if config.sprint is None else Fusion(dim)
         self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
-        self.grad_checkpoint: bool | str = False  # argument ``checkpointed`` of run_blocks
-        # True if blocks are shard units, whose weights are only available during a call of the block.
+        self.grad_checkpoint: bool | str = False  # the argument ``checkpointed`` of run_blocks
+        # True if blocks are shard units, whose weights exist only while the block is called.
         self.modulate_in_blocks = False
-        # Divides a sequence over the ranks of a group, given the number of tokens and the sizes of their grid.
+        # Function (number of tokens, sizes of their grid) that divides a sequence over the ranks of a group.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
         # First block that sees only some tokens in calls with ``kept``, and first block after them.
         self.route: tuple[int, int] | None = config.sprint
@@ -88,7 +90,7 @@ class DiT(nn.Module):
 
     @property
     def no_graph(self) -> str:
-        """Reason why the forward pass can't be recorded as a CUDA graph; "" if it can."""
+        """Reason why a CUDA graph can't record the forward pass; "" if it can."""
         if self.config.block.experts is None or self.sequence is None or not self.sequence.shares_samples:
             return ""
         return "the host reads how many tokens of an expert each rank has (--sequence_parallel_size)"
@@ -103,8 +105,8 @@ class DiT(nn.Module):
 
         This is Meta's initialisation: N(0, 0.02^2) for embedders, zero for modulation and output, and Xavier for the
         rest. Cross-attention without a gate has a zero output projection, so that the initial block is equal to a block
-        without cross-attention. Cross-attention with a gate does not: its gate is zero, and if the output projection
-        were zero as well, the gate would get no gradient.
+        without cross-attention. Cross-attention with a gate has a nonzero output projection: the gate is zero, and with
+        both zero, the gate would get no gradient.
         """
         xavier, embedder, zero, one = XavierUniform(), Normal(0.02), Constant(0), Constant(1)
         full = self.config.adaln_lora is None
@@ -153,8 +155,8 @@ class DiT(nn.Module):
         """Replace torch expressions by kernels or by a parallel strategy; return self.
 
         With ``sequence`` (opendit.parallel.sequence) several ranks divide the tokens of every sample. All these ranks
-        call the model with the same arguments and get the complete output. The gradients on a rank are the gradients of
-        its own tokens, times the number of ranks.
+        call the model with the same arguments and get the complete output. The gradients on a rank are those from the
+        rank's own tokens, times the number of ranks.
         """
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
@@ -196,8 +198,8 @@ class DiT(nn.Module):
         """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
 
         A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch.
-        The prediction is the mean over the repeats and has T = 1 again. The loss thus counts one frame instead of one
-        for each repeat, and the weights of every frame of the patch are trained.
+        The prediction is the mean over the repeats and has T = 1 again. So the loss counts the frame once, and the
+        weights for every frame of the patch are trained.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
@@ -283,9 +285,9 @@ class DiT(nn.Module):
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
         """Yield the modulation of every block, then of the final layer, for the condition c (B, D).
 
-        Each modulation is computed when the iterator reaches it. ``tuple(model.modulations(c))`` computes all of them,
-        for reuse in several steps. With ``modulate_in_blocks``, the pair (c, shared) is yielded for each block, which
-        then computes its modulation itself.
+        Each modulation is computed when the iterator reaches it. ``tuple(model.modulations(c))`` computes all
+        modulations, for reuse in several calls. With ``modulate_in_blocks``, the pair (c, shared) is yielded for each
+        block, which then computes its modulation itself.
 
         Args:
             c: Condition.
@@ -305,7 +307,7 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute :meth:`forward` from conditions that are already embedded.
+        """Compute the result of :meth:`forward` from conditions that are already embedded.
 
         Args:
             x: Noised latents.
@@ -324,12 +326,13 @@ class DiT(nn.Module):
         """Embed x (B, C, ...) as this rank's input tokens (B, n, D) of the first block, and return the tokens with
         their grid.
 
-        modulations, context: see :meth:`predict`. Subclasses use them in layers before the first block."""
+        modulations, context: see :meth:`predict`. Subclasses use these in layers before the first block.
+        """
         return self.embed(x)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
         """Return the grid of the tokens of latents of this size, for a pipeline stage that receives embedded tokens.
-        by_frame: True if each frame has its own time, in subclasses that support this."""
+        by_frame: True if each frame has a separate time, which some subclasses support."""
         sizes = self.config.grid_of(size)
         shards = None if self.sequence is None else self.sequence(math.prod(sizes), sizes)
         positions = self.positions(sizes) if self.config.positions_in_blocks else None
@@ -358,11 +361,12 @@ class DiT(nn.Module):
         context: Context | list[Context] | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Run the blocks and the final layer, the part of :meth:`predict` between :meth:`embed` and
+        """Run the blocks and the final layer. This is the part of :meth:`predict` between :meth:`embed` and
         :meth:`unpatchify`. Return (B, n, prod(patch) * out_channels).
 
         residual: Holds the tokens (B, n, D). This method empties it, so that the tokens' memory can be freed while the
-        blocks run."""
+        blocks run.
+        """
         modulations, checkpointed = iter(modulations), torch.is_grad_enabled() and self.grad_checkpoint
         x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
@@ -379,7 +383,7 @@ class DiT(nn.Module):
         if self.learned_positions is not None:
             tokens = tokens if self.config.positions_in_blocks else tokens + cast(Tensor, positions)
         elif positions is not None:
-            # The sum is computed in fp32, because the bf16 positions of neighbouring tokens can be equal.
+            # Add in fp32, because neighbouring tokens can have equal positions in bf16.
             tokens = self.ops.add_table(tokens, positions)
         return tokens, self.token_grid(sizes, positions, shards)
 
@@ -391,11 +395,12 @@ class DiT(nn.Module):
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Compute the fixed position tables (1, N, D) on ``device`` (None: the tables' current device). They get their
-        current dtype, or fp32 if they do not exist yet.
+        """Compute the fixed position tables (1, N, D) on ``device`` (None: the tables' current device). Tables keep
+        their dtype; new ones are fp32.
 
         This is needed after building a model on the meta device, where tables have no values, and after loading a state
-        dict, which may contain other values."""
+        dict, which may contain other values.
+        """
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)
@@ -403,15 +408,15 @@ class DiT(nn.Module):
             where, dtype = (device, None) if old is None else (device or old.device, old.dtype)
             made = sincos_position_table(dim, *sizes, device=where or torch.get_default_device())
             # A buffer is saved, but never trained or sharded. The old tensor is not overwritten, because a caller may
-            # hold it.
+            # still use it.
             owner.register_buffer(attribute, made.to(dtype or made.dtype).unsqueeze(0))
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """Return the positions (1, N, D) of a grid of patches: fixed fp32 tables or learned positions; None for rotary
         positions.
 
-        The fixed positions of a clip are the sum of a temporal and a spatial table. Both count from 0 whatever the
-        size, so that a picture has the positions of the first frame of patches of a clip.
+        The fixed positions of a clip are the sum of a temporal and a spatial table. Both tables count from 0 for every
+        size, so a picture has the same positions as the first patches, along time, of a clip.
 
         Raises ValueError if there are fewer learned positions than patches.
         """
@@ -451,7 +456,8 @@ class DiT(nn.Module):
     def _made_once(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         cache, key = self.__dict__.setdefault("_made", {}), (*key, self.device)
         if key not in cache:
-            with torch.inference_mode(False):  # Training may use the cached tensor after a call in inference mode.
+            # Training may use the cached tensor later, so it must not be an inference tensor.
+            with torch.inference_mode(False):
                 cache[key] = make()
         return cache[key]
 
@@ -472,7 +478,7 @@ class DiT(nn.Module):
     def _predict_pack(
         self, x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
     ) -> Tensor:
-        """Predict every patch of a pack. Return (N, out_channels, *patch) in the weights' dtype.
+        """Compute the prediction for every patch of a pack. Return (N, out_channels, *patch) in the weights' dtype.
 
         If a frame is repeated to fill a patch, the prediction of each repeat is the mean over the repeats.
 
@@ -575,8 +581,8 @@ class DiT(nn.Module):
 
 
 def _table_side(longest: int, configured: int) -> int:
-    """Return the length of a table for sides up to ``longest``. Lengths are rounded up to powers of two, so that few
-    different tables are cached."""
+    """Return the length of a table for sides up to ``longest``. Lengths are rounded up to powers of two, so that only
+    few different tables are cached."""
     return configured if longest <= configured else 1 << (longest - 1).bit_length()
 
 

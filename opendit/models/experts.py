@@ -1,6 +1,7 @@
-"""Expert-choice routing: many small experts in addition to an MLP. Each expert chooses the tokens that it processes
-(Zhou et al., "Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT",
-2024)."""
+"""Expert-choice routing: a block has many small expert MLPs in addition to its MLP, and each expert chooses the tokens
+that it processes (Zhou et al., "Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et
+al., "EC-DiT", 2024).
+"""
 
 import math
 from dataclasses import dataclass
@@ -49,15 +50,15 @@ def _places(tokens: int, experts: int, numerator: int, denominator: int) -> int:
 
 
 class ExpertMlp(Mlp):
-    """A shared MLP plus, for each token, the outputs of the experts that chose the token, weighted by the token's
-    affinities to these experts.
+    """A shared MLP and experts. The output for a token is the sum of the MLP's output and of the outputs of the experts
+    that chose the token, weighted by the token's affinities to these experts.
 
     A token's affinities are a softmax over the experts. Each expert chooses the tokens of a sample with the highest
     affinity to the expert. All experts therefore process the same number of tokens, and a sample's result does not
     depend on other samples of the batch.
 
     The experts' weights are stacks (E, in, out). With expert parallelism (opendit.parallel.experts), a rank holds the
-    slice ``held`` of the experts, and ``start`` is replaced by a method that sends tokens to the experts' ranks.
+    slice ``held`` of the experts, and another method, which sends tokens to the experts' ranks, replaces ``start``.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: Experts):
@@ -89,7 +90,7 @@ class ExpertMlp(Mlp):
         return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
 
     def routed(self, y: Tensor) -> Tensor:
-        """Return the sum of the weighted outputs of this rank's experts for y's tokens, (B, N, D)."""
+        """Return the sum over this rank's experts of the weighted outputs for y's tokens, (B, N, D)."""
         B, N, _ = y.shape
         weight, token = self.choose(self.affinities(y)[..., self.held])
         row = rows_by_expert(token, N)
@@ -97,7 +98,7 @@ class ExpertMlp(Mlp):
         return add_rows(out.flatten(0, 1), weight.transpose(0, 1).flatten(), row.flatten(), y)
 
     def start(self, y: Tensor, shards: SequenceShards | None = None) -> "Routing":
-        """Start the experts' work on y's tokens (B, n, D). shards: division of the sequence over ranks; None for the
+        """Begin to route y's tokens (B, n, D) to experts. shards: division of the sequence over ranks; None for the
         complete sequence."""
         return _RoutedHere(self, y) if shards is None else cast(SharedExperts, shards).start_experts(self, y)
 
@@ -108,8 +109,8 @@ class ExpertMlp(Mlp):
 class Routing(Protocol):
     """The experts' work on tokens, in three steps, so that transfers between ranks overlap with other work.
 
-    ``ExpertMlp.start`` creates the object and sends the tokens to their experts' ranks. :meth:`compute` runs the
-    experts, and :meth:`result` returns the sum.
+    ``ExpertMlp.start`` creates the object and sends the tokens to the ranks of their experts. Then :meth:`compute` runs
+    the experts, and :meth:`result` returns the weighted sum.
 
     ``travels``: True if the result is still in transit between ranks when :meth:`compute` returns.
     """
@@ -156,10 +157,11 @@ def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
 
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """Sum the rows of weight * out (M, D) into a tensor of ``like``'s shape (B, N, D). Row i of ``out`` is added to row
-    ``row[i]`` of the flattened result.
+    """Add up the rows of weight * out (M, D) in a tensor of ``like``'s shape (B, N, D). Row i of ``out`` is added to
+    row ``row[i]`` of the flattened result.
 
-    The sums are accumulated in fp32 or wider and returned in the dtype of ``like``."""
+    The sums are accumulated in fp32 or wider and returned in the dtype of ``like``.
+    """
     B, N, _ = like.shape
     return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
 

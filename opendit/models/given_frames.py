@@ -1,7 +1,8 @@
 """Encoding of conditioning frames (``--given_frames``) as input channels of the network.
 
-The input is x_t ++ mask ++ given: the noisy latents x_t (C channels), a mask (1 channel) that is 1 in conditioning
-frames and 0 in other frames, and the latents of the conditioning frames (C channels), which are 0 in other frames.
+The input is x_t ++ mask ++ given, where ++ concatenates channels: the noisy latents x_t (C channels), a mask (1
+channel) that is 1 in conditioning frames and 0 in other frames, and the latents of the conditioning frames (C
+channels), which are 0 in other frames.
 
 Models with conditioning frames *in place* (Wan 2.2 TI2V) embed only C channels: the clean latents replace the noisy
 ones in conditioning frames, and the time of these tokens is 0. The loss excludes conditioning frames.
@@ -42,8 +43,8 @@ def in_place(x: Tensor, channels: int) -> Tensor:
 
 
 def give_beside(latents: Tensor) -> Tensor:
-    """Return mask ++ given (B, 1 + C, T, H, W) for an image-to-video model. latents: (B, C, T, H, W) of clips that are
-    grey after their first frame."""
+    """Return mask ++ given (B, 1 + C, T, H, W) for an image-to-video model. latents: (B, C, T, H, W), the latents of
+    clips that are grey after their first frame."""
     mask = torch.zeros_like(latents[:, :1])
     mask[:, :, 0] = 1
     return torch.cat([mask, latents], dim=1)
@@ -59,8 +60,8 @@ def beside(x: Tensor, channels: int, given: int) -> Tensor:
 
 
 def times_of_frames(t: Tensor, given: Tensor) -> Tensor:
-    """Return the times (B, T) of frames: 0 for conditioning frames in place, and the sample's time t (B,) for other
-    frames. given: the result of :func:`give`."""
+    """Return the times (B, T) of frames: 0 for conditioning frames, and the sample's time t (B,) for other frames.
+    given: the result of :func:`give`."""
     return t[:, None] * (1 - given[:, 0, :, 0, 0])
 
 

@@ -1,4 +1,5 @@
-"""Initial values of parameters, keyed by name and position, so that any slice of a parameter can be drawn separately.
+"""Initial values of parameters, keyed by name and position, so that any slice of a parameter can be computed
+separately.
 
 The initial value of an element depends only on the seed, the parameter's canonical name (its name in checkpoints) and
 the element's index in the flattened canonical tensor. Ranks with different slices therefore draw the same values as a
@@ -7,11 +8,11 @@ does not matter. Each architecture defines the distributions of its parameters a
 (``DiT.initial_distributions``).
 
 The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
-compute word i of a key without the preceding words. The key is a hash of seed and name. The words come from NumPy,
-whose policy guarantees a stable stream of raw words (but not stable distributions). They are always drawn on the CPU,
-in threads, so that every device gets the same bits. One thread draws 346 million uniform numbers per second. PyTorch's
-``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffusion/random.py, which uses PyTorch's integer
-operations, 77 million.
+compute word i of a key's stream without the preceding words. The key is a hash of seed and name. The words come from
+NumPy, whose policy guarantees a stable stream of raw words (but not stable distributions). Words are always drawn on
+the CPU, in threads, so that every device gets the same bits. One thread draws 346 million uniform numbers per second.
+PyTorch's ``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffusion/random.py, which uses PyTorch's
+integer operations, 77 million.
 """
 
 import hashlib
@@ -35,8 +36,8 @@ class Distribution:
     """The distribution of a parameter's initial values."""
 
     def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
-        """Return elements [start, start + count) of a flattened parameter of ``shape``, (count,) float32 or float64.
-        start and count are multiples of GRID."""
+        """Return the initial values of elements [start, start + count) of a flattened parameter of ``shape``, (count,)
+        float32 or float64. start and count are multiples of GRID."""
         raise NotImplementedError
 
 
@@ -75,7 +76,8 @@ class Uniform(Distribution):
 @dataclass(frozen=True)
 class XavierUniform(Uniform):
     """Uniform distribution with b = sqrt(6 / (fan in + fan out)) (Glorot & Bengio 2010). A convolution's weight counts
-    as the matrix (out, rest). ``stacked``: True for a stack of matrices (n, in, out), each with its own fans."""
+    as the matrix (out, rest). ``stacked``: True for a stack of matrices (n, in, out); the fans are then those of one
+    matrix."""
 
     stacked: bool = False
 
@@ -94,9 +96,11 @@ class FanInUniform(Uniform):
 
 # ------------------------------------------------------------------------------------------------------------- drawing
 
-# Drawing begins and ends at multiples of GRID, so that an element is always computed by the same instructions.
+# Values are drawn from multiples of GRID to multiples of GRID, so that an element is always computed by the same
+# instructions.
 GRID = 1 << 12
-CHUNK = 1 << 20  # elements that a thread draws at a time: 3 ms, of which about 30 us hold Python's global lock
+# number of elements that a thread draws at a time; this takes 3 ms, about 30 us of which hold Python's global lock
+CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter
 
@@ -130,7 +134,7 @@ def draw(distribution: Distribution, seed: int, name: str, shape: Sequence[int],
 
 def random_words(key: int, start: int, count: int) -> np.ndarray:
     """Return words [start, start + count) of the generator, uint64. start is a multiple of BLOCK."""
-    # NumPy increments the counter before it draws, so the counter must start one lower.
+    # NumPy increments the counter before each draw, so start one lower.
     return np.random.Philox(key=key, counter=(start // BLOCK - 1) % (1 << 256)).random_raw(count)
 
 
@@ -192,7 +196,8 @@ def initialize(model: nn.Module, seed: int) -> None:
 def initialize_parameter(model: nn.Module, seed: int, name: str) -> None:
     """Fill one parameter of ``model.named_parameters()`` in place. A parameter on the meta device is only checked.
 
-    Raises ValueError in the cases of :func:`initialize`."""
+    Raises the same errors as :func:`initialize`.
+    """
     parameter = model.get_parameter(name).detach()
     name = canonical_name(name)
     distribution = distribution_of(model, name)

@@ -1,7 +1,8 @@
 """Token order of packs whose samples have tokens of several streams, such as a caption and media.
 
-In the pack, all tokens of a sample are consecutive. Blocks with separate weights for each stream need the tokens of
-each stream as one tensor. This module converts between the two orders."""
+In the pack, all tokens of a sample are consecutive. Blocks with separate weights for each stream need one tensor for
+each stream. This module converts between the two orders.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from torch import Tensor
 
 
 class _Reordered(torch.autograd.Function):
-    """Permutation of the rows of x along a dimension. The gradient is the inverse permutation, a copy; the gradient of
-    ``index_select`` would be a sum."""
+    """Permutation of the rows of x along a dimension. The gradient is a copy, the inverse permutation; the gradient of
+    ``index_select`` would be a slower sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
@@ -50,7 +51,7 @@ class Interleaved:
         stream i in sample j. The host does not wait for the device."""
         counts = np.array(lengths, dtype=np.int64)  # (streams, samples)
         sample = np.concatenate([np.repeat(np.arange(counts.shape[1]), own) for own in counts])
-        order = np.argsort(sample, kind="stable")  # stable, so that the streams of a sample keep their order
+        order = np.argsort(sample, kind="stable")  # a stable sort keeps the order of a sample's streams
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         table = torch.from_numpy(np.stack([order, inverse, sample]))
@@ -60,9 +61,10 @@ class Interleaved:
         return cls(totals, table[0], table[1], table[2].int().split(totals))
 
     def join(self, streams: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), grouped by sample."""
+        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), whose tokens are grouped by sample."""
         return _Reordered.apply(torch.cat(list(streams), dim=dim), self.order, self.inverse, dim)
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Split a tensor grouped by sample into one tensor for each stream; the inverse of :meth:`join`."""
+        """Split a tensor whose tokens are grouped by sample into one tensor for each stream; the inverse of
+        :meth:`join`."""
         return _Reordered.apply(x, self.inverse, self.order, dim).split(self.totals, dim=dim)

@@ -24,8 +24,9 @@ def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
     """Reshape or look up vectors (B, D) so that the result broadcasts against tokens x.
 
     Without ``sample_of_row``, x is (B, N, D) and the result is (B, 1, D). For a pack, x is (1, N, D), token n belongs
-    to segment ``sample_of_row[n]``, and the result is (N, D). If samples have several vectors each, ``sample_of_row``
-    (B, N) holds the index of each token's vector."""
+    to segment ``sample_of_row[n]``, and the result is (N, D). If samples have several vectors, ``sample_of_row`` is (B,
+    N) and holds the index of each token's vector.
+    """
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -54,8 +55,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
-        # Set if several ranks divide the features: the total number of features, and the function that sums (..., 1)
-        # over the ranks.
+        # If ranks divide the features, the total number of features, and the function that sums (..., 1) over the
+        # ranks.
         self.features = dim
         self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -70,14 +71,15 @@ class RMSNorm(nn.Module):
 def residual_rmsnorm_modulate(
     x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x unchanged, and :func:`modulate` of norm(x)."""
+    """Return x unchanged, and the result of :func:`modulate` for norm(x)."""
     return x, modulate(norm(x), shift, scale, sample_of_row)
 
 
 def in_working_dtype(first: Tensor, *others: "Tensor | StoredWeight | None") -> tuple[Any, ...]:
     """Cast tensors as autocast casts the inputs of a linear layer. None stays None.
 
-    Callers use this before their own matrix products and before they send tensors to other ranks."""
+    Callers use this before matrix products that autocast doesn't see, and before they send tensors to other ranks.
+    """
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -127,7 +129,7 @@ def dense(weight: Tensor | StoredWeight) -> Tensor:
 
 
 class _LinearOfStored(torch.autograd.Function):
-    """x W^T + bias for a stored weight W. The backward pass computes the dense weight again; x is not kept."""
+    """x W^T + bias for a stored weight W. The backward pass computes the dense weight again. x is not saved."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: StoredWeight, bias: Tensor | None):
@@ -164,7 +166,7 @@ class _LinearWithLowRank(torch.autograd.Function):
         dthin = (dy @ b).mul_(ctx.scale)
         weight = weight if ctx.stored is None else ctx.stored
         dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
-        dweight = dy.t() @ rows if of_weight else None  # None for a frozen layer
+        dweight = dy.t() @ rows if of_weight else None  # None if the layer is frozen
         return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
 
 
@@ -211,7 +213,7 @@ class Projection(nn.Linear):
 
     @property
     def matrix(self) -> Tensor | StoredWeight:
-        """The weight (out, in) in the form that products use."""
+        """The weight (out, in), in the form that products accept."""
         return self.weight
 
     @property
@@ -225,7 +227,7 @@ class Projection(nn.Linear):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Return x W^T (..., out) for x (..., in), without the layer's own bias.
+        """Return x W^T (..., out) for x (..., in), without the layer's bias.
 
         Args:
             x: Input.
@@ -243,14 +245,14 @@ def product_of(
     low_rank: LowRank | None,
     multiply: Callable[..., Tensor],
 ) -> Tensor:
-    """Call ``multiply`` with x, the weight, and the bias and low-rank addition that are not None."""
+    """Call ``multiply`` with x and the weight, and with the bias and the low-rank addition unless they are None."""
     if low_rank is not None:
         return multiply(x, weight, bias, low_rank)
     return multiply(x, weight) if bias is None else multiply(x, weight, bias)
 
 
 def linear(x: Tensor, layer: Projection) -> Tensor:
-    """Return layer(x), for linear layers that no fused operation contains, such as SwiGLU's first layer."""
+    """Return layer(x). Used for linear layers that are not part of a fused operation, such as SwiGLU's first layer."""
     return layer(x)
 
 
@@ -313,7 +315,7 @@ class Kernel:
         operation: Name of the replaced operation, a field of :class:`BlockOps`.
         function: The kernel, with the same arguments as the reference.
         switches: Settings that must be on for the kernel to be used.
-        keeps: Activations that the kernel keeps for the backward pass, by their names in the operation.
+        keeps: Names, in the operation, of the activations that the kernel saves for the backward pass.
         float8: True if the kernel's matrix product is in float8.
         takes_projection: True if the kernel reads the projection's weight itself instead of calling ``product``.
         after_product: If the operation follows a matrix product, the part after the product, as a function of the
@@ -329,7 +331,8 @@ class Kernel:
     after_product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def _of_projection(reference: Callable[..., Any] | None) -> Any:  # Any, because type checkers expect a field's default
+# Any, because type checkers expect the default to have the field's type
+def _of_projection(reference: Callable[..., Any] | None) -> Any:
     """Define a field of ``BlockOps`` for an operation that has a :class:`Projection` among its arguments."""
     return field(default=reference, metadata={"projection": True})
 
@@ -341,9 +344,9 @@ class BlockOps:
 
     Operations next to a linear layer get the layer (:class:`Projection`) instead of its output, so that a kernel can
     add the layer's bias. As separate steps, adding a bias and summing its gradient each cost one pass over the
-    activations; in a kernel that reads the activations anyway, both are free.
+    activations; in a kernel that reads the activations anyway, both cost nothing.
 
-    Fields that may be None, and others whose meaning is not obvious:
+    Fields that may be None, and other fields whose meaning is not obvious:
 
     - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` computes the residual connection and
       the norm in one pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
@@ -375,8 +378,8 @@ class BlockOps:
 
     @classmethod
     def names(cls, projection: bool = False) -> list[str]:
-        """Return the names of all operations. projection: True for only the operations with a :class:`Projection` among
-        their arguments."""
+        """Return the names of all operations. projection: True to return only operations with a :class:`Projection`
+        among their arguments."""
         operations = [item for item in fields(cls) if item.name != "kernels"]
         return [item.name for item in operations if item.metadata or not projection]
 
@@ -400,7 +403,7 @@ class BlockOps:
         return kernel is not None and kernel.float8
 
     def by_reference(self, operations: Collection[str]) -> "BlockOps":
-        """Return a copy in which these operations are the torch references."""
+        """Return a copy in which the torch references implement these operations."""
         references = {item.name: item.default for item in fields(self) if item.name in operations}
         kept = tuple(kernel for kernel in self.kernels if kernel.operation not in references)
         return replace(self, **references, kernels=kept)
@@ -408,7 +411,7 @@ class BlockOps:
     def residual_and_norm(
         self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, of_rows: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return x and norm(x) * (1 + scale) + shift, where a ``norm`` of None means LayerNorm."""
+        """Return x and norm(x) * (1 + scale) + shift, where None for ``norm`` means LayerNorm."""
         if norm is not None:
             return self.residual_rmsnorm_modulate(x, norm, shift, scale, *of_rows)
         if self.residual_layernorm_modulate is not None:
@@ -426,8 +429,8 @@ class BlockOps:
         norm: RMSNorm | None = None,
         of_rows: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Return h = x + gate * linear(z) and norm(h) * (1 + scale) + shift, where a ``norm`` of None means LayerNorm.
-        One kernel computes both if there is such a kernel."""
+        """Return h = x + gate * linear(z) and norm(h) * (1 + scale) + shift, where None for ``norm`` means LayerNorm.
+        If there is a fused kernel, it computes both."""
         if norm is None and self.linear_gate_residual_layernorm_modulate is not None:
             return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale, *of_rows)
         if norm is not None and self.linear_gate_residual_rmsnorm_modulate is not None:
@@ -526,9 +529,9 @@ def modulation(
 
         m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
-    This is the adaLN-LoRA of W.A.L.T (Gupta et al. 2023: A^i = A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t)) in the
-    form of Cosmos (NVIDIA 2025), where every block has a correction and SiLU comes before it. c is the sum of the
-    embeddings of the timestep and of the label or caption.
+    This is adaLN-LoRA in the form of Cosmos (NVIDIA 2025). The original form, in W.A.L.T (Gupta et al. 2023), is A^i =
+    A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t). In Cosmos, every block has a correction, and SiLU is applied first.
+    c is the sum of the embeddings of the timestep and of the label or caption.
 
     Args:
         dim: Width D of each vector.
@@ -541,14 +544,14 @@ def modulation(
     first: list[nn.Module] = [nn.SiLU()] if silu else []
     if options.adaln_lora is not None:
         first.append(nn.Linear(width, options.adaln_lora, bias=False))
-    bias = options.bias and not options.shared_modulation  # The shared M already has a bias.
+    bias = options.bias and not options.shared_modulation  # with a shared modulation, M already has a bias
     return _Modulation(*first, nn.Linear(options.adaln_lora or width, chunks * dim, bias=bias))
 
 
 class Mlp(nn.Module):
     """MLP of a linear layer, GELU (tanh approximation) and a linear layer. Parameter names are timm's: fc1, fc2."""
 
-    branches: ClassVar[int] = 1  # number of matrices that are concatenated in fc1
+    branches: ClassVar[int] = 1  # number of matrices that fc1 concatenates
 
     def __init__(self, dim: int, hidden: int, bias: bool = True):
         super().__init__()
@@ -587,7 +590,7 @@ class PatchEmbed(nn.Module):
         patch: Patch size, (h, w) or (t, h, w).
         in_channels: Number of channels of the noised latents.
         dim: Width D of the tokens.
-        given: Number of further channels after ``in_channels``. If the input lacks them, zeros are used.
+        given: Number of additional channels after ``in_channels``. If the input lacks these channels, zeros are used.
         bottleneck: Width to which patches are projected before the projection to D (JiT; Li & He 2025, sec. 4); None
             for a single projection.
     """
@@ -622,11 +625,11 @@ class PatchEmbed(nn.Module):
 
 
 def _convolve_patches(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Apply a convolution to patches that do not overlap, as a matrix product. It also works for a subset of a
-    picture's patches."""
+    """Apply a convolution to patches that do not overlap, as a matrix product. Unlike a convolution, this also works
+    for a subset of a picture's patches."""
     if has_torch_function((weight, bias)):
-        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so the
-        # whole function is dispatched as one call.
+        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so
+        # dispatch the whole function as one call.
         return handle_torch_function(_convolve_patches, (weight, bias), patches, weight, bias)
     return F.linear(patches, weight.flatten(1), bias)
 
@@ -647,7 +650,7 @@ class TimestepEmbedder(nn.Module):
         dim: Width D of the embedding.
         frequencies: Width of the sinusoids.
         hidden: Width between the two layers; None for D.
-        reversed_from: If not None, t is replaced by ``reversed_from - t`` first.
+        reversed_from: Replace t by ``reversed_from - t`` first; None to use t.
         unit: Divisor of the time before the sinusoids.
         normed: True to append the RMSNorm of the sinusoids, (B, frequencies), to the embedding.
     """

@@ -44,7 +44,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of B A. All layers have the same factor, even layers with another rank."""
+        """The factor by which B A is multiplied. It is the same for all layers, even for layers with another rank."""
         return self.alpha / self.rank
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _linear_layers(model: DiT) -> dict[str, nn.Linear]:
 
 @functools.cache
 def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
-    """Return :func:`targets` of a model without allocating its weights."""
+    """Return the result of :func:`targets` for a model with this configuration, without allocating weights."""
     with on_meta():
         return targets(build_model(config), lora)
 

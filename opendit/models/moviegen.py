@@ -37,7 +37,7 @@ class MovieGenConfig(DiTConfig):
 
     @property
     def depends_on_revision(self) -> bool:
-        return True  # For named sizes, the number of heads of keys and values differs between revisions.
+        return True  # the number of heads of keys and values differs between revisions for named sizes
 
     def check(self) -> None:
         super().check()
@@ -51,6 +51,6 @@ class MovieGen(DiT):
     config: MovieGenConfig
 
 
-# Every pipeline stage needs the learned positions, because they are added before every block.
+# Every pipeline stage needs the learned positions, because every block adds them.
 PLAN = replace(plan.PLAN, stages=plan.stages("learned_positions"))
 ARCHITECTURE = MovieGenConfig, MovieGen, PLAN

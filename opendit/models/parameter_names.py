@@ -1,4 +1,4 @@
-"""Names of parameters: canonical names, which checkpoints use, and patterns of names, which plans use."""
+"""Names of parameters: the canonical names in checkpoints, and the patterns of names in plans."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
     Args:
         name: Name of the parameter.
         by_pattern: Pattern -> value.
-        of: Description of the patterns for the message of an exception.
+        of: Description of the patterns, for the error message.
 
     Raises:
         ValueError: no pattern matches, or more than one.

@@ -16,8 +16,8 @@ from opendit.models.configuration import DiTConfig
 from opendit.models.experts import chosen_tokens
 from opendit.models.layers import TIME_FREQUENCIES
 
-OwnConfig = Any  # the configuration of the plan's own architecture
-Count = Callable[[OwnConfig], int]  # a number of tokens that depends on the configuration
+OwnConfig = Any  # the configuration class of the plan's architecture
+Count = Callable[[OwnConfig], int]  # function that computes a number of tokens from the configuration
 
 # --------------------------------------------------------------------------------------------- rules of parameters
 
@@ -66,8 +66,8 @@ class Heads:
     Attributes:
         heads: Number of heads in each concatenated part: (H, K, K) for a fused qkv projection with H query heads and K
             heads of keys and of values; (H,) and (H, H) for cross-attention's q and [k; v].
-        of_context: True if the input is a caption's tokens, which every rank has; False if it is the residual stream,
-            whose tokens may be divided between ranks.
+        of_context: True if the input is a caption's tokens, all of which every rank has; False if the input is the
+            residual stream, whose tokens may be divided between ranks.
     """
 
     heads: tuple[int, ...]
@@ -98,12 +98,12 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The places where pipeline parallelism may cut a model, and the modules of each stage.
+    """The points at which pipeline parallelism may cut a model, and the modules of each stage.
 
     Names are names of the model's modules and buffers.
 
     Attributes:
-        stack: The ``ModuleList`` that may be cut between any two of its modules.
+        stack: The ``ModuleList`` of blocks, which may be cut between any two of them.
         first: Modules and buffers of the first stage only.
         last: Modules and buffers of the last stage only.
         every: Modules and buffers of every stage. Each stage computes the condition from t and y itself; the gradients
@@ -142,8 +142,8 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass, separated by the quantity that each part is proportional to. Instances can be
-    added.
+    """Memory kept for the backward pass, as separate amounts for the quantities that memory can be proportional to.
+    Instances can be added.
 
     Attributes:
         units: Number of tensors of tokens x hidden size, in the precision of the activations.
@@ -176,9 +176,10 @@ class FlopTerm:
     Attributes:
         part: Name of the part.
         flops: Function that computes the FLOPs from the configuration.
-        place: "block" if every block has the part, or the pipeline stages that compute the part once.
-        keys: For attention, function that returns the number of tokens that each query attends to. The speed of
-            attention kernels depends on it. None for linear layers.
+        place: "block" if every block has the part; otherwise the pipeline stages ("first", "last" or "every") that
+            compute the part once.
+        keys: For attention, function that returns the number of tokens that each query attends to, which affects the
+            kernels' speed. None for linear layers.
     """
 
     part: str
@@ -204,7 +205,7 @@ class Plan:
             between dots, and ``**`` one or more. Every parameter matches exactly one pattern. A pattern may match no
             parameter, for example biases in a model without biases.
         divisible: Function from a configuration to the numbers that the size of a parallel group must divide: group
-            ("tp", "ep") -> description -> number. A model whose result lacks a group does not support it.
+            ("tp", "ep") -> description -> number. If the result lacks a group, the model does not support this group.
         memory: Terms of the memory that a block keeps for the backward pass.
         backward: Function that returns the peak of additional memory in a block's backward pass, in units.
         flops: Terms of the FLOPs.
@@ -212,8 +213,8 @@ class Plan:
         projections: Function from a configuration to patterns of modules -> operations (fields of BlockOps) that get
             the module as their projection. Only these operations read the module's weights.
         units: Patterns of modules that are shard units. All parameters of a unit are gathered and freed together. The
-            rest of the model is one more unit. A block's modulation belongs to the block's unit, because a separate
-            unit would be reduced right after the block, and the backward pass would wait for the block's reduction.
+            rest of the model is one more unit. A block's modulation belongs to the block's unit. A separate unit would
+            be reduced right after the block, and the backward pass would wait for the block's reduction.
     """
 
     rules: Callable[[OwnConfig], dict[str, Rule]]
@@ -236,11 +237,11 @@ class Plan:
         )
 
     def kept(self, config: DiTConfig, execution: Execution) -> Kept:
-        """Return the memory that a block keeps for its backward pass: the sum of the memory terms."""
+        """Return the memory that a block keeps for its backward pass, which is the sum of the memory terms."""
         return sum((term.kept(config, execution) for term in self.memory), Kept())
 
     def forward_flops(self, config: DiTConfig) -> int:
-        """Return the FLOPs of one sample's forward pass: the sum of the FLOP terms."""
+        """Return the FLOPs of one sample's forward pass, which is the sum of the FLOP terms."""
         outside = sum(self.flops_at(config, place) for place in ("first", "last", "every"))
         return config.depth * self.flops_at(config, "block") + outside
 
@@ -256,8 +257,9 @@ class Plan:
 def rules(config: DiTConfig) -> dict[str, Rule]:
     """Return the rules of all parameters.
 
-    Layers outside of the blocks that process one vector per sample are replicated, because dividing them is not worth a
-    collective. The modulations are an exception, because they have many weights."""
+    Layers outside of the blocks that process only one vector per sample are replicated, because dividing these would
+    cost a collective and save little. The modulations are an exception, because they have many weights.
+    """
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
@@ -308,7 +310,7 @@ def mlp_rules(branches: int = 1) -> dict[str, Rule]:
 
 
 EXPERT_RULES: dict[str, Rule] = {
-    # Every rank needs all affinities for the softmax over the experts, and then weights the outputs of its own experts.
+    # Every rank needs all affinities for the softmax over the experts, but applies only those of this rank's experts.
     "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),
@@ -332,8 +334,8 @@ def stages(*every: str) -> StageCuts:
 
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
-    """Return the operations that use each linear layer of a block. A qkv projection with shared key and value heads is
-    missing, because torch computes it directly."""
+    """Return the operations that use each linear layer of a block. If query heads share keys and values, the qkv
+    projection is missing, because torch computes it directly."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     residual = "linear_gate_residual", f"linear_gate_residual_{norm}_modulate"
@@ -354,7 +356,7 @@ def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _sees(config: DiTConfig, *what: str) -> int:
-    """Count the branches whose ``sees`` is one of ``what``."""
+    """Count the branches that see one of ``what``; see :class:`Branch`."""
     return sum(branch.sees in what for branch in config.branches)
 
 
@@ -366,8 +368,9 @@ def _input(config: DiTConfig, execution: Execution) -> Kept:
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of the outputs of norm and modulation.
 
-    Without fusion, the norm's output is kept as well, and an RMSNorm keeps two products. Mean and 1 / deviation are
-    always counted for two norms."""
+    Without fusion, the norm's output is kept as well, and an RMSNorm keeps two products. Mean and rstd are always
+    counted for two norms.
+    """
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -375,7 +378,8 @@ def _norms(config: DiTConfig, execution: Execution) -> Kept:
         return Kept(units=count * (1 if execution.fused else 3), statistics=4)
     if execution.fp8:
         return Kept(units=count / 2, statistics=4)
-    between = 0 if execution.fused else 3 if execution.autocast else 1  # Autocast's LayerNorm makes fp32 copies.
+    # autocast's LayerNorm makes additional fp32 copies
+    between = 0 if execution.fused else 3 if execution.autocast else 1
     return Kept(units=count * (1 + between), statistics=4)
 
 
@@ -389,14 +393,14 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
     With sequence parallelism, shared keys and values are kept for every head, because the ranks copy them before the
     exchange. In FP8 the attention output is kept in both precisions. All of torch's kernels except ``math`` keep one
-    log-sum-exp per row and head; it is always counted for one attention.
+    log-sum-exp per row and head. It is always counted, for one attention.
     """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
     units = 3 + (3 if copied else 1 + 2 * keys + 2) + (execution.fp8 and execution.recompute == "none") / 2
-    if config.qk_norm and execution.fused:  # Normalised queries and keys; a copy of shared keys is counted above.
+    if config.qk_norm and execution.fused:  # normalised queries and keys; copies of shared keys are counted above
         units += 1 + (keys == 1)
-    elif config.qk_norm:  # Both products of each RMSNorm.
+    elif config.qk_norm:  # both products of each RMSNorm
         units += 2 + (2 if keys == 1 else keys)
     elif config.positions == "rope":
         units += 2 if keys == 1 else -2 * keys
@@ -415,16 +419,17 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
     units = 7 + (execution.fp8 and execution.recompute == "none") / 2 + (3 if execution.fused else 5) * config.qk_norm
     if execution.sequence_parallel > 1 and execution.recompute != "none":
-        units += 1  # The input came from other ranks and is not recomputed.
+        units += 1  # the input has come from other ranks and is not recomputed
     return Kept(units=units, weights=weights)
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of cross-attention: q, its output, and k and v of the text, plus tensors outside of the heads.
+    """Return the memory of cross-attention: q, the attention output, k and v of the text, and tensors before and after
+    the heads.
 
-    With a gate, these are the input h and the projected output; the projection's weight is kept in float8. Without a
-    gate, they are h and the output of the norm before cross-attention (and its copy under autocast), or both products
-    of an RMSNorm.
+    With a gate, the latter are the input h and the projected output, and the projection's weight is kept in float8.
+    Without a gate, they are h and the output of the norm before cross-attention (and its copy under autocast), or both
+    products of an RMSNorm.
     """
     if not config.cross_attention:
         return Kept()
@@ -442,14 +447,14 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
     if config.mlp == "swiglu":
         return Kept(units=(3 if execution.fused else 4) * wide + 1)
     units = 1 + {"half": wide / 2, "mlp": 0}.get(level, wide)
-    if level in ("none", "norms"):  # One byte per value in FP8.
+    if level in ("none", "norms"):  # in FP8, one byte per value
         units += wide / 2 if execution.fp8 and level == "none" else wide
     return Kept(units=units, weights=_float8_weights(execution, 2 * config.hidden_size * config.mlp_hidden))
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the experts: the sum over experts, and for every expert of a token its input, its output,
-    and its hidden layer before and after GELU."""
+    """Return the memory of the experts: the sum over experts, and for every (token, expert) pair the expert's input,
+    output, and hidden layer before and after GELU."""
     experts = config.block.experts
     if experts is None:
         return Kept()
@@ -457,8 +462,8 @@ def _experts(config: DiTConfig, execution: Execution) -> Kept:
 
 
 # Peak of additional memory in the backward pass of a block, in units (see Kept), by level of --recompute. The peak is
-# in fc2's backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units; fc2's output (1 unit)
-# is freed. Recomputation adds its results: GELU's output (4 units), or also fc1's output and input (4 + 1 units).
+# in fc2's backward pass. dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units, and fc2's output (1
+# unit) is freed. Recomputation adds GELU's output (4 units), or also fc1's output and input (4 + 1 units).
 BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 

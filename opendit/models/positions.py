@@ -1,6 +1,6 @@
 """Position encodings from a token's coordinates (t, h, w) or (h, w): sine-cosine tables, learned tables and rotations.
 
-All encodings are functions of coordinates (N, axes), so that they work for any grid and for packs of several grids.
+All encodings are functions of coordinates (N, axes), so they work for any grid and for packs of several grids.
 """
 
 import math
@@ -77,8 +77,8 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
     """Return the cosines and sines (N, head_dim / 2, 2) float32 with which :func:`rotate` rotates tokens at coordinates
     (N, axes).
 
-    This extends Su et al., "RoFormer" (2021), to several axes, with the frequencies of a sine-cosine table along each.
-    Raises ValueError if ``head_dim`` is odd or too small.
+    This extends Su et al., "RoFormer" (2021), to several axes, with the frequencies of a sine-cosine table along each
+    axis. Raises ValueError if ``head_dim`` is odd or too small.
     """
     shares = rotary_shares(head_dim, coordinates.shape[1])
     parts = zip(coordinates.double().unbind(1), shares, strict=True)

@@ -4,8 +4,8 @@ A *segment* is one sample of a pack. It has its own grid of tokens, timestep, co
 only to tokens of their segment. Padding fills the end of the sequence and goes through the layers, but no token attends
 to it, and its gradient is exactly zero.
 
-Segments may come in any order. Neighbouring segments of equal length form a *run*. The tokens of a run are a view
-(count, length, ...) of the sequence, so that dense kernels can process the run in one call.
+Segments may have any order. Neighbouring segments of equal length form a *run*. The tokens of a run are a view (count,
+length, ...) of the sequence, so that dense kernels can process the run in one call.
 """
 
 import math
@@ -74,7 +74,7 @@ class Segments:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Index of the first token of each segment, then index of the first token of padding."""
+        """Index of each segment's first token, and finally the index of the first padding token."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -100,7 +100,7 @@ class Segments:
         return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
 
     def place(self, device: torch.device) -> "PlacedSegments":
-        """Return the pack's description for layers, with tensors on ``device``. The copy does not block the host."""
+        """Return the form of the pack that layers use, with tensors on ``device``. The copy does not block the host."""
         table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
@@ -137,24 +137,24 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return the offsets of ``count`` segments, starting with number ``segment``, and the end of the last one:
-        (count + 1,) int32, relative to the start of these segments."""
-        made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer needs the same offsets
+        """Return the offsets of ``count`` segments, starting with number ``segment``, and the end of the last segment:
+        (count + 1,) int32. The first offset is 0."""
+        made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer asks for the same offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
             made[segment, count] = own - own[0]
         return made[segment, count]
 
     def coordinates(self) -> Tensor:
-        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding repeats the last
-        token's."""
+        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding has the coordinates
+        of the last token."""
         device, rows = self.sample_of_row.device, self.sample_of_row
         sides = torch.tensor([(height, width) for _, height, width in self.segments.grids])
         if device.type == "cuda":
             sides = sides.pin_memory().to(device, non_blocking=True)
         height, width = sides[rows].unbind(1)
         place = torch.arange(self.first, self.first + len(rows), device=device)
-        # The minimum gives padding the coordinates of the last token.
+        # The minimum gives padding the coordinates of the last segment's last token.
         place = torch.minimum(place, self.offsets[rows + 1] - 1) - self.offsets[rows]
         return torch.stack([place // (height * width), place // width % height, place % width], dim=1)
 
@@ -204,7 +204,8 @@ def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int)
 
 
 def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Keep one copy of a repeated frame."""
+    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). If a segment's frame was repeated to fill
+    the patch, keep one copy."""
     axes, found = x.dim() - 2, []
     repeated = segments.repeated or (False,) * len(segments.grids)
     for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
@@ -220,16 +221,16 @@ def segment_means(x: Tensor, segments: Segments) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
-# A run (segments of equal length) is a view (count, L, H, d) of the pack, which dense kernels process at full speed.
-# Short runs would need many small calls. A varlen kernel processes several neighbouring short runs in one call, if
-# opendit/kernels/varlen.py finds such a kernel; otherwise there is one call for each run.
+# A run (segments of equal length) is a view (count, L, H, d) of the pack, which a dense kernel processes at full speed.
+# But short runs need many small calls. If opendit/kernels/varlen.py finds a varlen kernel, it processes several
+# neighbouring short runs in one call. Otherwise there is one call for each run.
 
 
 class Varlen(Protocol):
     """An attention kernel for consecutive segments of unequal length."""
 
     def takes(self, run: SegmentRun) -> bool:
-        """Return True if this kernel is faster than a dense call for the run."""
+        """Return True if this kernel should process the run, because it is faster than a dense call."""
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
@@ -271,7 +272,7 @@ def segment_attention(
     """
     parts = calls_of(packed.segments.runs, varlen)
     padding = q.shape[2] - sum(part.tokens for part in parts)
-    # The backward pass of ``split`` joins the gradients of the parts in one copy. With slices, it would create a
+    # The backward pass of ``split`` concatenates the parts' gradients in one copy. With slices, it would create a
     # complete tensor of zeros for each part.
     sizes = [*(part.tokens for part in parts), *([padding] if padding else [])]
     whole = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -318,8 +319,8 @@ def segment_cross_attention(
     """
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
-    # A rank may have only padding. Its result must still depend on k and v, so that the same tensors have gradients on
-    # all ranks.
+    # A rank may have only padding. Its result must still depend on k and v, because all ranks must have gradients for
+    # the same tensors.
     if not runs:
         return q * 0 + 0 * (k.sum() + v.sum())
     before, after = runs[0].segment, len(k) - runs[-1].segment - runs[-1].count

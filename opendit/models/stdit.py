@@ -20,12 +20,12 @@ class STDiTConfig(VDiTConfig):
     axial_attention: ClassVar[bool] = True
     why_no_packs: ClassVar[str] = "they attend along the axes of one grid, and each segment has its own"
 
-    full_attention: bool = False  # a third self-attention, over all tokens of the clip
+    full_attention: bool = False  # True for a third self-attention, over all tokens of the clip
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """A block's branches: attention within frames, attention along time, attention to all tokens (if configured),
-        attention to the caption, and the MLP. Each branch has its own shift, scale and gate."""
+        attention to the caption, and the MLP. Each branch has a separate shift, scale and gate."""
         full = (Branch("full_attn", "all"),) if self.full_attention else ()
         caption = (Branch("cross_attn", "caption"),) if self.cross_attention else ()
         return (Branch("spatial_attn", "frame"), Branch("temporal_attn", "time"), *full, *caption, MLP)

@@ -59,7 +59,8 @@ class Fusion(nn.Module):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices. Its gradient is a copy, whereas the gradient of ``gather`` is a sum."""
+    """x.gather(1, index) for distinct indices. The gradient is a copy, whereas the gradient of ``gather`` is a slower
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:

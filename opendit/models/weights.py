@@ -13,14 +13,15 @@ from opendit.models.zoo import Shapes, config_from_dict
 
 @dataclass
 class Weights:
-    """A state dict in the canonical layout, with its file's metadata. Tensors of safetensors files are read on
+    """A state dict in the canonical layout, with the metadata of the file. Tensors in a safetensors file are read on
     access."""
 
     state: Mapping[str, Tensor]
     path: Path
-    # OpenDiT's files have the keys model, config, class_names, vae, image_size and step.
+    # Metadata. OpenDiT's files have the keys model, config, class_names, vae, image_size and step.
     info: dict[str, Any] = field(default_factory=dict)
-    num_classes: int | None = None  # for Meta's files: the number in their training arguments, or the user's
+    # for Meta's files, the number of classes in their training arguments, or the number that the user sets
+    num_classes: int | None = None
 
     @property
     def config(self) -> DiTConfig | None:

@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Classes:
-    """The configuration class, the model class and the plan (parallelism and costs) of a kind of models."""
+    """The configuration class, the model class and the plan (parallelism and costs) of an architecture."""
 
     config: type[DiTConfig]
     model: type[DiT]
@@ -62,11 +62,11 @@ def model_config(
             opendit.diffusion.objectives.
         revision: Revision of the checkpoint whose weights the model will load; None for the newest.
         **options: Further fields of the configuration (qk_norm, adaln_lora, bias, positions, ...). None means the
-            default of the kind.
+            architecture's default.
 
     Raises:
         ValueError: the name is unknown; the patch does not divide the size; ``frames`` is given for a model of
-            pictures, or missing for a model of clips; this kind does not have an option; or the model can't be built.
+            pictures, or missing for a model of clips; the architecture lacks an option; or the model can't be built.
     """
     kind_name, size, patch = parse_name(name)
     kind, made = KINDS[kind_name], CLASSES[kind_name]
@@ -138,11 +138,8 @@ def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
 
 
 def config_from_dict(values: dict[str, Any]) -> DiTConfig:
-    """Return the configuration that ``to_dict`` wrote. Dictionaries of early versions have no kind; they describe a
-    DiT.
-
-    Raises ValueError for a kind that this version does not know.
-    """
+    """Return the configuration that ``to_dict`` wrote. Dictionaries of early versions have no kind, and describe a DiT.
+    Raises ValueError for a kind that this version does not know."""
     return _classes(values.get("kind", DiTConfig.kind)).config.from_dict(values)
 
 

@@ -1,4 +1,4 @@
-"""Apply all forms of parallelism to a model, in the only order in which the changes work."""
+"""Apply all forms of parallelism to a model, in the only order that works."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +45,8 @@ def apply_parallel(
 
     1. Remove the blocks of other pipeline stages, and replace the layers and experts that ranks divide. All later
        changes work on this rank's part of the model.
-    2. Set operations, attention and sequence parallelism (``model.use``). This sets all operations anew, so it would
-       undo step 3.
+    2. Set operations, attention and sequence parallelism (``model.use``). This replaces all operations, so it must come
+    before step 3.
     3. Apply the rematerialization policy, which wraps these operations; or let whole blocks be recomputed.
     4. Compile. At the first call, torch.compile traces the model with all previous changes, including the policy.
     5. Shard. This adds hooks to the blocks, and divides the stack at the same places as compile
@@ -61,8 +61,8 @@ def apply_parallel(
         stages: this rank's stages of a pipeline, see ``opendit.parallel.pipeline``; None for the full model.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention to recompute
             all of a block except its attention.
-        grad_checkpoint: True to recompute whole blocks in the backward pass.
-        recompute_blocks: number of blocks that are recomputed as a whole, evenly spread; None for all.
+        grad_checkpoint: True to recompute complete blocks in the backward pass.
+        recompute_blocks: number of blocks, evenly spaced, that are recomputed completely; None for all.
         compiled: True to compile blocks and the final layer with torch.compile.
         compile_options: options of torch.compile.
     """
@@ -86,7 +86,7 @@ def apply_parallel(
 
 # ------------------------------------------------------------------------------------------------------------- shards
 
-PREFETCHED = 1  # number of units that are gathered ahead of the unit that computes
+PREFETCHED = 1  # number of units that are gathered ahead of the unit that runs
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Sharding:
     """Settings by which ``fully_shard`` divides a model.
 
     Attributes:
-        dtype: dtype of the gathered weights. The shards keep their own dtype.
+        dtype: dtype of the gathered weights. The dtype of the shards does not change.
         reduce_dtype: dtype in which gradients are summed over ranks.
         keep_gathered: True to keep gathered weights from the forward to the backward pass (the traffic of ZeRO-2).
             Otherwise they are freed after the forward pass and gathered again.
@@ -115,15 +115,16 @@ class Sharding:
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the parameters of ``model`` with ``fully_shard``, in place.
 
-    The ranks of the group ``fsdp`` divide every parameter along dimension 0, and each of ``dp_replicate`` groups has a
-    copy. Parameters become DTensors. A call of one of the plan's units gathers and frees the unit's weights; while a
-    unit computes, the weights of the next unit are gathered. Experts that ranks divide are gathered separately
-    (``opendit.parallel.experts``). Frozen weights are stored in ``sharding.dtype``, because no optimizer needs their
-    exact values.
+    The ranks of the group ``fsdp`` divide every parameter along dimension 0, and each of ``dp_replicate`` such groups
+    has a copy of the model. Parameters become DTensors. Each unit of the plan gathers its weights when it is called,
+    and frees them afterwards. While a unit computes, the next unit's weights are gathered. Experts that ranks divide
+    are gathered separately (``opendit.parallel.experts``). Frozen weights are stored in ``sharding.dtype``, because no
+    optimizer needs their exact values.
 
-    From now on blocks compute their own modulation, because weights exist only while their unit is called.
+    Afterwards, each block computes its modulation when it is called, because its weights exist only then.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes 0.5 s, which sampling avoids
+    # imported here, because the import takes 0.5 s, which sampling avoids
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
     outer, inner = ("pp",) if mesh.pp_size > 1 else (), ("tp",) if mesh.tp_size > 1 else ()
@@ -144,7 +145,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     for module in called:
         fully_shard(module, **settings)
     model.modulate_in_blocks = True
-    # Parameters outside of all units are used at the beginning and at the end of both passes, so they stay gathered.
+    # Parameters outside of all units are used at both ends of the forward and backward pass, so they stay gathered.
     settings["reshard_after_forward"] = False
     fully_shard(model, **settings)
     for place, module in enumerate(called):

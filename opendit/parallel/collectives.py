@@ -1,5 +1,6 @@
-"""Communication within one group of ranks: all-to-alls that overlap with computation in both passes, a ring of
-neighbours, gathers of tokens and features, and reduce-scatters."""
+"""Communication within one group of ranks: all-to-alls that overlap with computation in the forward and backward pass,
+a ring of neighbours, gathers of tokens and features, and reduce-scatters.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class Flight:
         self._works, self._received, self._sent = works, received, sent
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return the received tensor. On a GPU the stream waits, not the host."""
+        """Wait for the collective and return the received tensor. On a GPU, only the current stream waits, not the
+        host."""
         for work in self._works:
             work.wait()
         return self._received
@@ -75,7 +77,7 @@ def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) 
 
 class Exchange:
     """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...),
-    and ``counts`` says how many rows go to each rank and come from each.
+    and ``counts`` holds the number of rows to send to each rank and to receive from each rank.
 
     ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
     Autograd runs nodes in the opposite order of their creation. The backward pass of ``finish`` therefore starts the
@@ -88,13 +90,13 @@ class Exchange:
         self.flight: Flight | None = None
 
     def start(self, send: Tensor) -> "Exchange":
-        """Start to exchange ``send``: (P, ...), of the same shape on all ranks; or (rows, ...) with ``counts``."""
+        """Start to exchange ``send``: (P, ...), with the same shape on all ranks; or (rows, ...) with ``counts``."""
         self._received = _Start.apply(send, self)
         return self
 
     def finish(self) -> Tensor:
-        """Return the received tensor: (P, ...), row p from rank p; or (rows, ...) with ``counts``. Call this method
-        once for each ``start``."""
+        """Return the received tensor: (P, ...), where row p comes from rank p; or (rows, ...) with ``counts``. Call
+        this method once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 
@@ -117,7 +119,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.exchange._land(), None  # grad is a placeholder: see _Finish
+        return ctx.exchange._land(), None  # ``grad`` is a placeholder: see _Finish
 
 
 class _Finish(torch.autograd.Function):
@@ -140,8 +142,8 @@ class Ring:
     """Ring of the ranks of a group. Every rank sends tensors of one shape to the next rank while the caller computes
     with the tensors that have arrived.
 
-    Callers rely on the order in which shards arrive and pieces are requested: relative to a rank's own index, the order
-    is the same on all ranks. Another transport would have to keep this order.
+    Callers rely on the order in which shards arrive and pieces are requested, which is the same on all ranks relative
+    to the rank's index. Any other implementation must keep this order.
     """
 
     def __init__(self, group: Group):
@@ -153,7 +155,7 @@ class Ring:
         While the caller works on a shard, the next shard is in transit. The caller must not change this rank's shard
         meanwhile.
 
-        into: tensor (P, *shard.shape) that all shards are stored in; None to store none.
+        into: tensor (P, *shard.shape) in which to store all shards; None to store none.
         """
         rank, size = self.group.rank, self.group.size
         held = shard = shard.contiguous()
@@ -171,9 +173,9 @@ class Ring:
         """Return the sum of the tensors that the ``piece`` functions of all ranks return for this rank.
 
         Args:
-            piece: ``piece(rank)`` returns a new tensor for a rank, which is changed in place. All tensors have the same
-                shape. The function is called for the previous rank first, then for the rank before that, and for this
-                rank last. While it works, the previous sum is in transit.
+            piece: ``piece(rank)`` returns a new tensor for a rank. The tensor is then changed in place. All tensors
+                have the same shape. The function is called first for the previous rank, then for the rank before that,
+                and last for this rank. Meanwhile, the previous sum is in transit.
             meanwhile: called while the last sum is in transit.
         """
         rank, size = self.group.rank, self.group.size
@@ -181,7 +183,7 @@ class Ring:
         for step in range(1, size):
             part = piece((rank - step) % size)
             if flight is not None:
-                part = part.add_(flight.wait())  # add_ on Gemini's tensors returns a new tensor
+                part = part.add_(flight.wait())  # use the result, because add_ on Gemini's tensors returns a new tensor
             flight = self._pass_on(part)
         own = piece(rank)
         meanwhile()
@@ -222,18 +224,18 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first ``length`` of them (B, N, F), without
-    the padding at the end.
+    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first N = ``length`` tokens (B, N, F),
+    without the padding at the end.
 
     Every rank of the group must compute the same loss from the result. The gradient of the result is then the same on
-    all ranks, so the backward pass needs no communication: it returns P times the rows of this rank. With the factor P,
-    the mean over all ranks, which the training plugins compute, is the mean over data-parallel ranks.
+    all ranks, so the backward pass needs no communication. It returns P times this rank's rows. With the factor P, the
+    mean over all ranks, which the training plugins compute, equals the mean over data-parallel ranks.
     """
     return _GatherTokens.apply(x, length, group)
 
 
 def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
-    """Return this rank's tokens (B, n, F) of all tokens (B, N, F), n = ``rows``, with zeros past the end."""
+    """Return this rank's tokens (B, n, F) of all tokens (B, N, F), with n = ``rows`` and zeros past the end."""
     mine = x[:, group.rank * rows : (group.rank + 1) * rows]
     return mine if mine.shape[1] == rows else torch.nn.functional.pad(mine, (0, 0, 0, rows - mine.shape[1]))
 
@@ -248,7 +250,7 @@ def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
 
 
 def side_by_side(shares: Tensor, dim: int) -> Tensor:
-    """Concatenate the slices ``shares`` (P, ...) of all ranks along dimension ``dim`` of a slice."""
+    """Concatenate the slices of all ranks, ``shares`` (P, ...), along dimension ``dim`` of a slice."""
     return shares.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -317,16 +319,16 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first ``length`` of them (B, N, F).
+    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first N = ``length`` tokens (B, N, F).
 
-    Every rank must compute the same loss from the result. The backward pass returns this rank's rows of the gradient,
-    which is the same on all ranks.
+    Every rank must compute the same loss from the result. The gradient of the result is then the same on all ranks, and
+    the backward pass returns this rank's rows of it.
     """
     return _JoinResult.apply(x, length, group)
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """Computes x W^T of the gathered tokens. The weight's gradient needs the tokens of all ranks. They are not saved:
+    """Computes x W^T of the gathered tokens. The weight's gradient needs the tokens of all ranks. These are not saved;
     the backward pass gathers them again while it computes the input's gradient."""
 
     @staticmethod
@@ -350,6 +352,6 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """Gather the tokens x (B, n, in) of all ranks. Return their x W^T + bias (B, P n, out / P) for this rank's weight
-    (out / P, in)."""
+    """Gather the tokens x (B, n, in) of all ranks. Return x W^T + bias (B, P n, out / P) of all tokens, for this rank's
+    weight (out / P, in)."""
     return _ColumnProduct.apply(x, weight, bias, group)

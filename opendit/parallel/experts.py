@@ -38,7 +38,7 @@ def expert_group(mesh: Mesh) -> Group | None:
 
 
 def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
-    """Raise ValueError that names sizes that work, unless this expert parallelism works with the model."""
+    """Raise ValueError, which names sizes that work, unless this size of expert parallelism works with the model."""
     check_divisible(config, "ep", dims.ep)
     shards = dims.size("ep_shard")
     for name, weights in _stacks(config).items() if dims.ep > 1 else ():
@@ -61,7 +61,7 @@ def _stacks(config: DiTConfig) -> dict[str, int]:
 
 
 def divide_among(model: DiT, group: Group) -> None:
-    """Keep only this rank's experts in every block, in place."""
+    """Remove all experts except this rank's from every block, in place."""
     for mlp in _expert_mlps(model):
         divide_experts(mlp, group, "ep")
         mlp.start = partial(_start, mlp, group)
@@ -80,8 +80,8 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
     """Divide this rank's stacks of experts, as flat and even shards, among the ranks that have the same experts, in
-    place. Call it after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and gradients are averaged in
-    ``reduce_dtype``. Collective over all ranks.
+    place. Call this function after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and gradients are
+    averaged in ``reduce_dtype``. Collective over all ranks.
 
     Returns:
         The new parameters, without values; empty if no experts are divided.
@@ -107,7 +107,7 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """Settings for ranks with the same experts, which share the weights of these experts.
+    """Settings for the ranks that have the same experts and divide the weights of these experts.
 
     Attributes:
         shards: ranks that divide the weights; None if this rank has the full weights.

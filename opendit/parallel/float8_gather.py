@@ -2,10 +2,10 @@
 the operations need not compute a scale and cast the weights.
 
 If the shard of a parameter has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2 calls them to
-get the tensors to gather, and to convert the result. FSDP2 intends them as methods of a subclass of Tensor. Here they
-are attributes of the shard, which stays an ordinary fp32 tensor. All code for the state of parameters (masters,
-moments, averages, the optimizer's kernels, DTensor) therefore works with the shard unchanged. A subclass would have to
-implement every operation that this code calls.
+get the tensors to gather, and to convert the result. FSDP2 intends them as methods of a subclass of Tensor. Here the
+methods are attributes of the shard, which stays an ordinary fp32 tensor. All code for the state of parameters (masters,
+moments, averages, the optimizer's kernels, DTensor) therefore works with the shard unchanged. In contrast, a subclass
+would have to implement every operation that this code calls.
 
 The tensor to gather has this rank's rows in e4m3, one byte per weight. :meth:`Float8Shards.refresh` computes it
 whenever the shards have changed. A step therefore quantises only once, although several passes gather.
@@ -31,7 +31,7 @@ class Float8Shards:
         model: model after ``fully_shard``, with memory for its shards.
         names: names of the weights.
         dtype: dtype of the forward pass. Weights are rounded to this dtype before they are quantised, so that the
-            values are those of weights gathered in ``dtype``.
+            values equal those of weights gathered in ``dtype``.
         group: ranks that hold the shards of one copy of the model; None for this rank alone.
     """
 
@@ -42,20 +42,23 @@ class Float8Shards:
         weights = [managed for managed in _managed(model) if id(managed.sharded_param) in wanted]
         shards, sent = [], []
         for weight in weights:
-            shard = weight._sharded_local_tensor  # not to_local(), which may return a view of this object
+            # not to_local(), which may return a view of this tensor as a new object
+            shard = weight._sharded_local_tensor
             shards.append(shard)
             sent.append(shard.new_zeros(weight.padded_sharded_param_size, dtype=torch.uint8))
         self._quantizer = ShardQuantizer(shards, sent, dtype)
         for weight, *parts in zip(weights, shards, sent, self._quantizer.descales.split(1), strict=True):
             shard, rows, descale = parts
-            hooked: Any = shard  # FSDP2 looks for the two methods on this tensor
+            # FSDP2 looks for the two methods on this tensor; Any, because type checkers know no such attributes
+            hooked: Any = shard
             gathered = _Gathered(rows, descale, weight.sharded_param.shape[0])
             hooked.fsdp_pre_all_gather = gathered.fsdp_pre_all_gather
             hooked.fsdp_post_all_gather = gathered.fsdp_post_all_gather
-            weight._init_extensions()  # FSDP2 looked for the methods when it made the shard and must look again
+            weight._init_extensions()  # repeat FSDP2's search for the methods, which it made when it created the shard
 
     def refresh(self) -> None:
-        """Quantise the shards after a change, with one scale for each full weight. Collective over the group."""
+        """Quantise the shards again after they have changed, with one scale for each full weight. Collective over the
+        group."""
         amax = self._quantizer.amax()
         if self._group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
@@ -83,7 +86,7 @@ class _Gathered:
         data = gathered[0].view(E4M3)[: self._length]
         if out is None:
             return Float8Weight(Float8(data, self._descale), dtype), ()
-        # FSDP2 gathers into the same memory every time, and ``out`` is a view of this memory.
+        # FSDP2 gathers into the same memory every time, of which ``out`` is a view.
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
 
 

@@ -40,9 +40,9 @@ class Replica:
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
-    """Return this rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel` does."""
+    """Return this rank's replica. Collective over all ranks. Raises the same errors as :func:`check_cfg_parallel`."""
     ranks, halves = mesh.sharing, None
-    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group of these ranks
+    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group with the same ranks
     group = Group.of(mesh.group(same)) if same and ranks > 1 else None
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
@@ -63,7 +63,8 @@ class SharedBatch:
 
     Guidance calls the model on one batch, which has the conditional half followed by the unconditional half. With two
     ranks each computes one half, and one all-gather per call exchanges the predictions, so guidance itself needs no
-    change. Any other batch works, too; if its size is not divisible, the last sample is computed more than once.
+    change. Any other batch works, too. If the batch size is not divisible by the number of ranks, the last sample is
+    computed several times.
     """
 
     model: Callable[[Tensor, Tensor, Condition], Tensor]

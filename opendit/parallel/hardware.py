@@ -1,8 +1,8 @@
 """Hardware models for the cost models: rates of a card, and of the links between cards and between machines.
 
 :data:`H200` has figures measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The figures of the other
-cards in :data:`CARDS` are expected, not measured: they are the H200's figures scaled by the ratios of the data sheets.
-``python -m opendit.cli.links`` measures the present machines (opendit/parallel/hardware_measurement.py) and writes the
+cards in :data:`CARDS` are not measured, but scaled from the H200's figures by the ratios of the data sheets. ``python
+-m opendit.cli.links`` measures the machines on which it runs (opendit/parallel/hardware_measurement.py) and writes the
 figures to a file, which takes precedence. This module does not need torch.
 """
 
@@ -22,22 +22,20 @@ FORMAT = "opendit-hardware-1"  # format of the file
 class HardwareModel:
     """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink.
 
-    FLOP rates are those of single operations. In a whole training step the power limit reduces the rate of matrix
-    products to the fraction ``sustained``. ``direct`` is a property of the ranks whose cost is computed, not of the
-    card.
+    FLOP rates are those of single operations. In a training step, the power limit reduces the rate of matrix products
+    to the fraction ``sustained``. ``direct`` is a property of the ranks for which a cost is computed, not of the card.
     """
 
     name: str = "H200"
     origin: str = "measured on H200s, links between machines assumed"
     capacity: float = 139.8 * GIB  # bytes of memory, as torch counts them
-    direct: bool = False  # ranks can access each other's memory (opendit/parallel/sequence/peer_memory.py)
+    direct: bool = False  # True if ranks can access each other's memory (opendit/parallel/sequence/peer_memory.py)
     # ------------------------------------------------------------------------------------------------- computation
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
-    launch: float = 4e-6  # s, fixed cost of a matrix product
-    # FLOP/s of attention for each element of a head, of at most 128 elements. Heads of 72 and of 128 elements take
-    # equally long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times the
-    # FLOPs.
+    launch: float = 4e-6  # s, fixed time per matrix product
+    # FLOP/s of attention per element of a head, for at most 128 elements. Heads of 72 and of 128 elements take equally
+    # long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times the FLOPs.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69
@@ -47,17 +45,19 @@ class HardwareModel:
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96
-    host: float = 2.2e-3  # s, time of Python to launch a block's kernels, forward and backward, without a CUDA graph
+    # s, time that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
+    host: float = 2.2e-3
     multiprocessors: int = 132
     tile: int = 128  # queries that one multiprocessor processes at a time
     # ------------------------------------------------------------------------------------------- links of a machine
-    link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or a hop of a ring
-    # (number of ranks of a machine, bytes/s that each of these ranks receives in an all-gather among them)
+    link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or in one hop of a ring
+    # (number of ranks on a machine, bytes/s that each of these ranks receives in an all-gather)
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
-    copies: float = 270 * GIB  # bytes/s that copy engines transfer during matrix products
+    copies: float = 270 * GIB  # bytes/s that copy engines transfer while matrix products run
     latency: float = 20e-6  # s, latency of a collective or of one hop of a ring
     barrier: float = 5e-6  # s, latency of an exchange through symmetric memory
-    part: float = 10e-6  # s, cost per other rank and direction in FastSeq: starting a copy, and smaller products
+    # s, cost for each other rank and each direction in FastSeq: starting a copy, and smaller products
+    part: float = 10e-6
     group: float = 40e-6  # s, cost of each additional group of heads, forward and backward: more and smaller kernels
     tail: float = 0.03  # fraction of a wave of attention that is idle at the end of each additional group of heads
     overlap: float = 0.3  # fraction of a collective that concurrent computation of the same length hides
@@ -65,7 +65,7 @@ class HardwareModel:
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
     node_latency: float = 10e-6  # s, latency of a hop between machines, assumed
-    node_overlap: float = 0.8  # overlap of transfers between machines, assumed
+    node_overlap: float = 0.8  # like ``overlap``, for transfers between machines, assumed
 
     def gather_rate(self, ranks: int) -> float:
         """Return the bytes/s that each of ``ranks`` ranks of a machine receives in an all-gather or reduce-scatter."""
@@ -75,7 +75,7 @@ class HardwareModel:
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
         """Return the FLOP/s of attention (forward, backward) for heads of this size, if each query attends to ``keys``
         keys."""
-        # A tile takes the same time if it has fewer keys.
+        # A tile with fewer keys takes the same time as a full tile.
         elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)

@@ -1,6 +1,6 @@
 """Measure the figures of :class:`opendit.parallel.hardware.HardwareModel` for a card and its links.
 
-The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every figure is that of the slowest rank.
+The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every figure is the slowest rank's.
 """
 
 import statistics
@@ -43,13 +43,13 @@ ON_GPUS, ON_CPUS = Sizes(), Sizes(product=512, copied=16 << 20, shard=1 << 20, t
 
 
 class _Timer:
-    """Timer of calls: returns the median of the seconds on the slowest rank of a mesh."""
+    """Timer that returns the median time of repeated calls, in seconds, on the slowest rank of a mesh."""
 
     def __init__(self, mesh: Mesh, trials: int):
         self.mesh, self.trials = mesh, trials
 
     def __call__(self, call: Callable[[], object]) -> float:
-        call()  # sets up libraries and communicators
+        call()  # the first call sets up libraries and communicators
         times = []
         for _ in range(self.trials):
             self._wait()
@@ -69,8 +69,8 @@ def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: 
     """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Collective.
 
     Some figures are not measured: figures that need more ranks, the cost of launches and of exchanges through symmetric
-    memory, and the overlap of communication with computation. They are taken from the card's entry of :data:`CARDS`, or
-    from the H200's if the card is unknown.
+    memory, and the overlap of communication with computation. These are taken from the card's entry in :data:`CARDS`,
+    or from the H200's entry if the card is unknown.
 
     Raises:
         ValueError: the number of ranks is not a multiple of ``node``.
@@ -108,7 +108,7 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
     forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
     both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
     flops = 4 * sizes.heads * sizes.tokens**2  # FLOPs for each element of a head
-    # Factors that convert rates at the timed length to rates of long sequences, which the model stores.
+    # Factors that convert rates at the measured length to rates for long sequences, which the model stores.
     there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
     return {
         "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# cudaHostRegisterPortable | cudaHostRegisterMapped: kernels reach the memory by its own addresses.
+# cudaHostRegisterPortable | cudaHostRegisterMapped: kernels can use the addresses that the memory has on the host.
 PORTABLE_AND_MAPPED = 3
 
 
@@ -23,9 +23,11 @@ class HostMemory:
     """
 
     def __init__(self, numel: int, device: torch.device):
-        # pin_memory=True would waste memory: torch's pinned allocator rounds 10.8 GB up to 16 GiB, a power of two.
+        # Not pin_memory=True, because torch's pinned allocator rounds sizes up to powers of two: 10.8 GB would take 16
+        # GiB.
         self.pages = Pages(-1, max(4 * numel, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A fork would copy locked pages. Huge pages are locked much faster, but not every system has them.
+        # DONTFORK, because a fork would copy locked pages. HUGEPAGE, because huge pages are locked much faster. Not
+        # every system supports this advice.
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             with contextlib.suppress(AttributeError, OSError):
                 self.pages.madvise(getattr(mmap, advice))
@@ -39,7 +41,8 @@ class HostMemory:
 
     def take(self, like: Sequence[Tensor], start: int, multiple: int = 1) -> tuple[list[Tensor], int]:
         """Return (tensors with the shapes of ``like``, end index of the last one including padding). The tensors are
-        consecutive views of ``numbers`` from index ``start`` on; each is padded to a multiple of ``multiple``."""
+        consecutive views of ``numbers``, starting at index ``start``. Each is padded to a multiple of ``multiple``
+        numbers."""
         ends = list(accumulate((padded(tensor.numel(), multiple) for tensor in like), initial=start))
         parts = [
             self.numbers[first : first + tensor.numel()].view(tensor.shape)
@@ -54,8 +57,8 @@ def padded(size: int, multiple: int) -> int:
 
 
 class Pages(mmap.mmap):
-    """Memory mapping that can be page-locked, and is unlocked before it is freed. Otherwise the driver would consider
-    the pages locked forever, and memory that is later mapped at this address could not be locked."""
+    """Memory mapping that can be page-locked, and is unlocked before it is freed. Without unlocking, the driver would
+    consider the pages locked forever, and memory mapped at the same address later could not be locked."""
 
     _address = 0
 
@@ -87,7 +90,8 @@ class SideStream:
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which enqueues kernels. They start after all work that the current stream has so far."""
+        """Call ``work``, which enqueues kernels. These kernels start after all work that is on the current stream so
+        far."""
         if self._stream is None:
             self._held.append(work)
             return

@@ -11,7 +11,7 @@ from opendit.models.initialization import Distribution, distribution_of, draw
 from opendit.models.parameter_names import canonical_name
 from opendit.parallel.layout import Runs, Shard, copy_overlap, runs_of
 
-GAP = 1 << 15  # largest gap between two ranges that one call draws, together with the gap (0.1 ms)
+GAP = 1 << 15  # two ranges with at most this gap are drawn in one call; drawing the gap takes 0.1 ms
 SPAN = 1 << 24  # maximum number of elements that one call draws
 
 
@@ -46,8 +46,8 @@ class InitialValues:
 
 
 def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
-    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. Other arguments:
-    see ``opendit.models.initialization.draw``."""
+    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. For the other
+    arguments, see ``opendit.models.initialization.draw``."""
     values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
     for start, stop in _covers(wanted):
         drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))
@@ -56,7 +56,7 @@ def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequ
 
 
 def _covers(runs: Runs) -> Iterator[tuple[int, int]]:
-    """Yield ranges of the canonical tensor, of at most SPAN elements each, that together contain all runs."""
+    """Yield ranges of the canonical tensor, of at most SPAN elements each, that together include all runs."""
     order = np.argsort(runs.start)
     start, stop = runs.start[order], runs.stop[order]
     apart = np.flatnonzero(start[1:] - stop[:-1] > GAP) + 1

@@ -2,8 +2,8 @@
 
 The canonical tensor of a parameter is the full tensor in the model's own shape, as in a checkpoint. A sequence of cuts,
 outer to inner, defines a rank's shard of it. For example, a cut by ``tp`` selects the rows of the rank's heads, and a
-cut by ``fsdp`` selects a part of these rows. A parameter is replicated over the groups that have no cut. All state of
-parameters (masters, moments, averages) is stored as shards, and only :class:`Layout` converts between shards and
+cut by ``fsdp`` selects a part of these rows. A parameter is replicated over groups for which it has no cut. All state
+of parameters (masters, moments, averages) is stored as shards, and only :class:`Layout` converts between shards and
 canonical tensors.
 
 :class:`Runs` describes a shard as a list of contiguous ranges of the flattened canonical tensor, in the order of the
@@ -34,7 +34,7 @@ class Cut:
         group: name of the group in the mesh.
         dim: dimension that is divided; None for the flattened tensor.
         ranges: for every rank of the group, the ranges [start, stop) of indices that it holds, in the order of the
-            shard. The ranks together hold every index exactly once.
+            shard. Together, the ranks hold every index exactly once.
     """
 
     group: str
@@ -46,8 +46,8 @@ class Cut:
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
 
     def check(self, shape: tuple[int, ...], ranks: int) -> None:
-        """Raise ValueError unless the cut divides a tensor of this shape among this number of ranks, which together
-        hold every index exactly once."""
+        """Raise ValueError unless the cut divides a tensor of this shape among this number of ranks, so that together
+        they hold every index exactly once."""
         if self.dim is not None and not 0 <= self.dim < len(shape):
             raise ValueError(f"{self.group}: a tensor of {len(shape)} dimensions can't be divided along {self.dim}")
         if len(self.ranges) != ranks:
@@ -126,7 +126,7 @@ class Shard:
         return math.prod(self.shape)
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the shard of a full tensor: a view of the tensor if every cut has one range, otherwise a copy."""
+        """Return the shard of a full tensor. The result is a view if every cut has one range, otherwise a copy."""
         shard = full
         for dim, ranges in self.slices:
             shard = shard.reshape(-1) if dim is None else shard
@@ -147,10 +147,11 @@ class Layout:
     """Shards of a set of parameters on this rank of a mesh.
 
     Args:
-        mesh: mesh whose groups the cuts name. The constructor makes these groups, so all ranks must build their layouts
-            in the same order.
+        mesh: mesh whose groups the cuts name. The constructor creates these groups collectively, so all ranks must
+            build their layouts in the same order.
         shapes: canonical shape of every parameter.
-        cuts: cuts of every parameter, outer to inner. Each cut divides this rank's result of the previous cut.
+        cuts: cuts of every parameter, outer to inner. Each cut divides this rank's part of the result of the previous
+            cut.
         on_every_stage: names of parameters that all ranks of a pipeline have. The other parameters in ``shapes`` are on
             this rank's stages only.
 
@@ -169,7 +170,7 @@ class Layout:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.cuts = {name: tuple(cuts[name]) for name in self.shapes}
         self._local: dict[str, Shard] = {}
-        self._before: dict[str, list[tuple[int, ...]]] = {}  # shapes before each of the cuts
+        self._before: dict[str, list[tuple[int, ...]]] = {}  # shape of this rank's part before each cut
         for name, shape in self.shapes.items():
             before, slices = [], []
             for cut in self.cuts[name]:
@@ -205,7 +206,7 @@ class Layout:
     def gather(self, name: str, shard: Tensor) -> Tensor:
         """Return the full tensor, in new memory, from the shards of all ranks.
 
-        Collective over the groups of the parameter's cuts: their ranks must make these calls in the same order. The
+        Collective over the groups of the parameter's cuts, whose ranks must make these calls in the same order. The
         result is on the shard's device if this rank's shard suffices, otherwise on the device of the mesh.
         """
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
@@ -215,7 +216,8 @@ class Layout:
         return full.clone() if alone else full
 
     def _join(self, cut: Cut, shape: tuple[int, ...], shard: Tensor) -> Tensor:
-        """Undo ``cut``: gather the shards of all ranks of its group and return the tensor of ``shape``."""
+        """Undo ``cut``. Gather the shards of all ranks of its group, and return the tensor, which has the shape
+        ``shape``."""
         group, flat = self.mesh.group(cut.group), shard.reshape(-1)
         across = math.prod(shape) // shape[cut.dim] if cut.dim is not None and shape[cut.dim] else 1
         sizes = [length * across for length in cut.lengths()]
@@ -229,7 +231,7 @@ class Layout:
                 flat = padded
             received = flat.new_empty(width * len(sizes))
             dist.all_gather_into_tensor(received, flat.contiguous(), group=group)
-        if _in_order(cut):  # the received numbers are the tensor itself, followed by padding
+        if _in_order(cut):  # the concatenated shards are the tensor, followed by padding
             return received[: math.prod(shape)].view(shape)
         full = received.new_empty(math.prod(shape) if cut.dim is None else shape)
         for rank, (ranges, row) in enumerate(zip(cut.ranges, received.view(len(sizes), width), strict=True)):
@@ -248,7 +250,8 @@ def _in_order(cut: Cut) -> bool:
     )
 
 
-Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]  # a more general type than that of Shard.slices
+# the type of Shard.slices, but with any kind of sequence
+Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]
 
 
 @dataclass(frozen=True)
@@ -273,8 +276,8 @@ class Runs:
         return self.start + self.length
 
     def select(self, start: np.ndarray, length: np.ndarray) -> "Runs":
-        """Return the runs of a part of the shard, given as ranges of the shard (first indices and lengths) that are
-        concatenated."""
+        """Return the runs of a part of the shard. The part is given as ranges of the shard (first indices and lengths),
+        which are concatenated."""
         edges = np.append(self.offset, self.length.sum())
         first = np.searchsorted(edges, start, "right") - 1
         number = np.searchsorted(edges, start + length, "left") - first
@@ -291,7 +294,7 @@ def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
     for dim, ranges in slices:
         edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
-        if not len(edges):  # the shard is empty, whatever the other dimensions are
+        if not len(edges):  # the shard is empty, regardless of the other dimensions
             return Runs(*np.zeros((2, 0), dtype=np.int64))
         if dim is None:
             start, length, shape = edges[:, 0], edges[:, 1] - edges[:, 0], (int((edges[:, 1] - edges[:, 0]).sum()),)
@@ -324,8 +327,8 @@ def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs:
     into, out_of, length = overlap(target_runs, source_runs)
     steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
     if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
-        # The runs are a few columns of a matrix, one run per row. One copy per row would take longer than reading the
-        # file.
+        # The runs are a few columns of a matrix, one run in each row. One copy per row would take longer than reading
+        # the file.
         size = (len(length) - 2, int(length[1]))
         views = [
             flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))

@@ -28,9 +28,9 @@ from opendit.config.parallel_sizes import (
 from opendit.kernels.recording import end_recordings
 from opendit.parallel.rendezvous import meet, part
 
-# Computation waits for communication in these groups, so this communication must not queue behind the communication of
-# gradients. These groups therefore get separate process groups, even if they contain all ranks, and high-priority
-# streams on a GPU.
+# In these groups, computation waits for communication, which must not queue behind the communication of gradients.
+# These groups therefore get separate process groups, even if they contain all ranks, and high-priority streams on a
+# GPU.
 PRIORITY = ("sp", "tp", "ep")
 
 
@@ -43,8 +43,8 @@ class Mesh:
     different blocks of the model, the ranks of a sequence group (``sp``) different tokens, and the ranks of a
     tensor-parallel group (``tp``) different parts of every layer. Data-parallel ranks see different samples.
 
-    All ranks together make a group when they first ask for it. On GPUs a communicator takes start-up time and memory,
-    and a run uses few of the names.
+    A group is created, by all ranks together, when it is first used. The reason is that a run uses few of the groups,
+    and on GPUs every communicator costs start-up time and memory.
 
     Attributes:
         rank: index of this process among ``world_size`` processes.
@@ -73,7 +73,7 @@ class Mesh:
 
     @property
     def sp_group(self) -> dist.ProcessGroup | None:
-        """This rank's sequence group; None if it has one rank only."""
+        """This rank's sequence group; None if it has only one rank."""
         return self.group("sp")
 
     @property
@@ -121,8 +121,8 @@ class Mesh:
         return self.dims.coordinate(name, self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return this rank's group ``name``; None if groups of that name have one rank. The first call makes the groups
-        and is collective over all ranks.
+        """Return this rank's group ``name``; None if groups with this name have only one rank. The first call creates
+        the groups and is collective over all ranks.
 
         A group of all ranks is the default process group, unless its name is in PRIORITY.
         """
@@ -136,8 +136,8 @@ class Mesh:
         return self.groups[name]
 
     def own_group(self, name: str) -> dist.ProcessGroup:
-        """Return :meth:`group`, or a group with only this rank instead of None, because some libraries take None to
-        mean all ranks."""
+        """Return the result of :meth:`group`, but a group with only this rank instead of None. Some libraries need
+        this, because for them None means all ranks."""
         if (group := self.group(name)) is not None:
             return group
         if name not in self.groups:
@@ -146,8 +146,8 @@ class Mesh:
 
     def device_mesh(self, *names: str) -> DeviceMesh:
         """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner. Without names, its
-        dimensions are the axes with a size above 1. It communicates over the groups of :meth:`group`. Collective over
-        all ranks.
+        dimensions are the axes with a size above 1. The DeviceMesh communicates over the groups of :meth:`group`.
+        Collective over all ranks.
 
         For example, ``fully_shard`` and tensor parallelism use slices of ``("dp_replicate", "fsdp", "tp")``.
 
@@ -160,7 +160,7 @@ class Mesh:
             grid = grid_groups(sizes, [axis]) if math.prod(sizes) == self.world_size else None
             if grid is None or sorted(grid) != sorted(self.dims.groups(name)):
                 raise ValueError(f"{' x '.join(names)} is no grid of the {self.world_size} ranks of {self.dims}")
-        # init_device_mesh would make every group at once, and without the high priority of PRIORITY.
+        # Not init_device_mesh, which would create every group at once, without the high priority for PRIORITY.
         groups = [self.own_group(name) for name in names]
         ranks = torch.arange(self.world_size, dtype=torch.int, device="cpu").view(sizes)
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
@@ -189,12 +189,12 @@ class Mesh:
         """Return a mesh of the same ranks with the groups of ``dims``. Collective over all ranks."""
         mesh = replace(self, dims=dims, groups={})
         for name in PRIORITY:
-            mesh.group(name)  # made now, because all ranks are here
+            mesh.group(name)  # create the groups now, while all ranks are in this call
         return mesh
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the groups of this
-        rank's row and of its column, whose ranks are ``inner`` apart. Collective over all ranks."""
+        """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the group of this
+        rank's row, and the group of its column, in which ranks are ``inner`` apart. Collective over all ranks."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -267,7 +267,7 @@ def init_mesh(
     inner = sequence_parallel, tensor_parallel
     check_expert_parallel_size(expert_parallel, *inner, replicate, world, pipeline_parallel)
     sizes = dict(pp=pipeline_parallel, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
-    # Tensor-parallel ranks divide the experts like every other layer.
+    # Tensor-parallel ranks divide experts like any other layer, without expert parallelism.
     sizes["ep"] = expert_parallel if tensor_parallel == 1 else 1
     dims = dims or ParallelDims.fill(world, **sizes)
     dims.check(world)
@@ -296,8 +296,8 @@ def init_mesh(
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
     """Make these groups, of which each rank is in exactly one, and return this rank's group. Collective over all ranks.
 
-    priority: use streams of high priority on a GPU. Their kernels get free multiprocessors before all others. Without
-    it, a matrix product that already runs would delay a collective until the product ends.
+    priority: use streams of high priority on a GPU. Kernels on such streams get free multiprocessors first. Without
+    this, a running matrix product would delay a collective until the product ends.
     """
     options = None
     if priority and device.type == "cuda":
@@ -330,7 +330,7 @@ class ControlGroup:
         self.mesh = mesh
         timeout = datetime.timedelta(minutes=patience_minutes)
         group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
-        self._group = cast("dist.ProcessGroup | None", group)  # never None with several ranks
+        self._group = cast("dist.ProcessGroup | None", group)  # not None if there are several ranks
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (any picklable object), in rank order, on every rank."""

@@ -1,7 +1,7 @@
 """Muon optimizer: every matrix is updated with its orthogonalised momentum.
 
-K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; updates are
-scaled as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, so that AdamW's learning rate works.
+K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; updates are scaled as in J. Liu et
+al., "Muon is Scalable for LLM Training", arXiv 2502.16982, so that learning rates for AdamW are suitable.
 
 The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
 
@@ -27,14 +27,14 @@ from opendit.parallel.layout import Layout
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, also those of torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
-AS_ADAMW = 0.2  # root mean square of AdamW's updates; arXiv 2502.16982 scales Muon's updates to it
-# Maximum number of matrix elements that are iterated together. It bounds the memory of intermediate results.
+AS_ADAMW = 0.2  # root mean square of AdamW's updates, to which arXiv 2502.16982 scales Muon's updates
+# Maximum number of matrix elements that are processed together, which bounds the memory of intermediate results.
 ELEMENTS = 2**27
 
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Settings of Muon, and the parameters that it steps.
+    """Settings of Muon, and the parameters that Muon updates.
 
     Attributes:
         rows: for each parameter, the number of rows of every matrix in it (q, k and v are one parameter).
@@ -64,7 +64,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Orthogonalise matrices (n, m) of any shapes in place, and multiply them by 0.2 * sqrt(max(n, m)).
 
-    Matrices of one shape, transposed or not, are iterated together, because batched products use a GPU better.
+    Matrices with the same shape, transposed or not, are processed together, because batched products use a GPU better.
     """
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:
@@ -121,7 +121,8 @@ class Muon:
         self._rank, self._ranks = (mesh.coordinate(cut.group), mesh.dims.size(cut.group)) if cut else (0, 1)
         work = {name: flops(layout.shapes[name], settings.rows[name]) for name in self._index}
         self._owner = owners(work, self._ranks)
-        # Number of elements of each parameter on every rank. Rows are also ranges of the flattened tensor.
+        # Number of elements of each parameter on every rank. A cut into rows is also a cut into ranges of the flattened
+        # tensor.
         self._held = {}
         for name in self._index:
             (cut,), shape = layout.cuts[name], layout.shapes[name]
@@ -129,7 +130,7 @@ class Muon:
             self._held[name] = [length * width for length in cut.lengths()]
 
     def direct(self, step: FusedStep) -> None:
-        """Replace the gradients of the matrices in ``step`` by their update directions. Call it after
+        """Replace the gradients of the matrices in ``step`` by the matrices' update directions. Call this method after
         ``step.decide``."""
         gradients = step.momentum(self._settings.momentum)
         self.orthogonalise({name: g for name, i in self._index.items() if (g := gradients[i]) is not None})

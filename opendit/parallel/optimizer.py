@@ -24,7 +24,8 @@ from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
 
-# Same values as Colossal-AI's scaler under zero2 and gemini, so that a run in fp16 skips the same steps.
+# The same values as in Colossal-AI's scaler under zero2 and gemini, so that a run in fp16 skips the same steps under
+# all plugins.
 INITIAL, GROWTH, BACKOFF, INTERVAL, HYSTERESIS = 2.0**16, 2.0, 0.5, 1000, 2
 LEAST, MOST = 1.0, 2.0**32
 
@@ -74,16 +75,17 @@ class LossScale:
 class FusedAdamW(torch.optim.AdamW):
     """torch's fused AdamW on fp32 weights, with the ``div_scale`` that Gemini's optimizer passes.
 
-    Gradients may be bf16 or fp16. Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients, so that
-    gradients would silently not be clipped; its HybridAdam compiles two extensions by nvcc before the first step, which
-    takes minutes.
+    Gradients may be bf16 or fp16. This class replaces two optimizers of Colossal-AI. Its CPU Adam ignores ``div_scale``
+    for bf16 gradients, so that gradients would silently not be clipped. Its HybridAdam compiles two extensions with
+    nvcc before the first step, which takes minutes.
     """
 
-    elements = 2**26  # maximum number of elements that are updated together; bounds the fp32 copies of gradients
+    # maximum number of elements that are updated together, which bounds the memory of the gradients' fp32 copies
+    elements = 2**26
 
     def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
-        self._eight_bits = eight_bits  # keep moments in 8 bits
+        self._eight_bits = eight_bits  # True to keep moments in 8 bits
         if eight_bits:
             self.elements = ELEMENTS
         self.of_muon: set[Tensor] = set()  # parameters that Muon updates, which have no second moments
@@ -133,13 +135,14 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class OnePassAdamW:
-    """Runner of a :class:`FusedAdamW` step with :class:`FusedStep`, in two passes over memory. The step computes the
-    gradients' norm and updates moments, masters, averages and working weights. The host does not wait for it.
+    """Computes the step of a :class:`FusedAdamW` with :class:`FusedStep`, in two passes over memory. The step computes
+    the gradients' norm and updates moments, masters, averages and working weights. The host does not wait for it.
 
     Args:
         adam: optimizer with the settings in its only parameter group, and the moments in its state, keyed by ``keys``.
         keys: the masters, in the order of the gradients, fp32 and 1-d or contiguous.
-        sizes: number of leading elements of each master to step. The rest is padding. None for all elements.
+        sizes: for each master, the number of leading elements to update; the remaining elements are padding. None for
+            all elements.
         working: the masters' copies in the precision of the forward pass; None if there are none.
 
     Attributes:
@@ -166,7 +169,7 @@ class OnePassAdamW:
     def attach_averages(
         self, averages: Sequence[Sequence[Tensor]], decays: Callable[..., Any], updates: Tensor
     ) -> None:
-        """Let steps also update these averages; see :meth:`FusedStep.attach`."""
+        """Make every later step also update these averages; see :meth:`FusedStep.attach`."""
         self._averages = averages, decays, updates
         if self._fused is not None:
             self._fused.attach(*self._averages)
@@ -191,7 +194,7 @@ class OnePassAdamW:
                 self._fused.attach(*self._averages)
             if self.staged is not None and self._fused.kernels:
                 self._fused.stage(self.staged)
-        if any(state["step"] is not self._fused.count for state in states):  # new or just loaded
+        if any(state["step"] is not self._fused.count for state in states):  # the state is new or has just been loaded
             self._fused.count.fill_(states[0]["step"])
             for state in states:
                 state["step"] = self._fused.count
@@ -216,8 +219,8 @@ class ShardedOptimizer:
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
     buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). A kernel on a side stream updates the
     averages in place during the next forward and backward passes. The next step waits for that kernel before it changes
-    the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting such state
-    on the host.
+    the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting state in
+    host memory.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.
@@ -233,9 +236,9 @@ class ShardedOptimizer:
         ValueError: ``offload`` on a GPU that can't run the kernels.
 
     Attributes:
-        masters: the fp32 shards by name. They share the parameters' memory if those are fp32.
+        masters: the fp32 shards by name. If the parameters are fp32, masters and parameters share memory.
         grad_norm, finite: results of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
-        muon: computes the update directions of matrices. None if AdamW steps all parameters.
+        muon: computes the update directions of matrices. None if AdamW updates all parameters.
     """
 
     grad_norm: Tensor
@@ -300,7 +303,7 @@ class ShardedOptimizer:
             parameter.grad = gradient
 
     def new_averages(self, count: int) -> list[list[Tensor]]:
-        """Allocate ``count`` averages in host or device memory, as ``offload`` demands. Each average is a list of
+        """Allocate ``count`` averages in host or device memory, depending on ``offload``. Each average is a list of
         tensors in the order of the masters."""
         if self._offload == "none":
             return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
@@ -309,7 +312,7 @@ class ShardedOptimizer:
     def attach_averages(
         self, averages: list[list[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> None:
-        """Let steps also update these averages, which :meth:`new_averages` has allocated; see
+        """Make every later step also update these averages, which :meth:`new_averages` has allocated; see
         :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         if self._side is not None:
             self._averages = SeparateAverages(list(self.masters.values()), averages, block=BLOCK)
@@ -331,7 +334,7 @@ class ShardedOptimizer:
         (loss if self.loss_scale is None else loss * self.loss_scale.scale).backward()
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Add the gradients that result from the scaled gradient of an output."""
+        """Run a backward pass that starts from an output with its scaled gradient. Add the resulting gradients."""
         torch.autograd.backward(output, gradient)
 
     def step(self) -> None:
@@ -340,7 +343,7 @@ class ShardedOptimizer:
         If a gradient of any rank is not finite, nothing is changed.
         """
         if self._side is not None:
-            self._side.join()  # the side stream still needs the last step's masters and scalars
+            self._side.join()  # the side stream may still read the last step's masters and scalars
         fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
         gradients = self.gradients
         if self._replicated is not None:
@@ -378,7 +381,7 @@ class ShardedOptimizer:
             self._float8.refresh()
 
 
-@torch.no_grad()  # avoids one autograd operation per parameter and step
+@torch.no_grad()  # avoids the cost of one autograd operation per parameter and step
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's shard on this rank. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,8 +6,8 @@ A collective before or after a product leaves the multiprocessors idle. Here cop
     column, forward    send own tokens; multiply own tokens; multiply each other rank's tokens once they have arrived
     row, forward       multiply other ranks' tokens, for them to fetch; multiply own tokens meanwhile; add what arrived
 
-The backward pass of a column is a row, and that of a row is a column. The gradient of a column's weight needs the
-tokens of all ranks, which are sent again instead of being kept.
+The backward pass of a column product is a row product, and vice versa. The gradient of a column product's weight needs
+the tokens of all ranks, which are sent again instead of being kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,26 +22,28 @@ from opendit.kernels.linear import weight_gradient
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, sample_by_sample
 from opendit.parallel.sequence.products import column_sums
 
-LEAST_TOKENS = 1024  # of a sample and a rank: smaller products, one for each sample and rank, would take longer
+# minimum number of tokens of a sample on a rank; below it, the separate products for each sample and rank would take
+# longer than a collective
+LEAST_TOKENS = 1024
 
 
 def overlaps(x: Tensor, weight: Any) -> bool:
-    """Return whether the products of this file can take x (B, n, in) and this weight."""
+    """Return True if the products of this file support x (B, n, in) and this weight."""
     plain = isinstance(weight, Tensor) and x.dtype == weight.dtype and not has_torch_function((x, weight))
     return plain and x.dim() == 3 and x.shape[1] >= LEAST_TOKENS
 
 
 @not_compiled  # a compiler can't see that other ranks read and write the buffers
 def overlapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory) -> Tensor:
-    """Return x W^T + bias (B, P n, out / P) of the tokens of all ranks, from this rank's tokens x (B, n, in) and its
-    weight (out / P, in); see :func:`opendit.parallel.collectives.column_product`."""
+    """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. Each rank passes its tokens x (B, n, in) and
+    its part of the weight (out / P, in); see :func:`opendit.parallel.collectives.column_product`."""
     return _Column.apply(x, weight, bias, memory)
 
 
 @not_compiled
 def overlapped_row(z: Tensor, weight: Tensor, memory: PeerMemory) -> Tensor:
-    """Return this rank's tokens (B, n, out) of the sum over all ranks of z W^T, from this rank's features z
-    (B, P n, in / P) of all tokens and its weight (out, in / P)."""
+    """Compute z W^T from this rank's input features z (B, P n, in / P) of all tokens and its part of the weight (out,
+    in / P). Return the sum over all ranks for this rank's tokens, (B, n, out)."""
     return _Row.apply(z, weight, memory)
 
 
@@ -63,7 +65,7 @@ class _Column(torch.autograd.Function):
             if of_weight:
                 dweight = weight_gradient(rows, _buffer(memory, Buffer.EVERYONE, x).flatten(0, 1))
 
-        memory.begin(Buffer.GRADIENT)  # its barrier also ends the transfer to EVERYONE
+        memory.begin(Buffer.GRADIENT)  # the barrier in begin() also ends the transfer to EVERYONE
         if of_weight:
             _send(memory, Buffer.EVERYONE, x, own=True)
         if of_x or of_weight:
@@ -93,8 +95,8 @@ class _Row(torch.autograd.Function):
 def _of_all_tokens(
     x: Tensor, matrix: Tensor | None, bias: Tensor | None, memory: PeerMemory, keep: bool = False
 ) -> Tensor | None:
-    """Send x (B, n, F) to all ranks. Return x @ matrix + bias (B, P n, columns) of the tokens of all ranks, or None
-    without a matrix. keep: leave the tokens of all ranks in the input buffer."""
+    """Send x (B, n, F) to all ranks. Return x @ matrix + bias (B, P n, columns) for the tokens of all ranks, or None
+    without a matrix. keep: True to leave the tokens of all ranks in the input buffer."""
     memory.begin(Buffer.INPUT)
     events = _send(memory, Buffer.INPUT, x, own=keep)
     out = None if matrix is None else x.new_empty(len(x), memory.group.size * x.shape[1], matrix.shape[1])
@@ -107,8 +109,8 @@ def _of_all_tokens(
 def _of_own_tokens(
     z: Tensor, matrix: Tensor | None, memory: PeerMemory, meanwhile: Callable[[], None] = lambda: None
 ) -> Tensor | None:
-    """Return this rank's tokens (B, n, F) of the sum over all ranks of z @ matrix, z (B, P n, columns), or None without
-    a matrix. meanwhile: further work to be enqueued after the barrier, during the transfers."""
+    """Compute z @ matrix from this rank's z (B, P n, columns). Return the sum over all ranks for this rank's tokens,
+    (B, n, F), or None without a matrix. meanwhile: enqueues further work after the barrier, during the transfers."""
     rank, size = memory.group.rank, memory.group.size
     own = z.unflatten(1, (size, -1)).select(1, rank)
     if matrix is None:
@@ -144,14 +146,14 @@ def _tokens_of(rank: int, x: Tensor) -> slice:
 
 
 def _buffer(memory: PeerMemory, buffer: Buffer, x: Tensor, rank: int | None = None) -> Tensor:
-    """Return the buffer of a rank (None: this rank) as the tokens (B, P n, F) of all ranks."""
+    """Return a rank's buffer (by default this rank's) as a tensor (B, P n, F) for the tokens of all ranks."""
     shape = (len(x), memory.group.size * x.shape[1], x.shape[2])
     return memory.rows(buffer, shape, x.dtype).of[memory.group.rank if rank is None else rank]
 
 
 def _send(memory: PeerMemory, buffer: Buffer, x: Tensor, own: bool) -> list[Any]:
-    """Start to copy x (B, n, F) to the buffers of all other ranks. Return an event for each of them. own: also copy x
-    to this rank's buffer."""
+    """Start to copy x (B, n, F) to the buffers of all other ranks. Return an event for each of them. own: True to copy
+    x to this rank's buffer as well."""
     mine = _tokens_of(memory.group.rank, x)
 
     def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -161,7 +163,7 @@ def _send(memory: PeerMemory, buffer: Buffer, x: Tensor, own: bool) -> list[Any]
 
 
 def _arriving(memory: PeerMemory, x: Tensor, events: list[Any]) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its tokens (B, n, F)) for this rank, then for each other rank once its tokens have arrived."""
+    """Yield (rank, the rank's tokens (B, n, F)): first this rank, then each other rank when its tokens have arrived."""
     yield memory.group.rank, x
     received = _buffer(memory, Buffer.INPUT, x)
     for i, peer in enumerate(reversed(_others(memory))):  # the previous rank sends to this rank first

@@ -1,8 +1,8 @@
 """Pipeline parallelism: the ranks of the group ``pp`` have different blocks of a model; see docs/parallelism.md.
 
 - A schedule is a list of the forward and backward passes that a rank runs, in order. :func:`make_schedule` and its
-  helpers are pure functions of numbers, without tensors or process groups. Every rank has ``chunks`` runs of
-  neighbouring blocks. Chunk c of rank r is stage c * ranks + r of the model, so a micro-batch goes around the ranks
+  helpers are pure functions of numbers, without tensors or process groups. Every rank has ``chunks`` chunks, which are
+  groups of consecutive blocks. Chunk c of rank r is stage c * ranks + r of the model, so a micro-batch visits all ranks
   once per chunk.
 - :func:`keep_stages` removes all modules of a model except those of this rank's stages. The modules before the first
   block and after the last block are on the first and the last stage; the modules that compute the condition are on
@@ -42,19 +42,19 @@ class Action:
 
 
 def chunks_of(schedule: str) -> int:
-    """Return the number of chunks (runs of neighbouring blocks) of every rank."""
+    """Return the number of chunks (groups of consecutive blocks) of every rank."""
     return 2 if schedule == "interleaved" else 1
 
 
 def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """List the passes that rank ``rank`` of a pipeline of ``ranks`` runs in a step, in order.
+    """List the passes that rank ``rank`` of a pipeline of ``ranks`` ranks runs in a step, in order.
 
     1f1b: the rank first runs ``ranks - 1 - rank`` forward passes, and then one forward and one backward pass in turn
     (PipeDream-flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). A rank holds the
     activations of at most ``ranks - rank`` micro-batches and idles for (ranks - 1) / (micro_batches + ranks - 1) of the
     step.
 
-    interleaved: the same schedule with 2 chunks a rank. A rank idles for half as long, holds more activations, and
+    interleaved: the same schedule with 2 chunks per rank. A rank idles for half as long, holds more activations, and
     sends twice as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", SC 2021, sec. 2.2).
 
@@ -81,7 +81,7 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError that names the flags unless the schedule works with this number of micro-batches."""
+    """Raise ValueError, naming the flags, if the schedule does not work with this number of micro-batches."""
     if chunks_of(schedule) > 1 and micro_batches % ranks:
         raise ValueError(
             f"--pipeline_schedule {schedule}: takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
@@ -110,8 +110,8 @@ def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = Tru
 
 
 def in_flight(actions: list[Action]) -> int:
-    """Return the largest number of forward passes whose activations are held at the same time. Each pass is of one
-    chunk and one micro-batch."""
+    """Return the largest number of forward passes, each of one chunk and one micro-batch, whose activations are in
+    memory at the same time."""
     held = most = 0
     for action in actions:
         held += 1 if action.forward else -1
@@ -150,25 +150,26 @@ def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
 
 
 def _ends(chunk: int, rank: int, ranks: int, chunks: int) -> tuple[bool, bool]:
-    """Return two booleans: True if a chunk is the model's first stage, and True if the chunk is the last stage."""
+    """Return (True if a chunk is the model's first stage, True if a chunk is the model's last stage)."""
     stage = chunk * ranks + rank
     return stage == 0, stage == chunks * ranks - 1
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of messages; a header sends the index
+# dtypes of messages; a header contains the index of the dtype
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 
 class Links:
     """Channels between this rank and its neighbours in a pipeline. Collective over all ranks.
 
-    Every kind of message (activations, gradients) has its own process group between each two neighbours. A group is
-    used in one direction only and in the order of the schedule. The messages of a group therefore arrive in order and
-    never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a
-    send and a receive in the same group could deadlock.
+    Between two neighbours, there is a separate process group for each kind of message (activations, gradients). A group
+    is used in one direction only and in the order of the schedule. The messages of a group therefore arrive in order
+    and never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream,
+    so a send and a receive in the same group could deadlock.
 
     The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have the
-    shape and dtype of their activations. All messages of one chunk with the same ``key`` have the same shape.
+    shape and dtype of their activations. All messages of a chunk with the same ``key`` must have the same shape.
 
     Args:
         mesh: mesh of the run.
@@ -187,8 +188,9 @@ class Links:
         """Send a number through every channel, one after the other.
 
         NCCL connects two ranks at their first message, and both hosts wait until the connection is made. In the middle
-        of a schedule a host might never reach that point: if its device waits for a message, the host can't load a
-        kernel."""
+        of a schedule, a host might never reach its first message, because it can't load a kernel while its device waits
+        for a message.
+        """
         number = torch.zeros(1, device=self.device)
         for first, forward in sorted(self._groups):
             ends = self._members[first], self._members[(first + 1) % self.ranks]
@@ -213,7 +215,7 @@ class Links:
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
-        """Start to receive a message. Return (the tensor that it is written to, the work to wait for)."""
+        """Start to receive a message. Return (the tensor that will hold the message, the work to wait for)."""
         group, source, _ = self._channel(message)
         if not self.known(message, key):
             header = torch.empty(4, dtype=torch.int64, device=self.device)
@@ -234,17 +236,17 @@ class Links:
         tensor = tensor.detach().contiguous()
         sends = self._sends.setdefault((source, target, message.forward), deque())
         sends.append((dist.isend(tensor, dst=target, group=group), tensor))
-        while len(sends) > IN_FLIGHT:  # an unfinished send keeps its tensor in memory
+        while len(sends) > IN_FLIGHT:  # an unfinished send keeps its tensor in memory, so limit their number
             sends.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Wait until all messages have been sent. On a GPU the stream waits, not the host."""
+        """Wait until all messages have been sent. On a GPU, only the stream waits, not the host."""
         for sends in self._sends.values():
             while sends:
                 sends.popleft()[0].wait()
 
 
-AHEAD = 1  # number of later passes whose receives are posted before the current pass is computed
+AHEAD = 1  # number of passes ahead of the current one for which receives are posted
 Pass = Callable[[Action, Tensor | None], Tensor | None]
 
 
@@ -293,12 +295,12 @@ def execute(
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """Stages of a model that rank ``rank`` of a pipeline of ``ranks`` has.
+    """The stages of a model on rank ``rank`` of a pipeline with ``ranks`` ranks.
 
     Attributes:
         schedule: one of PIPELINE_SCHEDULES.
-        blocks: indices of the blocks of every stage of the whole pipeline. Rank r has the stages r, r + ranks, ...,
-            one for each of its chunks.
+        blocks: indices of the blocks of each stage, for all stages of the pipeline. Rank r has the stages r, r + ranks,
+            ..., one for each chunk.
     """
 
     schedule: str
@@ -318,7 +320,7 @@ class PipelineStages:
 
     @property
     def last(self) -> bool:
-        """True if this rank has the model's last stage, and so the loss."""
+        """True if this rank has the model's last stage, which computes the loss."""
         return self.rank == self.ranks - 1
 
     def own(self, chunk: int) -> range:
@@ -326,7 +328,7 @@ class PipelineStages:
         return self.blocks[chunk * self.ranks + self.rank]
 
     def has(self, config: DiTConfig, name: str) -> bool:
-        """Return True if a parameter or buffer is on this rank. Raises ValueError as ``stage_of`` does."""
+        """Return True if a parameter or buffer is on this rank. Raises the same errors as ``stage_of``."""
         return any(stage % self.ranks == self.rank for stage in stage_of(plan_of(config), name, self.blocks))
 
     def describe(self) -> str:
@@ -349,7 +351,7 @@ def mesh_stages(mesh: Mesh, config: DiTConfig, schedule: str) -> PipelineStages 
 
 
 def check_pipeline(config: DiTConfig, schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError that names the flags unless a pipeline of this number of ranks can train the model."""
+    """Raise ValueError, naming the flags, if a pipeline with this number of ranks can't train the model."""
     if ranks > 1:
         check_stages(config, ranks, chunks_of(schedule))
         check_micro_batches(schedule, ranks, micro_batches)
@@ -371,12 +373,13 @@ def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
 
 
 class Absent(nn.Module):
-    """Placeholder for a module that is on another rank. It keeps the names of this rank's modules unchanged."""
+    """Placeholder for a module that is on another rank. With placeholders, the names of this rank's modules do not
+    change."""
 
 
 def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
-    """Remove from ``model``, in place, all that is not on this rank's stages, and return the model. Parameters keep
-    their canonical names. Afterwards ``model(...)`` runs one chunk at a time: see :class:`StageForward`."""
+    """Remove all modules that are not on this rank's stages from ``model``, in place, and return the model. Parameters
+    keep their canonical names. Afterwards ``model(...)`` runs one chunk at a time: see :class:`StageForward`."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     kept = {_part(name, model) for name in names if stages.has(model.config, name)}
     for part in {_part(name, model) for name in names} - kept:
@@ -392,14 +395,14 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """Return the name of the block, or else of the top-level module or buffer, that a parameter or buffer belongs to.
-    Stages keep or drop such a unit as a whole."""
+    """Return the name of the block that a parameter or buffer belongs to, or outside of blocks the name of the
+    top-level module or buffer. A stage keeps all or nothing of such a unit."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 
 
 def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return those of ``names`` that all ranks of the pipeline have; none if the model is not divided into stages."""
+    """Return the parameters, out of ``names``, that all ranks of the pipeline have; none for an undivided model."""
     if getattr(model, "stages", None) is None:
         return frozenset()
     every = plan_of(cast(DiT, model).config).stages.every
@@ -407,7 +410,7 @@ def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 class StageForward:
-    """``forward`` of a model whose other stages are on other ranks."""
+    """Replacement for ``forward`` of a model that has only this rank's stages of a pipeline."""
 
     def __init__(self, model: DiT, stages: PipelineStages):
         self._model, self._stages = model, stages
@@ -430,7 +433,8 @@ class StageForward:
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]
-        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # a picture in a video model; see ``DiT.predict``
+        # for a picture in a video model, see ``DiT.predict``
+        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1
         sizes = (repeats, *shape[-2:]) if repeats > 1 else tuple(shape[2:])
         c, context = model.condition(t, y)
         begins = stages.first and chunk == 0
@@ -450,8 +454,9 @@ class StageForward:
 
 
 class PipelineForward:
-    """``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline call the object
-    with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch a rank.
+    """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline
+    call the object with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch
+    per rank.
 
     The constructor is collective over all ranks of the mesh.
     """
@@ -464,7 +469,7 @@ class PipelineForward:
     @torch.no_grad()
     def __call__(self, model: DiT, x: Tensor, t: Tensor, y: Condition) -> Tensor:
         """Return the model's prediction for a batch. x (B, C, ...), t (B,) and y are the arguments of ``DiT.forward``;
-        ``model`` has this rank's stages only."""
+        ``model`` has only this rank's stages."""
         rows = -(-len(x) // self._mesh.pp_size)
         parts = [slice(start, start + rows) for start in range(0, len(x), rows)]
         predicted = x.new_empty((len(x), model.config.out_channels, *x.shape[2:]), dtype=torch.float32)

@@ -15,7 +15,7 @@ from opendit.config.parallel_sizes import Place
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds that a process waits for the others to start
+PATIENCE = 300.0  # seconds that a process waits for the other processes to start
 UNREACHABLE = 60.0  # seconds that a process tries to reach a machine that does not answer
 TELL = 15.0  # seconds after which a waiting process logs which processes are missing
 
@@ -24,7 +24,7 @@ _met: tuple[Place, dist.Store] | None = None
 
 def meet(place: Place) -> dist.Store:
     """Wait for all processes of the run and return the store that they share. Further calls for the same place return
-    the same store. A single process needs no port and gets a new store at every call.
+    the same store. A single process uses no port, and gets a new store at every call.
 
     Raises:
         ValueError: rank 0 can't be reached, its port is taken, or a process does not arrive.
@@ -32,7 +32,7 @@ def meet(place: Place) -> dist.Store:
     global _met
     if place.world_size == 1:
         return dist.HashStore()
-    if _met is None or _met[0] != place:  # an earlier run in this process may have ended without part()
+    if _met is None or _met[0] != place:  # an earlier run in this process may have ended without calling part()
         _met = place, _meet_others(place)
     return _met[1]
 
@@ -44,7 +44,7 @@ def part() -> None:
 
 
 def _meet_others(place: Place) -> dist.Store:
-    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent process has the store
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store is in torchrun's agent process
     if place.rank > 0 or with_agent:
         _reach(place)
     try:
@@ -52,7 +52,7 @@ def _meet_others(place: Place) -> dist.Store:
             patience = timedelta(seconds=PATIENCE)
             if with_agent:
                 store, *_ = next(rendezvous("env://", timeout=patience))
-            else:  # rendezvous() would not name the processes that are missing
+            else:  # not rendezvous(), whose error would not name the missing processes
                 where, serves = (place.address, place.port), place.rank == 0
                 store = dist.TCPStore(*where, None, serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
@@ -61,7 +61,7 @@ def _meet_others(place: Place) -> dist.Store:
     store.set(f"here/{place.rank}", f"{socket.gethostname()} {os.getpid()}")
     keys = [f"here/{rank}" for rank in range(place.world_size)]
     for patience in (TELL, PATIENCE - TELL):
-        with contextlib.suppress(RuntimeError):  # timed out
+        with contextlib.suppress(RuntimeError):  # waiting timed out
             store.wait(keys, timedelta(seconds=patience))
             return store
         missing = ", ".join(key.removeprefix("here/") for key in keys if not store.check([key]))
@@ -84,7 +84,7 @@ def _reach(place: Place) -> None:
             return
         except socket.gaierror as error:
             reason, patience = f"no machine of that name is known here ({error.strerror})", 5.0
-            if error.errno == socket.EAI_AGAIN:  # the name server may answer in a moment
+            if error.errno == socket.EAI_AGAIN:  # temporary error of the name server, so try again
                 patience = TELL
         except ConnectionRefusedError:
             reason, patience = "nothing listens there; is rank 0 running?", PATIENCE
@@ -116,7 +116,7 @@ def _why(error: Exception, place: Place) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence stderr in this context. If a port is taken, torch prints that from C++ with a stack trace."""
+    """Silence stderr in this context. torch's C++ code prints a stack trace there if a port is taken."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

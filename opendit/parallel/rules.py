@@ -1,5 +1,6 @@
-"""Apply the rules of a plan (opendit.models.plan): slices of canonical tensors, shard units, stages, and checks that
-sizes divide. Pure functions of shapes, names and numbers, without process groups."""
+"""Apply the rules of a plan (opendit.models.plan): slices of canonical tensors, shard units, stages, and checks of
+divisibility. All functions are pure functions of shapes, names and numbers, without process groups.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ def group_of(rule: Rule) -> str | None:
 
 
 def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
-    """Return the dimension of a tensor that the rule divides, or None if the rule does not divide it."""
+    """Return the dimension of a tensor that the rule divides; None if the rule divides no dimension."""
     return None if isinstance(rule, Replicated) else 1 if isinstance(rule, Row) else 0
 
 
@@ -44,7 +45,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
         cover the tensor exactly once.
 
     Raises:
-        ValueError: the dimension does not divide evenly, or the group has no rank of this number.
+        ValueError: the dimension can't be divided evenly, or the group has no rank with this number.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
@@ -58,7 +59,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
     """Return a rank's ranges of a dimension of length ``side``: an equal part of every section. Sections of heads are
     divided into whole heads."""
-    if isinstance(rule, Vocabulary):  # the first ranks have one row more if the rows do not divide evenly
+    if isinstance(rule, Vocabulary):  # if the rows can't be divided evenly, the first ranks have one row more
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
     if isinstance(rule, Heads):
         sections, what = rule.heads, "heads"
@@ -68,7 +69,7 @@ def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
         sections, what = (_quotient(side, rule.sections, "sections"),) * rule.sections, "features"
     else:
         sections, what = (side,), "experts" if isinstance(rule, Expert) else "features"
-    width = _quotient(side, sum(sections), what)  # rows of a head or expert; 1 for features
+    width = _quotient(side, sum(sections), what)  # rows per head or expert; 1 for features
     starts = [sum(sections[:i]) for i in range(len(sections))]
     shares = [_quotient(count, size, "ranks", what) for count in sections]
     return [
@@ -84,8 +85,8 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 
 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a canonical tensor: a view if the part is one slice, otherwise a copy. Raises ValueError
-    as :func:`local_slices` does."""
+    """Return a rank's part of a canonical tensor: a view if the part is one slice, otherwise a copy. Raises the same
+    errors as :func:`local_slices`."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
@@ -167,7 +168,7 @@ def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
     compute the condition. blocks: the blocks of every stage.
 
     Raises:
-        ValueError: the plan does not say which stages have this name.
+        ValueError: the plan does not state which stages have this parameter or buffer.
     """
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:

@@ -2,15 +2,15 @@
 
 The frozen weights of a block are contiguous in page-locked host memory. The GPU has AHEAD + 1 slots, each as large as
 the largest streamed block. The weights of the n-th streamed block are views of slot n % (AHEAD + 1). When a block is
-called, a side stream begins to copy the next AHEAD blocks (in the backward pass the previous ones) into the slots of
-blocks that are done. The device waits for the copy of the block that is called; the host never waits.
+called, a side stream begins to copy the next AHEAD blocks (in the backward pass, the previous blocks) into slots that
+are no longer needed. The device waits until the called block has been copied; the host never waits.
 
 Blocks must be recomputed in the backward pass. Then the backward pass also calls the blocks, and their weights are read
 only during these calls. Weights are never copied back, because they do not change.
 
 Copies can be part of a CUDA graph. A recorded pass begins with empty slots, because the content of the slots is not
-known when the graph is replayed. From then on every other pass also begins with empty slots, because a replay changes
-the content without this class's knowledge.
+known when the graph is replayed. After a recording, every other pass also begins with empty slots, because this class
+does not notice when a replay changes their content.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ALIGNMENT = 256  # bytes
 
 
 def spread_numbers(depth: int, count: int) -> list[int]:
-    """Return the indices of ``count`` of ``depth`` blocks, evenly spread; of all blocks if ``count`` > ``depth``."""
+    """Return the indices of ``count`` of ``depth`` blocks, evenly spread; all indices if ``count`` > ``depth``."""
     count = min(count, depth)
     return [number for number in range(depth) if (number + 1) * count // depth > number * count // depth]
 
@@ -41,7 +41,7 @@ class StreamedBlocks:
     weights' values to ``host`` before the first call of a block.
 
     Args:
-        model: model with ``blocks``. From now on it computes modulations inside the blocks.
+        model: model with ``blocks``. The constructor makes it compute modulations inside the blocks.
         count: number of blocks to stream; all if the model has fewer.
         device: device that computes.
         deferred: on a CPU, True to copy a block when it is called instead of when its copy begins. Both must give the
@@ -93,8 +93,8 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context in which the model computes modulations outside the blocks, for many sampling steps at
-        once."""
+        """Return a context in which modulations are computed outside the blocks, so that sampling can compute them for
+        many steps at once."""
         self._model.modulate_in_blocks = False
         self._forget()
         try:
@@ -115,12 +115,12 @@ class StreamedBlocks:
             self._forget()
 
     def _hook(self, number: int, of_block: bool) -> Callable[..., None]:
-        """Return a hook to run before a block and before each module in it. Modules need the hook because sampling also
-        calls modulations without their block."""
+        """Return a hook to run before a block and before each module in it. Modules inside a block need the hook
+        because sampling calls modulations without the block."""
 
         def use(*_: Any) -> None:
             if of_block or self._last != number or number not in self._holds:
-                with _disable_current_modes():  # hides copies from the policy of but_attention
+                with _disable_current_modes():  # hide the copies from the checkpoint policy of but_attention
                     self._use(number)
 
         return use
@@ -141,8 +141,8 @@ class StreamedBlocks:
                 self._begin(other)
 
     def _begin(self, number: int) -> None:
-        """Begin to copy a block into its slot, unless the slot already has it. The copy runs after all work enqueued so
-        far."""
+        """Begin to copy a block into its slot, unless the slot already has it. The copy runs after all work that has
+        been enqueued so far."""
         slot = number % len(self.slots)
         if self._holds[slot] == number:
             return

@@ -2,8 +2,8 @@
 
 :class:`RankWatch` notifies every rank at once if another rank failed or was lost. A thread of every rank keeps a
 connection to rank 0, which forwards messages. A run ends if a connection closes without a farewell message (the process
-is gone) or if a rank reports a failure, but never because something takes long. A rank that is stopped or slow is only
-named in a warning.
+is gone) or if a rank reports a failure, but never because something takes long. A stopped or slow rank only causes a
+warning.
 
 :class:`Supervisor` is the context in which a program runs. The last line of a failed run is ``error: ...``, and the
 exit code is not 0. For errors that a user can fix this line is the only output; for defects of the program a traceback
@@ -44,14 +44,14 @@ from opendit.parallel.rendezvous import meet
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 2.0  # seconds that a rank waits for replies to its farewell message
-JOIN = 30.0  # seconds that the ranks have to connect to rank 0
+FAREWELL = 2.0  # seconds that a rank waits for answers to its farewell message
+JOIN = 30.0  # seconds within which all ranks must connect to rank 0
 PING = 5.0  # seconds between two pings
-SILENT = 30.0  # seconds without a message after which a rank is named in a warning
-SUSPECT = 2.0  # seconds to wait for the failure that may have caused a communication error
+SILENT = 30.0  # seconds without a message after which a warning names a rank
+SUSPECT = 2.0  # seconds that a communication error waits for the report of the failure that may have caused it
 LONGEST = 4000  # maximum number of characters of an error message that are sent
 
-_numbers = itertools.count()  # numbers of the watches of this process; all ranks make them in the same order
+_numbers = itertools.count()  # index of the next watch of this process; all ranks create watches in the same order
 _alive: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
 
 
@@ -82,12 +82,12 @@ class _Peer:
 
 
 class RankWatch:
-    """One rank's watch over the other ranks. All ranks must make their watches in the same order, and ``close`` them
-    after success. A watch logs which ranks stop sending messages, and when they resume.
+    """One rank's watch over the other ranks. All ranks must create their watches in the same order, and ``close`` them
+    after success. A watch logs which ranks stop sending messages, and when these ranks resume.
 
     Args:
         place: place of this process in the run.
-        store: store of all ranks, which passes on rank 0's address.
+        store: store of all ranks, through which they learn rank 0's address.
         on_end: function that the watch's thread calls if another rank ends the run, unless this rank has reported a
             failure first.
     """
@@ -105,7 +105,7 @@ class RankWatch:
         self._peers: dict[int, _Peer] = {}  # connections to other ranks, by rank
         self._suspect: tuple[Ending, float] | None = None
         self._all_here, self._listener = threading.Event(), None
-        self._leaving: float | None = None  # time until which this rank waits for answers to its farewell
+        self._leaving: float | None = None  # time until which this rank waits for answers to its farewell message
         _alive.add(self)
         key = f"watch/{next(_numbers)}"
         if place.rank == 0:
@@ -134,11 +134,11 @@ class RankWatch:
         return self.ending or self.me(text)
 
     def me(self, text: str) -> Ending:
-        """Return a failure of this rank with this text."""
+        """Return an Ending that blames this rank, with this text."""
         return Ending(self._me.rank, self._me.host, self._me.pid, text[:LONGEST])
 
     def close(self) -> None:
-        """Send a farewell message and end the watch. Does not return if another rank has ended the run."""
+        """Send a farewell message and end the watch. This method does not return if another rank has ended the run."""
         self._order(bye=True)
         self._thread.join(60.0)
         self._release()
@@ -158,7 +158,8 @@ class RankWatch:
         self._token = secrets.token_hex(16)
         addresses = [self.place.address, socket.gethostname()]
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.place.address, self.place.port))  # sends nothing; finds the local address of the route
+            # sends nothing, but finds out the local address of the route to rank 0
+            probe.connect((self.place.address, self.place.port))
             addresses.insert(0, probe.getsockname()[0])
         where = {"addresses": addresses, "port": self._listener.getsockname()[1], "token": self._token}
         store.set(key, json.dumps(where | asdict(self._me)))
@@ -223,7 +224,7 @@ class RankWatch:
             self._drop(peer, lost=True)
             return
         *lines, peer.received = (peer.received + received).split(b"\n")
-        if len(peer.received) > 65536:  # not a process of this run
+        if len(peer.received) > 65536:  # the peer is not a process of this run
             self._drop(peer, lost=False)
             return
         for line in lines:
@@ -275,7 +276,8 @@ class RankWatch:
             self._send(self._peers[0], **order)
 
     def _consider(self, ending: Ending, suspect: bool) -> None:
-        """End the run because a rank reported a failure; wait before that if the failure is suspect (rank 0 only)."""
+        """End the run after a rank reported a failure. If the failure is suspect, first wait for another report. Rank 0
+        only."""
         if not suspect:
             self._end(ending)
         elif self._suspect is None:
@@ -298,16 +300,17 @@ class RankWatch:
                     self._send(peer, end=asdict(ending))
 
     def _look(self, looked: float) -> float:
-        """Send pings, and check when peers sent their last message, every PING seconds. Return the time of the last
-        check."""
+        """Every PING seconds, send pings and check when each peer sent its last message. ``looked`` and the result are
+        the time of the last check."""
         now = time.monotonic()
         if now - looked < PING:
             return looked
-        if now - looked > 3 * PING:  # this process itself was stopped
+        if now - looked > 3 * PING:  # this process was stopped itself
             for peer in self._peers.values():
                 peer.heard = now
         for peer in self._peers.values():
-            if self.place.rank == 0 and not peer.named:  # a stopped process would not read further pings
+            # don't send more pings, because a stopped process would not read them
+            if self.place.rank == 0 and not peer.named:
                 self._send(peer, ping=True)
             if now - peer.heard > SILENT and not peer.named and self.place.rank <= 1:
                 peer.named = True
@@ -318,12 +321,12 @@ class RankWatch:
         return now
 
     def _send(self, peer: _Peer, **message) -> None:
-        with contextlib.suppress(OSError):  # _receive detects that a peer is gone
+        with contextlib.suppress(OSError):  # ignored, because _receive detects that a peer is gone
             peer.connection.send(json.dumps(message).encode() + b"\n")
 
     def _release(self) -> None:
-        """Close all sockets. A forked process calls this, too: otherwise it would keep the connections of its dead
-        parent open."""
+        """Close all sockets. A forked process also calls this method. Otherwise it would keep its parent's connections
+        open after the parent's death."""
         for peer in self._peers.values():
             peer.connection.close()
         for one in (self._listener, self._wake, self._woken, self._selector):
@@ -332,7 +335,7 @@ class RankWatch:
 
 
 def _configured(connection: socket.socket) -> socket.socket:
-    """Make a connection non-blocking, and enable keep-alive messages, because a machine that is gone does not close its
+    """Make a connection non-blocking, and enable keep-alive messages, because a machine that fails does not close its
     connections. The system closes the connection after a minute without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -355,19 +358,18 @@ os.register_at_fork(after_in_child=_release_in_child)
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
 CLOSING = 8.0  # seconds allowed to finish writing a checkpoint when the run fails
 CLOSING_LOST = 2.0  # seconds allowed if a rank was lost, so that no checkpoint can be completed
-# Seconds after which a failed rank ends even if its main thread still waits: after a failure, and after the loss of a
-# rank.
+# Seconds after which a failed rank ends even if its main thread is stuck. LAST_LOST applies if a rank was lost.
 LAST, LAST_LOST = 12.0, 4.0
-ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that never need a traceback
-# Words in errors of gloo, NCCL and the store that the end of another rank may have caused.
+ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that are always shown without a traceback
+# Words in errors of gloo, NCCL and the store. Such errors may be caused by the end of another rank.
 SUSPECTS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "process group", "store", "socket")
 
 
 class Supervisor:
     """Context in which one rank of a program runs. An error inside the context ends the program on all ranks.
 
-    A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because other ranks may wait
-    inside a collective forever, and shutting communication down would wait for them.
+    A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because shutting
+    communication down would wait for ranks that may be stuck inside a collective.
 
     Args:
         user_errors: classes of exceptions for which a user needs only the message, not a traceback.
@@ -382,9 +384,9 @@ class Supervisor:
         self._code = NOT_STARTED
         self._watch: RankWatch | None = None
         self._closers: list[Callable[[float], None]] = []
-        self._ending: Ending | None = None  # result of this rank's report
-        self._one_leaves = threading.Lock()  # held by the thread that ends the process
-        self._silent = threading.Lock()  # held by the thread that prints the reason
+        self._ending: Ending | None = None  # the reason why the run ends, after this rank has reported an error
+        self._one_leaves = threading.Lock()  # lock held by the thread that ends the process
+        self._silent = threading.Lock()  # lock held by the thread that prints the reason
 
     def __enter__(self) -> "Supervisor":
         try:
@@ -402,8 +404,8 @@ class Supervisor:
         self.user_errors, self._code = (*user_errors, *ALWAYS), FAILED
 
     def closes(self, close: Callable[[float], None]) -> None:
-        """Register ``close(seconds)``, which saves unsaved state within this time. It is called from another thread if
-        this process must end while its main thread is stuck. The function registered last is called first."""
+        """Register ``close(seconds)``, which saves unsaved state within this time. If this process must end while its
+        main thread is stuck, another thread calls the registered functions, the last one first."""
         self._closers.append(close)
 
     @contextlib.contextmanager
@@ -442,14 +444,14 @@ class Supervisor:
             self._print_error(self._named(text) if mine else str(ending))
         if self._watch is None:
             sys.exit(code)
-        for stream in (sys.stdout, sys.stderr):  # os._exit would lose buffered output
+        for stream in (sys.stdout, sys.stderr):  # flush, because os._exit would lose buffered output
             with contextlib.suppress(Exception):
                 stream.flush()
         self._exit(code)
 
     def _announce(self, error: BaseException) -> Ending:
-        """Report an error to the other ranks. Return the reason on which all ranks agree: this error or an earlier one
-        of another rank."""
+        """Report an error to the other ranks. Return the reason on which all ranks agree: this error, or an earlier
+        error of another rank."""
         if self._ending is None:
             text = self._text(error)
             self._ending = self._me(text)
@@ -465,18 +467,19 @@ class Supervisor:
 
     def _other_ended(self, ending: Ending) -> None:
         """End this rank because another rank ended the run. The watch's thread calls this method, because the main
-        thread may wait for the other rank forever."""
+        thread may be waiting for the other rank."""
         self._leave(ending, OTHER_RANK)
 
     def _leave(self, ending: Ending, code: int) -> None:
         if ending.text is not None:
-            time.sleep(1.0)  # this rank may raise the same error meanwhile, and then prints nothing
+            time.sleep(1.0)  # in this time, the main thread may raise the same error, which is then not printed
         if not self._one_leaves.acquire(blocking=False):
-            return  # the main thread already ends this process
+            return  # the main thread is already ending this process
         seconds = CLOSING_LOST if ending.text is None else CLOSING
         closing = threading.Thread(target=self._close, args=(seconds,), daemon=True)
         closing.start()
-        closing.join(seconds + 1.0)  # closing may wait for a device that waits for the lost rank
+        # don't wait longer, because saving may wait for a device that waits for the lost rank
+        closing.join(seconds + 1.0)
         if code == FAILED:
             _tell_torchrun(cast(str, ending.text))
         self._write_error(self._named(cast(str, ending.text)) if code == FAILED else str(ending))
@@ -501,7 +504,7 @@ class Supervisor:
 
     def _exit(self, code: int) -> None:
         if self.place.rank == 0:
-            time.sleep(0.3)  # lets the last messages to other ranks be sent
+            time.sleep(0.3)  # gives the last messages to other ranks time to be sent
         end_process(code)
 
     # ---------------------------------------------------------------- messages
@@ -541,7 +544,7 @@ def end_process(code: int) -> None:
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write the error to the file that torchrun reads to report a failed run."""
+    """Write the error to the file from which torchrun reports the failure of a process."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:

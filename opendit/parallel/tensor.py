@@ -2,15 +2,16 @@
 
 This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms and residuals (Korthikanti et al.
 2022). Between the layers a rank holds n tokens of a sequence; inside a layer it has 1 / P of the heads and of the MLP's
-width. Tokens are gathered before a column-parallel layer; the results of a row-parallel layer are reduce-scattered.
+width. Before a column-parallel layer, tokens are gathered. After a row-parallel layer, the results are
+reduce-scattered.
 
 All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its slice of a
 divided parameter. For a replicated parameter a rank computes only one term of the gradient, which is a sum over the
-group. If the parameter acts on the residual stream, this is the term of the rank's tokens. If the parameter acts on a
-tensor that all ranks have, it is the term of the rank's heads, features or experts. :class:`ReplicatedGradients` sums
-these terms.
+group. If the parameter acts on the residual stream, this term comes from the rank's tokens. If the parameter acts on a
+tensor that all ranks have, this term comes from the rank's heads, features or experts. :class:`ReplicatedGradients`
+sums these terms.
 
-Parameters keep their names. :attr:`Part.divided` describes which slices of the canonical tensors they are.
+Parameters keep their names. :attr:`Part.divided` describes which slices of the canonical tensors a rank holds.
 """
 
 import functools
@@ -83,13 +84,14 @@ class TensorParallel:
 
     @property
     def shares_samples(self) -> bool:
-        """True if sequence-parallel ranks of another group have other tokens of the same samples."""
+        """True if a sequence-parallel group divides the samples' tokens as well, so that other ranks have other tokens
+        of the same samples."""
         return self.sequence is not None
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
         shared = None if self.sequence is None else self.sequence(length, sizes)
         found = SharedTokens(self.group, length if shared is None else shared.rows, shared)
-        return cast(SequenceShards, found)  # SharedTokens has all attributes that models read
+        return cast(SequenceShards, found)  # SharedTokens has all attributes that models use
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
         """Return this rank's shard of a sequence of several token streams. Raises ValueError if the run also has
@@ -108,13 +110,13 @@ class SharedTokens:
     """This rank's shard of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
     have padding at the end.
 
-    Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
-    their gradient is exactly zero.
+    Layers process padding tokens, with arbitrary values. Padding is removed before every attention and from the result,
+    and its gradient is exactly zero.
 
     Attributes:
         group: ranks that divide the layers.
         length: number of tokens of the group.
-        shared: the sequence of which these tokens are one shard, if the run has sequence parallelism; otherwise None.
+        shared: with sequence parallelism, the sequence that these tokens are one shard of; otherwise None.
     """
 
     group: Group
@@ -123,7 +125,7 @@ class SharedTokens:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, including padding."""
+        """Number of tokens per rank, including padding."""
         return -(-self.length // self.group.size)
 
     def take(self, x: Tensor) -> Tensor:
@@ -183,7 +185,8 @@ class SharedTokens:
         heads."""
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)
-        own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)  # its input is gathered already
+        # MadeProjection, because its input has already been gathered
+        own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)
         output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
 
@@ -219,7 +222,7 @@ def layout_of(model: DiT, mesh: Mesh) -> Layout:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory, without values, for the parameters of ``model`` that are on the meta device."""
+    """Allocate memory for the parameters of ``model`` that are on the meta device. Their values are uninitialised."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -228,10 +231,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def check_tensor_parallel(config: DiTConfig, size: int) -> None:
-    """Raise ValueError that names sizes that work, unless ``size`` ranks can divide the layers of a model."""
+    """Raise ValueError, which names sizes that work, unless ``size`` ranks can divide the layers of a model."""
     check_divisible(config, "tp", size)
     experts = plan_of(config).divisible(config).get("ep", {})
-    for what, number in experts.items():  # the ranks that divide the other layers divide the experts as well
+    for what, number in experts.items():  # the same ranks divide the experts and the other layers
         if number % size:
             raise ValueError(
                 f"--tensor_parallel_size {size}: the model's {what}, {number}, can't be divided by it; use a size that "
@@ -242,8 +245,8 @@ def check_tensor_parallel(config: DiTConfig, size: int) -> None:
 def divide(
     model: DiT, group: Group, sequence: SequenceParallel | None = None, *, column_modulation: bool = True
 ) -> TensorParallel:
-    """Reduce every layer of ``model`` to this rank's part, in place, as the model's plan says. Parts of parameters in
-    memory are copies; parameters on the meta device stay there.
+    """Reduce every layer of ``model`` to this rank's part, in place, according to the model's plan. If a parameter is
+    in memory, its part is a copy; if it is on the meta device, so is the part.
 
     Args:
         group: ranks that divide the layers.
@@ -291,7 +294,7 @@ def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Divided:
-    """Description of a parameter that the ranks of a group divide: its canonical shape, and the cut into parts."""
+    """The way in which the ranks of a group divide a parameter: the canonical shape, and the cut into parts."""
 
     shape: tuple[int, ...]
     cut: Cut
@@ -307,7 +310,7 @@ def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp"
 
 
 class Part(Projection):
-    """Linear layer with this rank's part of the weight. :func:`part_of` makes it."""
+    """Linear layer with this rank's part of the weight. Create one with :func:`part_of`."""
 
     group: Group
     divided: Mapping[str, Divided]
@@ -327,8 +330,8 @@ class ColumnParallel(Part):
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Multiply the tokens of all ranks by the weight. ``multiply`` is ignored, because the product has its own
-        backward pass. LoRA's first product uses this rank's tokens only; its result, a few numbers a token, is gathered
-        for the second product."""
+        backward pass. LoRA's first product uses only this rank's tokens. Its result, which has a few numbers per token,
+        is gathered for the second product."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
         if (memory := self.peers(x, weight)) is not None:
             return overlapped_column(x, weight, bias, memory)
@@ -340,9 +343,9 @@ PLAIN = (multiply, unbiased, cublaslt.linear)  # functions that multiply in the 
 
 
 class RowParallel(Part):
-    """Linear layer in which each rank multiplies its input features (B, P n, in / P) of all tokens. The products are
-    reduce-scattered, so this rank gets the sum for its tokens (B, n, out). The bias is replicated and added to the sum.
-    """
+    """Linear layer in which each rank has some input features (B, P n, in / P) of all tokens and multiplies these by
+    its part of the weight. The products are reduce-scattered, so that this rank gets the sum for its tokens (B, n,
+    out). The bias is replicated and added to the sum."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         own = x[:, : x.shape[1] // self.group.size]
@@ -366,12 +369,13 @@ class GatheredColumn(Part):
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
 
 
-DIVIDING = (Column, Row, Heads, Expert)  # rules that divide parameters here; tables of labels are small and stay full
+# rules by which this module divides parameters; label tables are small, so every rank has them in full
+DIVIDING = (Column, Row, Heads, Expert)
 
 
 @functools.cache
 def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
-    """Return (parameters of a model that each of ``ranks`` ranks has, average number of these in one block)."""
+    """Return (number of a model's parameters that each of ``ranks`` ranks has, average number of these per block)."""
     (shapes, _), rules, found = model_shapes(config), plan_of(config).rules(config), [0, 0]
     for name, shape in shapes.items():
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
@@ -382,7 +386,7 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
     """Return this rank's part of a linear layer whose weight has ``rule``, or the layer itself if the rule does not
-    divide it. Parameters are copies of the parts, or on the meta device like those of the layer."""
+    divide it. The result's parameters are copies, or on the meta device if the layer's are."""
     kinds = {Row: RowParallel, Heads: ColumnParallel, Column: ColumnParallel}
     kind = kinds.get(type(rule))
     if kind is None:
@@ -409,7 +413,7 @@ def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
 
 
 def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> None:
-    """Keep only this rank's experts, in place. name_of_group: name of ``group`` in the mesh."""
+    """Remove all experts except this rank's, in place. name_of_group: name of ``group`` in the mesh."""
     share = len(mlp.expert_fc1) // group.size
     divided: dict[str, Divided] = {}
     for name in ("expert_fc1", "expert_fc2"):
@@ -423,7 +427,7 @@ def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> N
 
 def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
     part = local_tensor(parameter.detach(), rule, group.rank, group.size)
-    # A view would keep the full tensor in memory.
+    # Clone, because a view would keep the full tensor in memory.
     kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()
     return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
@@ -438,7 +442,8 @@ def divided_parameters(model: nn.Module) -> dict[str, Divided]:
 
 
 class ReplicatedGradients:
-    """Sum of the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and norm of all gradients.
+    """Sums the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and computes the norm of all
+    gradients.
 
     Args:
         mesh: mesh of the run.
@@ -464,8 +469,8 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
-        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call it before
-        reading the gradients. All ranks of a group must have None for the same parameters.
+        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call this method
+        before reading the gradients. All ranks of a group must have None for the same parameters.
 
         mark_not_finite: if a gradient of any rank is not finite, make a gradient of every rank not finite. Ranks that
         check only their own gradients then decide in the same way.
@@ -484,7 +489,7 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum ``square_sum`` over the groups, in place. On each rank it has the squares of the rank's ``counted``
+        """Sum ``square_sum`` over the groups, in place. Each rank passes the sum of squares of its ``counted``
         gradients."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)

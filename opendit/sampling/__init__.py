@@ -1,1 +1,1 @@
-"""From a checkpoint to pictures and clips."""
+"""Sampling: draw pictures and clips from a checkpoint."""

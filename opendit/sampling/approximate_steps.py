@@ -1,11 +1,12 @@
 """Approximate sampling steps: skip part of the network's work and reuse the results of earlier steps.
 
-:func:`plan_steps` decides beforehand what every step evaluates. A :class:`BlockStack` runs all or some of the network's
-blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance. ``opendit.config.approximations``
-describes the methods and names their papers, [T] and [F]; docs/sampling.md lists their errors.
+:func:`plan_steps` decides, before sampling starts, what every step evaluates. A :class:`BlockStack` runs all or some of
+the network's blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance.
+``opendit.config.approximations`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists
+their errors.
 
-Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. These
-tensors belong to one batch size. If a step evaluates the network twice (Heun's method), each evaluation has its own
+Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. The
+tensors are for one batch size. If a step evaluates the network twice (Heun's method), each evaluation has separate
 tensors.
 """
 
@@ -54,7 +55,7 @@ class Step(NamedTuple):
 
     Attributes:
         mode: the work that the step does.
-        slot: index at which the step stores its evaluation of the blocks.
+        slot: index of the slot in which the step stores its evaluation of the blocks.
         weights: weight of every slot in the step's extrapolation.
     """
 
@@ -68,8 +69,8 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
     Args:
         approximations: the approximations to plan for.
-        starts: True for each step that can't reuse earlier results: the first step, and steps that call another model
-            than the step before, such as guided instead of unguided.
+        starts: True for each step that can't reuse earlier results. These are the first step, and steps that call
+            another model than the step before, such as a guided instead of an unguided one.
         levels: the noise level at which each step begins.
     """
     first = [i for i, start in enumerate(starts) if start]
@@ -78,7 +79,7 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
 
 def _plan_run(approximations: Approximations, run: range, levels: Sequence[float]) -> list[Step]:
-    """Plan consecutive steps, which may reuse each other's results."""
+    """Plan a run of consecutive steps, which may reuse each other's results."""
     if isinstance(approximations.cache, TaylorCache):
         return _plan_taylor(approximations.cache, run, [levels[i] for i in run])
     if isinstance(approximations.cache, FirstBlockCache):
@@ -106,9 +107,9 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     """Return the indices of the steps to evaluate: about one in ``every`` steps, always the first and the last.
 
     Two coordinates measure a step's position: its index, and the logarithm of its noise level. The chosen steps are
-    spaced about evenly in the mean of both. Index alone would leave few evaluations at the end of samplers whose last
-    steps are long (a shifted flow), where the log level changes most. Log level alone would leave few evaluations in
-    the noisy half of all other samplers.
+    spaced about evenly in the mean of both. With the index alone, samplers whose last steps are long (a shifted flow)
+    would get few evaluations at the end, where the log level changes most. With the log level alone, other samplers
+    would get few evaluations in the noisy half.
 
     levels: the noise level at which each step begins.
     """
@@ -138,7 +139,7 @@ def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
-    """Return the block stack for the cache in ``approximations``, or the exact stack if it has no cache."""
+    """Return the block stack for the cache in ``approximations``; without a cache, return the exact stack."""
     cache = approximations.cache
     if cache is None:
         return BlockStack()
@@ -182,7 +183,7 @@ class WeakHalf(NamedTuple):
 
 
 class BlockStack:
-    """Run all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
+    """Runs all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
 
     ``evaluated`` accumulates, over all calls, the number of blocks times the number of batch rows. Replaying a CUDA
     graph does not call the stack and is not counted.
@@ -208,7 +209,7 @@ class BlockStack:
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Write the inputs that differ between steps of one mode. Call this before step i is run or replayed."""
+        """Write the inputs that change from step to step within a mode. Call this before step i is run or replayed."""
         if self.weak_tokens is not None and self.weak is not None:
             self.weak_tokens.copy_(self.weak.kept[i])
 
@@ -310,7 +311,8 @@ def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
 
 
 class TaylorStack(BlockStack):
-    """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't evaluate it.
+    """Block stack that extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't
+    evaluate the blocks.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
     derivatives are finite differences. This class uses Newton's series of the same differences. Newton's series is
@@ -319,10 +321,10 @@ class TaylorStack(BlockStack):
 
     Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, with weights that depend on the steps'
     indices only. Therefore extrapolating the sum of all L blocks gives the same result, up to rounding, as
-    extrapolating every block, and takes 1 / L of the memory. F includes the gates, while [T] applies them after
+    extrapolating every block, and takes 1 / L of the memory. F includes the gates, whereas [T] applies gates after
     extrapolating. Order 0 reuses the last F.
 
-    The schedule is fixed, so a sample depends on its seed only and not on its batch.
+    The schedule is fixed, so a sample depends only on its seed, not on its batch.
 
     Attributes:
         kept: F of the last evaluations, (evaluation, rows) -> (slots, rows, N, D).
@@ -369,7 +371,8 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Raised after the first block of a step; the caller then decides whether the step runs the other blocks."""
+    """Raised after the first block of a step. The code that runs the step then decides whether to run the other
+    blocks."""
 
 
 class FirstBlockStack(BlockStack):
@@ -382,8 +385,8 @@ class FirstBlockStack(BlockStack):
 
     and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, including both halves of guidance.
 
-    The host reads one number per step, after the first block. If a step has several evaluations, the first one decides
-    for all. The decision is made for a whole batch, so a sample depends on the other samples in its batch.
+    The host reads one number per step, after the first block. In a step with several evaluations, the first evaluation
+    decides for all. The decision is made for a whole batch, so a sample depends on the other samples in its batch.
 
     Attributes:
         kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
@@ -393,7 +396,7 @@ class FirstBlockStack(BlockStack):
         super().__init__()
         self._threshold = cache.threshold
         self.kept: dict[tuple[int, int], Tensor] = {}
-        self._first: dict[int, tuple[Tensor, ...]] = {}  # rows -> x_1, r, r'
+        self._first: dict[int, tuple[Tensor, ...]] = {}  # number of rows -> x_1, r, r'
         self._change: Tensor | None = None
 
     def clear(self) -> None:
@@ -455,8 +458,9 @@ class ReusedGuidance:
     stores their difference. A step that skips the unconditional half replaces its output by the conditional output
     minus the stored difference. Guidance adds a multiple of this difference, so its formula does not change.
 
-    This reuses the direction of guidance in neighbouring steps: Lv et al., "FasterCache", 2024, sec. 3.3, without that
-    paper's weights in frequency. Every evaluation of a step has its own stored difference, at a fixed address.
+    Reusing the direction of guidance in neighbouring steps comes from Lv et al., "FasterCache", 2024, sec. 3.3. That
+    paper's weights in frequency are not used. Every evaluation of a step has a separate stored difference, at a fixed
+    address.
 
     Args:
         model: the wrapped ``model(x, t, y)``. A step that skips the unconditional half calls it on the first half of
@@ -468,7 +472,7 @@ class ReusedGuidance:
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
-        self.rows = 0  # number of rows that guidance has requested, including skipped rows
+        self.rows = 0  # total number of rows that guidance has requested, including skipped rows
 
     def begin(self, fresh: bool) -> None:
         """Begin a step. fresh: True if the step evaluates the unconditional half."""

@@ -1,4 +1,4 @@
-"""Read and encode conditioning frames: the pictures or clips with which generated clips begin."""
+"""Read and encode conditioning frames: pictures or clips that become the first frames of generated clips."""
 
 import threading
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note if a model with conditioning frames draws without any; an empty list for other models.
+    """Return a note if a model that supports conditioning frames draws without any; otherwise an empty list.
 
     Raises ValueError if the model can't draw without conditioning frames.
     """
@@ -64,9 +64,8 @@ def encode_frames(
 ) -> Tensor | None:
     """Read and encode conditioning frames from pictures or clips.
 
-    The last frames of a clip become the conditioning frames. The model was trained on a
-    fixed number of them, or on random numbers. In the latter case, ``frames`` sets the number; the default is half of
-    the frames to draw.
+    The last frames of a clip become the conditioning frames. If the model was trained on a fixed number of conditioning
+    frames, this number is used. Otherwise ``frames`` sets the number; the default is half of the frames to draw.
 
     Args:
         config: the model's configuration.
@@ -105,12 +104,12 @@ def encode_frames(
     pixels = (count - 1) * codec.temporal_downscale + 1
     height, width = (side * codec.downscale for side in size[1:])
     read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
-    if config.given_beside:  # the frames after the first are grey
+    if config.given_beside:  # for these models, the frames after the first are grey
         whole = (size[0] - 1) * codec.temporal_downscale + 1
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
     for clip_pixels in read:
-        # With zero noise the latent is the posterior's mean.
+        # With zero noise, the latent is the mean of the posterior.
         mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
@@ -203,7 +202,8 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    interval = 1  # use every frame of a clip in memory: generated clips already have the interval of training
+    # use every frame of a clip in memory, because a generated clip already has the interval used in training
+    interval = 1
     return frames[choose(len(frames))]
 
 

@@ -7,9 +7,9 @@ A step runs:
     ...              the network's blocks and final layer
     guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
 
-These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. They use the weights from
-``Sampler.weights``, and their samples are the same up to fp32 rounding. All inputs of a step are in static memory, as
-in ``SamplingLoop``.
+These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. The kernels use the weights from
+``Sampler.weights``. Samples are the same up to fp32 rounding. All inputs of a step are in static memory, as in
+``SamplingLoop``.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """The structure of a step, without the numbers in the tables. All steps of a kind replay one CUDA graph."""
+    """The structure of a step, without the numbers in the tables. All steps of a kind share one CUDA graph."""
 
     guided: bool
     evaluations: int
@@ -39,7 +39,8 @@ class StepKind(NamedTuple):
 
 
 def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if a model's steps can be fused: the model uses kernels, without autocast, and fits these kernels."""
+    """Return True if a model's steps can be fused. The model must use kernels, run without autocast, and satisfy
+    :func:`fits_kernels`."""
     available, _ = kernels_available(model.device, model.x_embedder.proj.weight.dtype)
     autocast = torch.is_autocast_enabled(model.device.type)
     return available and bool(model.ops.replaced) and not autocast and fits_kernels(model, size)
@@ -48,11 +49,11 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if the kernels support a model.
 
-    The model must have no conditioning frames and no captions in its token sequence, and ranks must not share its
+    The model must have no conditioning frames and no captions in its token sequence, and ranks must not divide its
     samples. Its patches must not repeat frames, and its patch embedding must be one matrix product with a bias.
     """
     patch = model.config.patch
-    repeated = size[:-2] == (1,) and patch[0] > 1  # a clip model drawing a picture, see DiT.forward
+    repeated = size[:-2] == (1,) and patch[0] > 1  # True if a clip model draws a picture, see DiT.forward
     config = model.config
     plain = config.given_frames is None and config.patch_bottleneck is None and not config.joint_sequence
     return model.sequence is None and not repeated and plain and model.x_embedder.proj.bias is not None
@@ -113,7 +114,7 @@ class FusedSteps:
         self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
 
     def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
-        """Write the numbers and the noise of ``count`` steps from ``first`` on into the tables."""
+        """Write the numbers and the noise of ``count`` steps, beginning with step ``first``, into the tables."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
             if self._noise is not None and self.kinds[first + i].noise:
@@ -158,9 +159,9 @@ class FusedSteps:
 def numbers_of(step: StepWeights) -> list[float]:
     """Return the numbers of a step in the order in which :meth:`FusedSteps.advance` reads them.
 
-    The order is: the factor that scales x for the network's input; for each evaluation but the last, the weights of the
-    next input and then of the prediction; for the last evaluation, the weights of the new state; and p and q of a
-    learned variance.
+    The order is: the factor that scales x for the network's input; for each evaluation except the last, the weights of
+    the next input, followed by those of the prediction; for the last evaluation, the weights of the new state; and p
+    and q of a learned variance.
     """
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
@@ -180,7 +181,7 @@ def fused_steps(
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """Return the fused steps of ``sampler``; None if it has no weights, or more than the kernels support."""
+    """Return the fused steps of ``sampler``; None if the sampler has no weights, or more than the kernels support."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):
@@ -192,9 +193,9 @@ def fused_steps(
 
 
 def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
-    """Convert a step's weights so that they apply to the network's output.
+    """Convert a step's weights for the objective's prediction to weights for the network's output.
 
-    ``step`` has weights for the prediction that the objective computes from the network's output.
+    The objective computes its prediction from the network's output.
     """
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):

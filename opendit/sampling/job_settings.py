@@ -18,21 +18,24 @@ from opendit.parallel.tensor import layout_of
 from opendit.sampling.sample_cache import SamplingJob, samples_a_part
 from opendit.sampling.sampling_run import SamplingRun
 
-GRID_PICTURES, SHEET_CLIPS = 100, 16  # maximum on the sheet; the single files and the .npz hold all samples
-ODD = -7046029254386353131  # odd int64 near 2^64 / golden ratio; its multiples change all bits
+# maximum number of samples on the sheet; the single files and the .npz hold all samples
+GRID_PICTURES, SHEET_CLIPS = 100, 16
+ODD = -7046029254386353131  # an odd int64 near 2^64 / golden ratio, so that its multiples change all bits
 # Number of words to sum at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
 WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
-    """Return the job of a run, with the part size of a new job. weights: from :func:`digest_of_weights`."""
+    """Return the sampling job of a run, with the part size that a new job gets. weights: result of
+    :func:`digest_of_weights`."""
     shape, count = pixel_shape(sampling), len(sampling.choices)
     size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
     return SamplingJob(settings_of(sampling, weights), count, kept(sampling), shape, size)
 
 
 def kept(sampling: SamplingRun) -> int:
-    """Return how many leading samples must stay cached until the end: all for an .npz, otherwise those on the sheet."""
+    """Return how many samples, counted from the first, must stay in the cache until the end. For an .npz these are all
+    samples, otherwise those on the sheet."""
     if sampling.flags.npz:
         return len(sampling.choices)
     return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
@@ -49,14 +52,15 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some VAEs count a patch's channels
+        # some VAEs count the channels of a patch
+        channels = channels // (config.get("patch_size") or 1) ** 2 or channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
     return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)
 
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
-    """Return all settings that affect a sample or the stored files: the name that messages show -> value.
+    """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names.
 
     The number of processes and ``--batch_size`` are left out, because they change a sample only by the rounding of
     matrix products.
@@ -67,7 +71,7 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
     vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
     encoder = conditioner.encoder if isinstance(conditioner, CaptionConditioner) else None
-    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # json converts any text to ASCII
+    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # json turns any text into ASCII
     settings = {
         "weights": weights or digest_of_weights(sampling),
         "model": hash_parts(json.dumps(sampling.model.config.to_dict(), sort_keys=True))[:16],

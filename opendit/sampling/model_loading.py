@@ -45,7 +45,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.sampling.approximate_steps import weak_route
 
 PUBLIC_FPS = 16.0  # frame rate of Wan 2.1
-SOURCE_FPS = 24  # assumed frame rate of the training files if the weights don't store it
+SOURCE_FPS = 24  # frame rate to assume for the training files if the weights don't store it
 
 
 def checkpoint_at(
@@ -81,14 +81,14 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = 
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the name or folder of the VAE: ``vae``, or by default the VAE that the weights' metadata names.
+    """Return the name or folder of the VAE: ``vae``, or by default the VAE named in the weights' metadata.
 
     Raises ValueError if the name is unknown.
     """
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
-    if vae is None and stored is not None and weights.path.is_dir():  # the folder of a diffusers pipeline holds the VAE
+    if vae is None and stored is not None and weights.path.is_dir():  # a diffusers pipeline's folder contains its VAE
         return str(stored)
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
@@ -114,14 +114,15 @@ class VaeLoader:
         config: the model's configuration; None for a model that draws pictures in latent space.
         """
         load = load_video_codec if config is not None and config.is_video else load_codec
-        channels = 0 if config is None else config.in_channels  # used by the VAE "none" only, whose latents are pixels
+        # only the VAE "none" uses ``channels``, because its latents are the pixels
+        channels = 0 if config is None else config.in_channels
         settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
         """Start loading the VAE in a thread while the caller reads the weights. Importing diffusers takes seconds.
 
-        The weights' metadata names the VAE. If the metadata has no name, or anything fails, no thread is started.
+        The weights' metadata names the VAE. If the metadata names no VAE, or an error occurs, no thread is started.
 
         Args:
             path, which: see ``find_weights``.
@@ -143,7 +144,7 @@ class VaeLoading:
 
     Attributes:
         loader: loads the VAE if no thread is loading it.
-        begun: the VAE's name and the model configuration that the thread loads it for; None without a thread.
+        begun: name of the VAE that the thread loads, and configuration of the model; None without a thread.
         work: the thread; None if none was started.
     """
 
@@ -152,7 +153,8 @@ class VaeLoading:
     work: Background[ImageCodec | VideoCodec] | None = None
 
     def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
-        """Return the VAE ``name``. Wait for the thread if it is loading this VAE. Raises as ``load_codec``."""
+        """Return the VAE ``name``. Wait for the thread if it is loading this VAE. Raises the same errors as
+        ``load_codec``."""
         if self.work is None or self.begun not in ((name, config), (name, None)):
             return self.loader.load(name, config)
         return self.work.result()
@@ -179,7 +181,7 @@ class LoadedModel:
     notes: list[str]
 
     def codec(self) -> ImageCodec | VideoCodec:
-        """Wait for the VAE and return it. Raises as ``load_codec``."""
+        """Wait for the VAE and return it. Raises the same errors as ``load_codec``."""
         return self.vae_loading.get(self.vae, self.network.config)
 
 
@@ -198,8 +200,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model onto the loader's device and in its precision, and start loading its VAE.
 
-    second: for a model of two networks, a run of the network that ``path`` does not hold. vae: see :func:`vae_of`. The
-    other arguments and the errors are those of ``load_pretrained``.
+    second: for a model with two networks, a run with the network that ``path`` does not contain. vae: see
+    :func:`vae_of`. The other arguments and the errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
@@ -219,7 +221,7 @@ def load_model(
 
 
 class BothNetworks(NamedTuple):
-    """The configuration of a model of two networks, and the paths of its high-noise and low-noise network."""
+    """The configuration of a model with two networks, and the paths of the high-noise and the low-noise network."""
 
     config: PublicConfig
     high: str | Path
@@ -227,12 +229,12 @@ class BothNetworks(NamedTuple):
 
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
-    """Return the paths of both networks for a model of two networks; None for a model of one network.
+    """Return the paths of both networks of a model; None if the model has only one network.
 
-    second: a run of the network that ``path`` does not hold.
+    second: a run with the network that ``path`` does not contain.
 
     Raises:
-        ValueError: a network is missing, or ``second`` does not hold the other network.
+        ValueError: a network is missing, or ``second`` does not contain the other network.
     """
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     if second is not None and (two is None or two.expert is None):
@@ -296,9 +298,9 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
     Raises ValueError if the name is unknown, or if the encoder's kind or width differs from the model's.
     """
     text = weights.config and weights.config.text
-    assert text is not None  # this function is called for models of captions only
+    assert text is not None  # this function is called only for models with captions
     stored: str = weights.info.get("text_encoder") or text.name
-    if name is None and weights.path.is_dir():  # the folder of a public model holds its encoders
+    if name is None and weights.path.is_dir():  # a public model's folder contains its encoders
         return stored
     name = encoder_name("--text_encoder", name, stored, weights.path) or stored
     kind, width, _ = text_geometry(name)
@@ -320,7 +322,7 @@ def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) ->
 def make_conditioner(
     config: DiTConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
 ) -> Conditioner:
-    """Return a model's conditioner, with the frozen text encoder if the model needs one. Raises as
+    """Return a model's conditioner, with the frozen text encoder if the model needs one. Raises the same errors as
     :func:`text_encoder_of`."""
     if config.text is None:
         assert config.num_classes is not None
@@ -367,13 +369,15 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
     if not isinstance(config, PublicConfig):
         return scale
     guidance = family_of(config.family).guidance
-    if guidance.formula == "embedded" and not config.spec.guidance:  # for example FLUX.1-schnell
+    # for example FLUX.1-schnell, whose network has no guidance input
+    if guidance.formula == "embedded" and not config.spec.guidance:
         return 1.0
     return scale_of_family(guidance, scale)
 
 
 def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if a flag about guidance's second pass is given for a public model that makes no second pass.
+    """Raise ValueError if the user sets a flag of guidance's second forward pass for a public model without a second
+    pass.
 
     asked: flag name -> value, which is true if the user gave the flag.
     """
@@ -391,7 +395,10 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default steps and guidance: a public model's, 2 and 1.0 for MeanFlow, else ``steps`` and ``scale``."""
+    """Return the number of steps and the guidance scale to use by default.
+
+    These are a public model's defaults, 2 and 1.0 for MeanFlow, and ``steps`` and ``scale`` for other models.
+    """
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -418,7 +425,8 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
-    """Return the condition of guidance's unconditional half, one row: the negative prompt or the null condition."""
+    """Return the condition of guidance's unconditional half, as a batch of one: the negative prompt or the null
+    condition."""
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
@@ -456,8 +464,9 @@ def latent_size(
         raise ValueError(
             f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
-    grid = config.grid_of((*frames, height, width))  # raises ValueError if the frames are not a multiple of the patch
-    if config.positions == "learned" and grid[0] > config.grid[0]:  # height and width equal those in training
+    # raises ValueError if the number of frames is not a multiple of the patch's frames
+    grid = config.grid_of((*frames, height, width))
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # only the number of frames can differ from training
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
         raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
     return (*frames, height, width)
@@ -485,8 +494,8 @@ def _any_size(
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
     """Return the frame rate of generated clips.
 
-    The rate comes from the metadata of the weights, else from the interval between training frames. frame_interval:
-    replaces the interval stored in the metadata.
+    The rate comes from the metadata of the weights, or if missing, from the interval between training frames.
+    frame_interval: replaces the interval stored in the metadata.
     """
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)

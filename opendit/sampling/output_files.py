@@ -17,7 +17,8 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_file import write_mp4
 
-INDEX = ".samples.json"  # lists the files that sample.py wrote in a folder, so that the next run there can delete them
+# list of the files that sample.py wrote in a folder, so that the next run in the folder can delete them
+INDEX = ".samples.json"
 LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
 
 
@@ -53,14 +54,15 @@ class OutputFolder:
         self.folder, self.names = folder, list(names)
 
     def resume(self) -> None:
-        """Delete the temporary files that a killed start of the same run left. Raises OSError."""
+        """Delete the temporary files that an earlier, killed start of the same run has left. Raises OSError."""
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete the files that an earlier run wrote here, and no others. Return notes for the user. Raises OSError."""
+        """Delete the files that an earlier run wrote in this folder, and no other files. Return notes for the user.
+        Raises OSError."""
         earlier = self._earlier()
         self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
@@ -109,7 +111,8 @@ def write_npz(
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 file.write(npy_header(shape, descr))
                 for block in blocks:
-                    # Write bytes, because a memoryview can't hold unicode and tobytes() would copy a large block.
+                    # Write a byte view, because a memoryview can't hold unicode, and tobytes() would copy a large
+                    # block.
                     file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 
@@ -155,7 +158,7 @@ class VideoClip:
         elif path.suffix.lower() == ".gif":
             first, *others = map(Image.fromarray, self.frames)
             with replacing(path, make=True) as new:
-                milliseconds = max(20, round(1000 / self.fps))  # viewers play faster GIFs slowly
+                milliseconds = max(20, round(1000 / self.fps))  # viewers slow down GIFs with shorter frames
                 first.save(new, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
         else:
             raise ValueError(f"{path}: a clip is saved as .mp4 or .gif")

@@ -83,8 +83,8 @@ class _Batch:
         index: numbers of the samples, (B,).
         rows: number of pictures, frames or tiles in the batch.
         tiles: how pictures are cut into tiles, if ranks share the tiles of a picture.
-        pixels: decoded rows: first this rank's share on the device, after the exchange between ranks all rows, and in
-            the end all rows on the host.
+        pixels: the decoded rows. First these are this rank's share, on the device; after the exchange between ranks,
+            all rows; in the end, all rows on the host.
         ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
     """
 
@@ -98,14 +98,14 @@ class _Batch:
 class OutputPipeline:
     """Decodes batches of latents and passes the pictures to ``deliver``.
 
-    Every rank of a replica calls :meth:`put` with the same batches and decodes its share of them. As a context manager,
-    this delivers all batches on exit, but none after an exception.
+    Every rank of a replica calls :meth:`put` with the same batches and decodes a share of each batch. As a context
+    manager, this delivers all batches on exit, but none after an exception.
 
     Args:
         codec: decodes the latents.
         device: device of the latents.
-        deliver: ``deliver(index, pictures)`` receives the samples' numbers (B,) and their uint8 pixels (B, H, W, 3) or
-            (B, T, H, W, 3). The thread that calls :meth:`put` calls it, one or two batches later.
+        deliver: function ``deliver(index, pictures)`` of the samples' numbers (B,) and uint8 pixels (B, H, W, 3) or (B,
+            T, H, W, 3). :meth:`put` calls ``deliver`` for a batch that was put one or two calls earlier.
         ranks: the ranks of the replica, which have the same latents; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
@@ -119,7 +119,7 @@ class OutputPipeline:
         leads: bool = True,
     ):
         self._ranks, self._leads, self._deliver = ranks, leads, deliver
-        # A picture codec decodes frames independently, so ranks can share the frames of a single clip.
+        # A picture codec decodes frames independently, so ranks can divide the frames of a single clip.
         self._frames = isinstance(codec, FrameCodec)
         self._codec = codec.codec if isinstance(codec, FrameCodec) else codec
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -141,8 +141,8 @@ class OutputPipeline:
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # Wait for an older batch than the one that the GPU is working on, so that the GPU stays busy while the host
-        # waits. The exchange between several ranks delays delivery by one more batch.
+        # Wait for an older batch than the one that the GPU is working on, so that the GPU stays busy during the wait.
+        # With several ranks, their exchange delays delivery by one more batch.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 
@@ -159,7 +159,7 @@ class OutputPipeline:
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
-            # Ranks exchange tiles before rounding to bytes, because blending bytes would round twice.
+            # Cut into tiles, which ranks exchange before rounding to bytes, because blending bytes would round twice.
             rows, codec = tiles.cut(rows), self._codec
             assert isinstance(codec, FrozenVAE)  # no other codec has tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
@@ -202,7 +202,7 @@ class OutputPipeline:
     # ------------------------------------------------------------------------------------ CUDA streams, no-ops on a CPU
 
     def _on_side(self, after: Tensor):
-        """Return a context that runs on the side stream, after the work on the main stream so far.
+        """Return a context whose work runs on the side stream, after the work that is on the main stream so far.
 
         after: tensor from the main stream that the side stream will read.
         """

@@ -56,9 +56,9 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 Place = str | os.PathLike[str]
 LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
-ENGINES = 2  # number of engines, with their CUDA graphs, to keep
+ENGINES = 2  # maximum number of engines to keep, each with its CUDA graphs
 MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # the limits of sample.py's flags
-# Flags of sample.py -> arguments of this module, where the names differ.
+# Flags of sample.py -> arguments of this module that have another name.
 ARGUMENTS = {
     "ckpt": "path",
     "mixed_precision": "precision",
@@ -108,7 +108,7 @@ def load(
         path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
             diffusers' ``DiTPipeline``, or "latest": the newest run under ``outputs`` that has a checkpoint.
         outputs: the folder of runs, for "latest".
-        device: the device; None for the GPU if there is one, else the CPU.
+        device: the device; None for the GPU, or for the CPU if there is no GPU.
         precision: precision of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
         weights: the weights of a run or checkpoint to load: "ema" or "model".
         model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
@@ -116,7 +116,7 @@ def load(
         lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
             may end in its weight, as in ":0.8". Each path is a run of ``train.py --lora`` or, for a public model, also
             a LoRA file from another program.
-        second: for Wan 2.2 A14B, the run of the network that ``path`` does not hold.
+        second: for Wan 2.2 A14B, which has two networks, a run with the network that ``path`` does not contain.
         vae: "ema", "mse", "none" or a folder; None for the VAE that the checkpoint names.
         vae_tiling: decode tile by tile, for large pictures and long clips.
         vae_compile: compile the decoder of pictures and frames.
@@ -262,15 +262,15 @@ class Pipeline:
             sampler: one of ``samplers``; None for the model's default.
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.
-            guidance_every: an approximation: evaluate guidance's unconditional half every N-th step only.
+            guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
             guidance_by: "null" guides away from the null class or caption; "route" also leaves out the blocks of a
                 fused route; "FIRST:LAST:SHARE" guides away from the same condition with some tokens left out of blocks.
             cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]"
                 (docs/sampling.md lists the errors).
             guided_channels: guide only the first ``guided_channels`` channels of the latents; None for all (Meta's
-                figures: 3).
-            size: (height, width) or a side in pixels. A public model draws any size. Any other model draws one size
-                only, and another value raises ValueError.
+                published results use 3).
+            size: (height, width) or a side in pixels. A public model draws any size. Other models draw only one size,
+                and any other value raises ValueError.
             frames: number of frames of a clip; None for the number that the model was trained on.
             image: first frames for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
                 list of these that the samples use in turn.
@@ -365,7 +365,7 @@ class Pipeline:
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
         y, scale = self._conditions(what), guidance_of(self.config, float(guidance))
         if isinstance(what, int) and negative is None:
-            scale, interval = 1.0, None  # without a condition both halves of guidance would be the same
+            scale, interval = 1.0, None  # without a condition, both halves of guidance would be equal
         plan = EngineSettings(
             steps=settings.steps,
             sampler=sampler,
@@ -381,7 +381,8 @@ class Pipeline:
         return y, null, plan
 
     def _engine(self, settings: "EngineSettings") -> SamplingEngine:
-        """Return the engine for these settings. A new engine replaces the least recently used one."""
+        """Return the engine for these settings. If there are too many engines, a new one replaces the least recently
+        used one."""
         if settings not in self.engines:
             while len(self.engines) >= ENGINES:
                 self.engines.popitem(last=False)
@@ -529,7 +530,7 @@ def _as_keyword(found: re.Match[str]) -> str:
     """Rewrite ``--flag value`` at the end of a message as a Python argument."""
     try:
         (value,) = shlex.split(found[2])
-    except ValueError:  # more than one value
+    except ValueError:  # shlex found more than one value
         return found[0]
     return f"{ARGUMENTS.get(found[1], found[1])}={value!r}"
 

@@ -1,4 +1,4 @@
-"""A network that precomputes everything that does not depend on x_t and stores it in tables."""
+"""A network whose results that do not depend on x_t are precomputed and stored in tables."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,12 @@ GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """``model(x, t, rows)`` for the sampling steps of one batch of B samples, without embedding times and captions.
+    """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``, which does not embed
+    times and captions in each step.
 
     The layers that compute the modulations of all blocks and of the final layer hold a third of DiT-XL/2's weights.
     This class computes the modulations of many steps at once, with one matrix product per block. It writes them into a
-    table with one row for each (step, evaluation, condition). A step gathers its samples' rows from the table; samples
+    table with one row for each (step, evaluation, condition). A step gathers its samples' rows from the table. Samples
     may be at different steps. The conditions are those of the B samples, followed by the null condition of guidance:
     one for the whole batch or one per sample. The captions' keys and values, and the positions, are computed once.
 
@@ -39,8 +40,8 @@ class PreparedModel:
         size: size of the latents, without channels.
         memory: maximum size of a table in bytes. The table of modulations holds as many steps as fit, but at least one.
             If the captions' keys and values don't fit, every step recomputes them.
-        shared: True if ranks share a batch, so that a call may be for any ``rows`` of it. If False, ``rows`` are always
-            the first rows.
+        shared: True if ranks share a batch, so that ``rows`` in a call may be any rows of the batch. If False, ``rows``
+            are always the first rows.
 
     Attributes:
         stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. The owner of
@@ -84,7 +85,7 @@ class PreparedModel:
     def condition(self, y: Condition, null: Condition | None) -> None:
         """Prepare for the conditions of a batch.
 
-        y: B rows. null: one row or B rows; None without guidance.
+        y: conditions of the B samples. null: null condition, as a batch of 1 or B; None without guidance.
         """
         both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
@@ -127,7 +128,7 @@ class PreparedModel:
         shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
-        if len(self._at_zero):  # modulations of the conditioning frames' tokens, the same in every step
+        if len(self._at_zero):  # modulations for tokens of conditioning frames, which are the same in every step
             self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
@@ -154,7 +155,8 @@ class PreparedModel:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of as many steps as fit, from step ``first`` on. Return the number of steps."""
+        """Compute the modulations of as many steps as fit into the table, beginning with step ``first``. Return the
+        number of steps."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
         conditions = torch.arange(self._conditions, device=self.table.device).repeat(len(evaluations))
@@ -164,8 +166,8 @@ class PreparedModel:
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
         """Compute modulations and write them into rows of the table.
 
-        Every matrix product has the same number of rows, so that a modulation does not depend on how many are computed
-        at once.
+        Every matrix product has the same number of rows, so that the result for a modulation does not depend on the
+        number of modulations computed at once.
 
         Args:
             rows: (n,) rows of the table; None for the first n.
@@ -189,7 +191,8 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Table row of every sample at step 0, (halves, B) int64. There are two halves with guidance, otherwise one."""
+        """Row of every sample at step 0 in the table, (halves, B) int64. With guidance there are two halves, otherwise
+        one."""
         return self._static["rows"][0]
 
     @property
@@ -215,7 +218,7 @@ class PreparedModel:
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
-        """Return the final layer's output for the tokens (n, N, D) in ``residual``, and release them there.
+        """Return the final layer's output for the tokens (n, N, D) in ``residual``, which is emptied to free memory.
 
         table_rows: (n,) int64, the table rows of the first n of the batch's 2 B rows.
         """
@@ -230,7 +233,8 @@ class PreparedModel:
         self._evaluation = 0
 
     def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
-        """Return the network's output for x (n, C, ...). Call it once for every evaluation of a step, in order.
+        """Return the network's output for x (n, C, ...). Call this method once for every evaluation of a step, in
+        order.
 
         Args:
             x: (n, C, ...) the network's input.
@@ -244,7 +248,7 @@ class PreparedModel:
         self._evaluation += 1
         positions = self._static["positions"]
         position = positions[0] if positions else None
-        for frames in self._static.get("conditioning frames", []):  # both halves of guidance have the same frames
+        for frames in self._static.get("conditioning frames", []):  # both halves of guidance use the same frames
             given = frames[rows % self.samples]
             x = with_given(x, given)
             if len(self._at_zero):
@@ -253,7 +257,8 @@ class PreparedModel:
         modulations = GatheredModulations(self.table, table_rows, self._widths)
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
-    def _context(self, rows: Tensor) -> Any:  # the stack takes GatheredContexts instead of a list of contexts
+    # Any, because the stack takes GatheredContexts instead of a list of contexts
+    def _context(self, rows: Tensor) -> Any:
         if not self._parts:
             return None
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
@@ -268,7 +273,7 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class GatheredModulations:
-    """Iterator over the modulations of every block and then of the final layer, gathered from a table when needed.
+    """Iterator over the modulations of every block and then of the final layer, gathered from a table on demand.
 
     Args:
         table: (R, sum of ``widths``), the modulations of all blocks and of the final layer side by side.
@@ -309,7 +314,8 @@ class GatheredContexts:
     """The contexts of cross-attention, gathered only for blocks that are evaluated.
 
     Args:
-        kept: tensors for all rows of a batch: the tokens, or the keys and values of every block; the mask is last.
+        kept: tensors for all rows of a batch: the captions' tokens, or the keys and values of every block; and last,
+            the mask.
         every: True if ``kept`` holds every block's keys and values.
         rows_in: selects the rows of the current call from a tensor that has all rows.
     """

@@ -25,8 +25,9 @@ POLL_S = 0.005  # seconds between two polls while a rank waits for its replica's
 class ReplicaBatches:
     """Iterable over the batches of sample numbers that this replica draws.
 
-    The caller passes the latents of every batch to :meth:`decode`. All ranks of a replica get the same batches. A free
-    replica takes the next group of batches from the queue, so that a slow replica gets fewer groups.
+    The caller passes the latents of every batch to :meth:`decode`. All ranks of a replica get the same batches.
+    Whenever a replica is free, it takes the next group of batches from the queue, so that a slow replica gets fewer
+    groups.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ def replica_batches(
     """
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
-    name = mesh.broadcast_object(secrets.token_hex(8))  # a name that no earlier queue in the store has
+    name = mesh.broadcast_object(secrets.token_hex(8))  # a random name, which no earlier queue in the store has
     queue = SharedQueue(meet(find_place()), name, len(groups), replica)
     total = sum(len(batch) for group in groups for batch in group)
     with (
@@ -96,8 +97,9 @@ def replica_batches(
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
     """Return the batch size of a job, at most ``most``.
 
-    In a small job, every part is one sample, and the batch size is reduced. So all replicas draw the same number of
-    batches and finish at about the same time. In a large job, parts are multiples of a batch, and the batch size stays.
+    In a small job, every part is one sample, and the batch size is reduced so that all replicas draw the same number of
+    batches and finish at about the same time. In a large job, parts are multiples of a batch, and the batch size is
+    ``most``.
     """
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
@@ -110,7 +112,7 @@ class SharedQueue:
 
     All ranks of a replica get the same numbers. A counter in the store holds the next number. The first rank of a
     replica increments the counter, and passes the number to the replica's other ranks through a key in the store. The
-    other ranks poll the key. They don't wait inside the store, because other threads use the same connection.
+    other ranks poll the key instead of waiting inside the store, because other threads use the same connection.
 
     Args:
         store: store that all ranks share.
@@ -140,5 +142,6 @@ class SharedQueue:
         return int(self._store.get(key))
 
     def add_finished(self, amount: int) -> int:
-        """Add to the number of finished samples, and return the total of all replicas. Only first ranks call this."""
+        """Add to the number of finished samples, and return the total of all replicas. Only the first rank of a replica
+        calls this."""
         return self._store.add(f"{self._name}/finished", amount)

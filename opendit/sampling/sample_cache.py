@@ -1,8 +1,9 @@
 """Cache samples, or features of samples, on disk, so that a killed job can resume.
 
-The cache is written in parts. A part is one file with a checksum. It holds a fixed range of sample numbers, which does
-not depend on the number of processes. A part is written atomically, after the single files of its samples. A manifest
-in the same folder stores the settings that determine a sample. A job with other settings does not use the cache.
+The cache is written in parts. A part is one file with a checksum. A part holds a fixed range of sample numbers, which
+does not depend on the number of processes. A part is written atomically, after the picture or clip files of its
+samples. A manifest in the same folder stores the settings that determine a sample. A job with other settings does not
+use the cache.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from opendit.sampling.output_files import npy_header
 
 FOLDER, MANIFEST = ".parts", "manifest.json"
 PART_BYTES = 16 * MIB
-FINE = 1024  # largest number of samples in a job that stores each sample in its own part, so that no process is idle
+FINE = 1024  # in a job of at most this many samples, each sample is a separate part, so that no process is idle
 BLOCK = 4 * MIB  # bytes to read at a time
 DIGEST = hashlib.sha256().digest_size
 _FILES = re.compile(r"\d{8}\.npy|manifest\.json|\.\d{8}\.\d+\.npy|\.manifest\.\d+\.json")
@@ -67,7 +68,7 @@ class SamplingJob:
         count: number of samples.
         kept: number of samples whose pixels are cached, counted from the first sample.
         shape: shape of one sample's pixels.
-        samples_a_part: number of samples in every part but the last.
+        samples_a_part: number of samples in every part except the last.
         dtype: dtype of the pixels in numpy's notation; "<f4" for features.
     """
 
@@ -112,7 +113,7 @@ class SampleCache:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return how many samples of a part, counted from its first, have their pixels in the part."""
+        """Return how many samples of a part have their pixels in the part. These are the first samples of the part."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -171,7 +172,8 @@ class SampleCache:
             yield from self.blocks(part)
 
     def first(self, count: int) -> np.ndarray:
-        """Return the pixels (count, *shape) of the first ``count`` samples, or of all cached samples if fewer."""
+        """Return the pixels (count, *shape) of the first ``count`` samples, or of all cached samples if there are
+        fewer."""
         count, found = min(count, self.job.kept, self.job.count), []
         for part in range(self.count):
             if self.samples(part).start >= count:
@@ -228,9 +230,9 @@ class SampleCache:
 
         A batch has up to ``batch_size`` sample numbers. One replica must draw all batches of a group.
 
-        The boundaries of batches don't depend on which parts are missing, so a sample is always in the same batch,
-        however often the job is resumed. If parts are smaller than a batch, a batch may therefore contain samples that
-        are not missing; these samples are drawn, but not written again.
+        The boundaries of batches don't depend on which parts are missing, so a sample is always in the same batch, no
+        matter how often the job is resumed. If parts are smaller than a batch, a batch may therefore contain samples
+        that are not missing; these samples are drawn, but not written again.
         """
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
@@ -276,7 +278,7 @@ class CacheWriter:
         return number // self._cache.size in self._missing
 
     def add(self, number: int, pixels: np.ndarray) -> None:
-        """Add a sample. If the sample has a single file, write that file first. Raises OSError."""
+        """Add a sample. If the sample also has a picture or clip file, write that file first. Raises OSError."""
         part, cache = number // self._cache.size, self._cache
         first = cache.samples(part).start
         with self._lock:

@@ -92,7 +92,8 @@ class SampleOutput:
         try:
             missing = self._begin() if mesh.is_main else None
             announce(run)
-            missing = mesh.broadcast_object(missing)  # no rank writes before rank 0 has removed old files
+            # waits for rank 0, so that no rank writes before old files are removed
+            missing = mesh.broadcast_object(missing)
             with self._written(missing) as batches:
                 yield batches
             mesh.barrier()
@@ -186,7 +187,8 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            if run.engine.approximations.note and not run.replica.halves:  # halves: other ranks' work is unknown
+            # with halves of guidance on several ranks, the work of other ranks is unknown
+            if run.engine.approximations.note and not run.replica.halves:
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
         print_block("\nDone", rows)
@@ -206,8 +208,8 @@ class SampleOutput:
                 "arr_0": ("|u1", shape, self.cache.all_blocks()),
                 "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
             }
-            # The temporary file is named after the output folder, and only one job at a time writes there. So the next
-            # job overwrites the file that a killed job left.
+            # Name the temporary file after the output folder, to which only one job at a time writes. So the next job
+            # overwrites the file that a killed job has left.
             write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
             of = " x ".join(map(str, shape))
             rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
@@ -239,7 +241,7 @@ class SampleOutput:
 
 
 def is_file(path: Path) -> bool:
-    """Return True if a file exists and is not empty. A power cut may leave empty files."""
+    """Return True if a file exists and is not empty. Empty files don't count, because a power cut may leave them."""
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:
@@ -247,7 +249,7 @@ def is_file(path: Path) -> bool:
 
 
 def files_of(run: SamplingRun) -> list[str]:
-    """Return the names of all files that a run writes in its folder."""
+    """Return the names of all files that a run writes in its output folder."""
     suffix = suffix_of(run)
     single = [name + suffix for name in file_names(run)] if run.flags.save_png else []
     grids = ["grid.png", *(["grid.gif"] if run.model.config.is_video else [])]
@@ -264,7 +266,7 @@ def file_names(run: SamplingRun) -> list[str]:
 
 
 def writer_threads(mesh: Mesh) -> int:
-    """Return the number of threads that encode files: this process's share of the CPU cores, up to 8."""
+    """Return the number of threads that encode files: this process's share of the CPU cores, at most 8."""
     here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(1, cores // here))

@@ -1,7 +1,7 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
-``opendit.diffusion.sampling.sample_latents`` is the same algorithm in a few lines; the engine draws the same latents
-faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the network
+``opendit.diffusion.sampling.sample_latents`` implements the same algorithm in a few lines. The engine draws the same
+latents faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the network
 (:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice per step.
 """
 
@@ -44,7 +44,7 @@ from opendit.sampling.approximate_steps import (
 from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
 
-TABLE_BYTES = 256 << 20  # DiT-XL/2's modulations for 50 steps of 12 guided samples, or 10 steps of 64
+TABLE_BYTES = 256 << 20  # enough for DiT-XL/2's modulations for 50 steps of 12 guided samples, or 10 steps of 64
 LOOPS = 4  # number of batch sizes whose recordings are kept
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class SamplingEngine:
 
     The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. The recordings
     of the most recently used batch sizes are kept. With float8 operations, weights are cast once. If recording is not
-    possible, the same code runs kernel by kernel. ``note`` names the mode and the reason.
+    possible, the same code runs kernel by kernel. ``note`` states which of these happens and why.
 
     Args:
         model: on its device, in its precision and in eval mode.
@@ -63,15 +63,16 @@ class SamplingEngine:
         steps: number of sampler steps.
         sampler: one of the objective's samplers; None for its default.
         cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
-        guidance_every: evaluate guidance's unconditional half every N-th step only.
+        guidance_every: N, to evaluate guidance's unconditional half only in every N-th step.
         guidance_by: which prediction guidance leads away from: "null", or a model's own route or another one in place
             of all tokens, see :func:`~opendit.sampling.approximate_steps.weak_route`.
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
             (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        around: wraps ``model(x, t, y)`` before guidance calls it, so that ranks can share batches (``SharedBatch``).
+        around: function that wraps ``model(x, t, y)`` before guidance calls the model, so that ranks can share batches
+            (``SharedBatch``).
         record: allow recording steps as CUDA graphs.
-        table_bytes: memory for precomputed modulations, and the same amount for captions' keys and values.
+        table_bytes: maximum bytes for precomputed modulations, and separately for the captions' keys and values.
         loops: number of batch sizes whose recordings are kept.
         recorder: records steps; by default created when needed.
 
@@ -133,11 +134,12 @@ class SamplingEngine:
         channels = model.config.in_channels, model.config.out_channels
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))
-        # Steps with fewer evaluations are padded with the time of their first evaluation. Nothing reads the padding.
+        # Pad steps with fewer evaluations with the time of their first evaluation. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
-        self.evaluated = 0  # blocks x rows that were evaluated in all batches so far
-        self._full_work = 0  # blocks x rows of all batches so far without approximations
-        self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()  # by batch size; the most recently used is last
+        self.evaluated = 0  # number of blocks times rows that were evaluated, summed over all batches so far
+        self._full_work = 0  # the same number without approximations
+        # batch size -> loop; the most recently used loop is last
+        self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder = loops, recorder
         self.note = why_not_recorded(model, record, recorder is not None)
         if not self.note and recorder is None:
@@ -165,12 +167,13 @@ class SamplingEngine:
 
         Args:
             y: conditions of the B samples, on the model's device.
-            null: the condition of guidance's unconditional half: one row, or B rows for negative prompts.
+            null: the condition of guidance's unconditional half, as a batch of 1, or of B for negative prompts.
             index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
             conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin, for a
                 model with conditioning frames. The returned latents contain these frames unchanged.
             progress: wraps the iterable of steps, such as tqdm.
-            callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), and must not change x.
+            callback: function ``callback(i, x)`` that is called after step i with the sampler's x (B, C, ...). It must
+                not change x.
 
         Returns:
             float32 latents (B, C, h, w), or (B, C, t, h, w) for a clip model.
@@ -219,7 +222,8 @@ class SamplingEngine:
             yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
 
     def loop_of(self, samples: int) -> "SamplingLoop":
-        """Return the loop of a batch size. A new loop replaces the least recently used one."""
+        """Return the loop of a batch size. If there are too many loops, a new one replaces the least recently used
+        one."""
         if samples not in self.loops:
             while len(self.loops) >= self._most_loops:
                 self.loops.popitem(last=False)
@@ -236,7 +240,8 @@ class SamplingEngine:
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:
-        """Run kernel by kernel from now on, because the graphs' shared memory pool can't be reused."""
+        """Run kernel by kernel from now on, because after a failed recording the graphs' shared memory pool can't be
+        reused."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
         for loop in self.loops.values():
@@ -245,7 +250,8 @@ class SamplingEngine:
 
 
 def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
-    """Return why a model's sampling steps can't be recorded, or "". record: False if the caller forbids recording."""
+    """Return the reason why a model's sampling steps can't be recorded; "" if they can. record: False if the caller
+    forbids recording."""
     if not record:
         return "recording is off"
     if not has_recorder and model.device.type != "cuda":
@@ -260,8 +266,8 @@ def evaluation_times(
 ) -> list[Tensor]:
     """Return the times t at which sampler ``name`` evaluates the network in every step.
 
-    Each step's times are (evaluations,), or (evaluations, K) for K times. They are found by running the sampler with a
-    network that predicts zeros. channels: numbers of the network's input and output channels.
+    Each step's times are (evaluations,), or (evaluations, K) for K times. The function finds the times by running the
+    sampler with a network that predicts zeros. channels: numbers of the network's input and output channels.
     """
     seen: list[list[Tensor]] = []
 
@@ -302,17 +308,17 @@ class LoopSettings:
 
 
 class NotRecordedError(RuntimeError):
-    """A step could not be recorded; nothing was computed."""
+    """Error for a step that could not be recorded. Nothing was computed."""
 
 
 class SamplingLoop:
     """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
     A step evaluates the network on both halves of guidance, applies guidance, and calls the sampler's ``advance``. All
-    inputs and outputs of a step are in static memory, including the step's number, which the step itself increments. So
-    a recorded step is replayed with one call and without copies. One recording serves all steps that call the same
-    model, have the same inputs and skip the same parts of the network. The first step of a kind runs kernel by kernel,
-    to compile kernels and initialise libraries. The second one is recorded.
+    inputs and outputs of a step are in static memory, including the step's index, which the step increments. So
+    replaying a recorded step takes one call and no copies. One recording serves all steps that call the same model,
+    have the same inputs and skip the same parts of the network. The first step of a kind runs kernel by kernel, to
+    compile kernels and initialise libraries. The second step of the kind is recorded.
 
     Args:
         times: (steps, evaluations), see :class:`PreparedModel`.
@@ -351,18 +357,18 @@ class SamplingLoop:
             for each in ([model] if second is None else [model, second])
         ]
         self._active = ActiveNetwork(self._networks[0])
-        # Index of each step's network. With two networks, the first one handles times from a threshold on.
+        # Index of each step's network. Of two networks, the first is used for times at and above a boundary.
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # Pass x as the noise, because the kinds of steps don't depend on the noise.
+        # Pass x in place of noise. Only the kinds of the steps are needed here, which don't depend on the noise.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
         state = self.sampler.init(like)
-        self._state_type: Any = type(state)  # a NamedTuple, whose fields the type system doesn't know
+        self._state_type: Any = type(state)  # Any, because type checkers don't know the fields of this NamedTuple
         self.state = tuple(part.clone() for part in state)
         self.step = torch.zeros(samples, dtype=torch.int64, device=device)
         self.rows = torch.arange(samples, device=device)
@@ -374,13 +380,15 @@ class SamplingLoop:
         self.stack.use_routes(model.fusion, model.config.sprint, self._weak_half())
         for network in self._networks:
             network.stack = self.stack
-        self.fused = self._fuse()  # kernels for the start and the end of a step; None if torch operations run them
-        self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> function that replays its graph
-        # Blocks x rows of a batch, for each kind that has run once: evaluated in a step, and without approximations.
+        self.fused = self._fuse()  # fused kernels for the start and the end of a step; None to use torch operations
+        # kind of step -> function that replays the graph of this kind
+        self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}
+        # For each kind that has run once, two numbers of blocks times rows per step: evaluated, and without
+        # approximations.
         self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self.evaluated = self.full_work = 0  # sums of these two numbers over the batch's steps so far
+        self.evaluated = self.full_work = 0  # sums of these two numbers over the steps of the current batch so far
         self._addresses: tuple[int, ...] = ()
-        self._end = 0  # first step that is not in the tables
+        self._end = 0  # index of the first step after those whose modulations and inputs are in the tables
 
     def _weak_half(self) -> WeakHalf | None:
         """Return how guidance's second half is evaluated; None for the same way as the first half."""
@@ -399,7 +407,8 @@ class SamplingLoop:
     def _guided(self):
         """Return the model of (x, t) that the sampler calls: guidance around the prepared network.
 
-        The conditions that guidance passes on are row numbers, by which the network finds its precomputed tensors."""
+        In place of conditions, guidance passes row numbers, by which the network finds its precomputed tensors.
+        """
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -452,10 +461,10 @@ class SamplingLoop:
             self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
             self.recordings.clear()
         addresses = tuple(address for network in self._networks for address in network.addresses)
-        if self._addresses != addresses:  # recordings read memory that has been freed
+        if self._addresses != addresses:  # recordings would read memory that has been freed
             self._addresses = addresses
             self.recordings.clear()
-            self._work.clear()  # new shapes, such as longer captions, may need kernels that are not compiled yet
+            self._work.clear()  # new shapes, such as longer captions, may need kernels that must first be compiled
             self.stack.clear()
         self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
@@ -464,13 +473,14 @@ class SamplingLoop:
         self._end = self.evaluated = self.full_work = 0
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
-        """Run step i; steps must be run in order. recorder: records the step; None runs it kernel by kernel.
+        """Run step i; steps must be run in order. recorder: records the step; None to run the step kernel by kernel.
 
         Raises:
             NotRecordedError: the step can't be recorded, and has not been run.
         """
         if self.network is not self._networks[self._which[i]]:
-            self._active.network, self._end = self._networks[self._which[i]], i  # its tables begin at step i
+            # this network's tables are filled from step i on
+            self._active.network, self._end = self._networks[self._which[i]], i
         if i == self._end:
             count = self.network.fill(i)
             if self.fused is None:
@@ -489,7 +499,8 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
-        """Run step i, or part of it, in this mode: the first time kernel by kernel, later as a recorded CUDA graph."""
+        """Run step i, or part of it, in this mode. The first run of a kind is kernel by kernel; later runs replay a
+        recorded CUDA graph."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -527,7 +538,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except FirstBlockDone:
             return
-        # Clone tensors that the new state shares with the old one, because copying could overwrite them too early.
+        # Clone tensors of the old state that are also in the new state, because copying could overwrite them too early.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -557,8 +568,8 @@ class ActiveNetwork:
 class StepInputs:
     """Tables with the ``inputs`` of a sampler's steps, for samples that may be at different steps.
 
-    Numbers (one per step, or one per sample) are in one table per dtype, which holds all steps. Inputs of x's shape
-    (noise) are computed for as many steps at a time as fit.
+    Inputs that are numbers (one per step, or one per sample) are in one table per dtype, which holds all steps. Inputs
+    of x's shape (noise) are computed for as many steps at a time as fit into memory.
 
     Args:
         sampler: a sampler for B samples; its ``noise_fn`` may be called for any step.
@@ -570,10 +581,10 @@ class StepInputs:
         self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()
         inputs = [sampler.inputs(i) for i in range(sampler.steps)]
         self.type: Any = type(inputs[0])
-        # The inputs that each step has. Steps with different inputs are recorded separately.
+        # For each step, which inputs are not None. Steps with different inputs are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
-        self._large: dict[int, Tensor] = {}  # input's index -> (capacity * B, C, ...)
-        # input's index -> dtype of its table, row in the table, True if the input is a scalar
+        self._large: dict[int, Tensor] = {}  # index of the input -> its table (capacity * B, C, ...)
+        # index of the input -> (dtype of its table, row in the table, True if the input is a scalar)
         self._place: dict[int, tuple[torch.dtype, int, bool]] = {}
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
@@ -613,7 +624,7 @@ class StepInputs:
         return self._of(torch.add(rows, step, alpha=self.samples), present)
 
     def _of(self, cells: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs in these cells of the tables, (B,) int64."""
+        """Return the inputs at these indices of the tables, (B,) int64."""
         rows = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
         values: list[Tensor | None] = []
         for number, there in enumerate(present):

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Files that sample.py and opendit evaluate write in --output, apart from the files of single samples.
+# Files that sample.py and opendit evaluate write in --output, apart from picture and clip files.
 WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "results.jsonl", "sweep.csv")
 
 
@@ -91,17 +91,17 @@ class SamplingRun:
     sequence: SequenceParallel | None
     conditioner: Conditioner
     conditions: Condition  # conditions of all classes or prompts
-    null: Condition  # condition of guidance's unconditional half, one row
-    conditioning_frames: Tensor | None  # (n, 1 + C, T, H, W); samples use the n rows in turn
-    pictures: Tensor | None  # (n, tokens, width) for models that attend to pictures; samples use the n rows in turn
+    null: Condition  # condition of guidance's unconditional half, as a batch of one
+    conditioning_frames: Tensor | None  # (n, 1 + C, T, H, W); sample i uses row i modulo n
+    pictures: Tensor | None  # (n, tokens, width), for models that attend to pictures; sample i uses row i modulo n
     choices: Tensor
     names: list[str]  # names of all classes or prompts
     size: tuple[int, ...]  # size of the latents
     fps: float
-    frame_interval: int  # interval between frames in training
+    frame_interval: int  # interval between the frames of a training clip
     trained_fps: float | None  # frame rate in training, for models trained with a rate instead of an interval
     source: Path  # path of the weights
-    lock: AbstractContextManager[Any]  # lock on --output
+    lock: AbstractContextManager[Any]  # lock on the folder --output
     notes: list[str]  # remarks for the user
     stages: Stages
     _profiled: set[int] = field(default_factory=set)
@@ -184,7 +184,7 @@ def _load(
         ckpt = cast(Path, group.gather(made)[0])
     shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        # Check before the weights are read whether ranks can share samples or divide layers.
+        # Check whether ranks can share samples or divide layers before the weights are read.
         check_tensor_parallel(stored, mesh.tp_size)
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
@@ -233,10 +233,10 @@ def _load(
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
-    # Kernels for inference read the full weight of a projection, so they can't be used if ranks hold parts of weights.
+    # Kernels for inference read the complete weight of a projection, so they don't work if ranks hold parts of weights.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    strategy: Any = shares  # Any, because it implements only the methods that this model calls
+    strategy: Any = shares  # Any, because the object implements only those methods that this model calls
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()
@@ -314,17 +314,17 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
 
 
 def is_endless(config: DiTConfig, device: torch.device) -> bool:
-    """Return True for a public model of clips on a CPU.
+    """Return True for a public model of clips on a CPU, where drawing takes too long.
 
-    For a clip of the model's default size, attention alone takes half an hour there, even in a tiny network.
+    For a clip of the model's default size, attention alone takes half an hour on a CPU, even in a tiny network.
     """
     return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
-    """Return the number of rows in one call of the model.
+    """Return the batch size of one call of the model.
 
-    The rows hold both halves of guidance, unless another process evaluates one half.
+    This batch includes both halves of guidance, unless another process evaluates one half.
     """
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
@@ -332,7 +332,7 @@ def samples_at_once(flags: "SampleConfig") -> int:
 def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """Return the conditions of all classes or prompts, the index of each sample's condition, and the conditions' names.
+    """Return (conditions of all classes or prompts, index of each sample's condition, name of each condition).
 
     Raises ValueError for a class that the model does not have.
     """

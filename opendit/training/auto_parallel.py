@@ -3,7 +3,7 @@ auto).
 
 All combinations that the flags leave open are tried. opendit/training/memory.py estimates their memory, and
 opendit/training/step_cost.py estimates their time. Each combination must first pass the checks of a run, so that the
-run accepts every proposal. Flags on the command line are kept.
+run accepts every combination that is proposed. Flags on the command line keep their values.
 """
 
 import itertools
@@ -36,11 +36,11 @@ from opendit.training.memory import (
 )
 from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
-PLUGINS = ("zero2", "fsdp")  # other plugins are used only if --plugin names them
+PLUGINS = ("zero2", "fsdp")  # other plugins are considered only if --plugin names them
 SHOWN = 5
-BATCHES = 3  # number of micro-batch sizes to estimate, from the largest that fits
-# Smallest relative gain in time for which another kind of parallelism is added. It accounts for waiting for slower
-# ranks, which the cost model does not include.
+BATCHES = 3  # number of micro-batch sizes to try, starting from the largest that fits in memory
+# Smallest relative gain in time that justifies another kind of parallelism. It accounts for waiting for slower ranks,
+# which the cost model does not include.
 MARGIN = 0.01
 
 
@@ -63,24 +63,26 @@ class Candidate:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """Return the settings that distinguish candidates in the report: all but rematerialization and micro-batch."""
+        """Return the settings that distinguish candidates in the report: all except rematerialization and
+        micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that share the same samples."""
+        """Number of ranks that process the same samples."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def dimensions(self) -> int:
-        """Number of kinds of parallelism in use, not counting sharded data parallelism, which every run has."""
+        """Number of kinds of parallelism in use. Sharded data parallelism does not count, because every run has it."""
         return sum(size > 1 for size in self.product if isinstance(size, int))
 
     def dims(self, world: int) -> ParallelDims:
-        """Return the mesh of ``world`` ranks."""
+        """Return the sizes of the mesh for ``world`` ranks."""
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
-        if self.tensor_parallel_size == 1:  # with tensor parallelism, the ranks that divide layers also divide experts
+        # with tensor parallelism, the ranks that divide the layers divide the experts as well
+        if self.tensor_parallel_size == 1:
             sizes["ep"] = self.expert_parallel_size
         sizes["pp"] = self.pipeline_parallel_size
         return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
@@ -100,7 +102,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its estimates.
+    """A candidate with its estimated memory and cost.
 
     Attributes:
         memory: estimated bytes of memory of a rank.
@@ -116,11 +118,12 @@ class Priced:
 
     @property
     def price(self) -> float:
-        """Return the seconds per sample, increased by ``MARGIN`` for each further kind of parallelism in use."""
+        """Return the seconds per sample, increased by ``MARGIN`` for each additional kind of parallelism in use."""
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """Name the largest cost other than matrix products and attention, with its fraction of the step's time."""
+        """Return the name of the largest cost other than matrix products and attention, with its fraction of the step's
+        time."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
         found |= {
@@ -135,7 +138,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The ranks and machines that run the training.
+    """Description of the ranks and machines that run the training.
 
     Attributes:
         world: number of ranks.
@@ -152,7 +155,7 @@ class Circumstances:
 
 
 class Search:
-    """Search over the candidates that the flags leave open, for one data set."""
+    """Search over all candidates that the flags allow, for one data set."""
 
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
         self.dataset, self.where = dataset, where
@@ -167,7 +170,8 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a flag: its value if the command line sets it, else ``others``."""
+        """Return the values to try for a flag: the flag's value if the command line sets the flag, otherwise
+        ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def forms(self, offload: str, pipelines: bool = False) -> Iterator[Candidate]:
@@ -181,7 +185,8 @@ class Search:
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # these may span machines
+        # groups of these flags may span machines, because the user set the flags
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):
@@ -199,7 +204,7 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Return the values of --expert_parallel_size to try. The groups lie within one machine."""
+        """Return the values of --expert_parallel_size to try. With these values, each group is within one machine."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -210,7 +215,7 @@ class Search:
         return self.options("expert_parallel_size", here)
 
     def levels(self) -> Iterator[tuple[str, bool]]:
-        """Yield (--recompute, --grad_checkpoint), from no recomputation to whole blocks."""
+        """Yield pairs (--recompute, --grad_checkpoint), from no recomputation to recomputation of complete blocks."""
         for checkpoint in self.options("grad_checkpoint", (False, True)):
             for recompute in self.options("recompute", ("none",) if checkpoint else RECOMPUTE):
                 yield recompute, checkpoint
@@ -218,7 +223,7 @@ class Search:
     def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
         """Yield the pairs (--data_parallel_replicate, --reshard) to try with ``plugin``.
 
-        If there are several copies of the model, each copy fills whole machines.
+        If there are several copies of the model, each copy occupies complete machines.
         """
         if plugin != "fsdp":
             yield self.flags.data_parallel_replicate, self.flags.reshard
@@ -243,17 +248,17 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return the number of samples in a step if all ranks that the flags do not assign otherwise are data
-        parallel."""
+        """Return the number of samples in a step if every rank that the flags leave free is data parallel."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
-        """Return True if the run would accept the candidate's flags unchanged. Flags named in ``open`` may change.
+        """Return True if the run would accept the candidate's flags without changing any, except for those named in
+        ``open``.
 
-        If the run refuses the flags, :attr:`refusal` keeps the first error.
+        :attr:`refusal` stores the first error with which the run refuses flags.
         """
         try:
             settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
@@ -318,7 +323,7 @@ class Search:
             if not self.takes(form):
                 continue
             product = form.product
-            # In a pipeline, small micro-batches may be best, because they shrink the bubble.
+            # In a pipeline, small micro-batches may be best, because they reduce the idle time (the bubble).
             least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)
             larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))
@@ -329,7 +334,8 @@ class Search:
         return sorted(found.values(), key=lambda one: one.price)
 
     def takes(self, form: Candidate) -> bool:
-        """Return the cached answer of :meth:`accepts`, which does not depend on micro-batches, copies and --reshard."""
+        """Return True if :meth:`accepts` accepts ``form``. The answer is cached, because it does not depend on
+        micro-batches, copies and --reshard."""
         plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
         if plain not in self.taken:
             self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))
@@ -339,8 +345,8 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """Return the best candidates, one for each of at most ``shown`` products, the fastest first, and the model's
-    configuration.
+    """Return the best candidates, the fastest first, and the model's configuration. There is one candidate for each of
+    at most ``shown`` values of :attr:`Candidate.product`.
 
     Pipelines, and then state in host memory (--offload), are tried only if nothing else fits.
 
@@ -369,7 +375,7 @@ def choose(
 
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose and print the best candidate on rank 0; return its flags and mesh on every rank. Collective.
+    """Choose and print the best candidate on rank 0. Return the candidate's flags and mesh on every rank. Collective.
 
     Raises the same errors as :func:`choose`, on every rank.
     """
@@ -389,10 +395,10 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return the machines of a run, and the origin of the figures of their hardware. Collective.
+    """Return (description of a run's machines, origin of their hardware figures). Collective.
 
-    The capacity is the memory of the smallest GPU or, without GPUs, the host's memory divided by its ranks. Raises
-    ValueError if --hardware is wrong.
+    The capacity is the memory of the smallest GPU. Without GPUs, it is the host's memory divided by the ranks on the
+    host. Raises ValueError if --hardware is wrong.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -404,7 +410,7 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
 
 
 def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
-    """Open the data set with the resolved flags, because --pretrained may set the size of samples.
+    """Open the data set. The flags are resolved first, because --pretrained may set the size of samples.
 
     Raises the same errors as ``open_data``.
     """

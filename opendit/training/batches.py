@@ -15,9 +15,9 @@ class Batches:
 
     Args:
         count: number of batches in a step.
-        monitor, pace: record how long the step waited for each batch.
-        diagnosis: keeps the batches of the step.
-        interrupt: is informed when data are missing.
+        monitor, pace: objects that record how long the step waited for each batch.
+        diagnosis: object that keeps the batches of the step.
+        interrupt: object that is informed when data are missing.
         interchangeable: True if any batch of the run can replace any other batch.
     """
 
@@ -40,9 +40,9 @@ class Batches:
         """Yield the batches of the next step. Each batch is read when it is requested, so that reading overlaps with
         computing.
 
-        If this rank can't read its data any more, the other ranks still wait for its part of the step. If batches are
-        interchangeable, the last batch replaces the missing ones, and ``Interrupt.ask`` then drops the step on all
-        ranks.
+        If this rank can't read its data any more, the other ranks still wait for this rank in the current step. If
+        batches are interchangeable, the last batch therefore replaces the missing ones, and ``Interrupt.ask`` then
+        drops the step on all ranks.
 
         Raises:
             NoData: the data can't be read, and there are no other ranks.
@@ -63,7 +63,7 @@ class Batches:
         try:
             return next(self._loader)
         except DataError as error:
-            if self._last is None:  # there is no step to save, because this start has made none
+            if self._last is None:  # there is nothing to save, because no step was made since this start
                 raise
             if self._interrupt.alone:
                 raise NoData(str(error)) from error

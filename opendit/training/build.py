@@ -1,4 +1,4 @@
-"""Build a training run from its specification: model, engine, averages, passes, log, loader and checkpoints.
+"""Build a training run from its specification: model, engine, averages, runner, log, data loader and checkpoints.
 
 :class:`Run` holds the state of the run.
 """
@@ -103,16 +103,17 @@ class TrainingFlops:
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
-    torch.set_float32_matmul_precision("high")  # TF32 for matrix products that stay in fp32 on a GPU
+    torch.set_float32_matmul_precision("high")  # use TF32 for matrix products that stay in fp32 on a GPU
     mesh = spec.mesh
     cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
-    # Allocate all parameters at once only if every rank holds the whole model. FSDP, tensor and pipeline parallelism
-    # divide the model, and LoRA does not keep its base weights in fp32.
+    # Allocate all parameters at once only if every rank holds the complete model in fp32. FSDP, tensor and pipeline
+    # parallelism divide the model, and LoRA does not keep its base weights in fp32.
     at_once = not cut and mesh.tp_size * mesh.pp_size == 1 and spec.lora is None
     with mesh.device:
         model = empty_model(spec.model_config, parameters=at_once)
     initial = first_values(spec, model)
-    if spec.lora is not None and not cut and flags.plugin != "ddp":  # DDP casts the weights in every product
+    # not under ddp, which casts the weights in every product
+    if spec.lora is not None and not cut and flags.plugin != "ddp":
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(PRECISIONS[flags.mixed_precision])
@@ -196,8 +197,8 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
         pin_memory=True,
         max_bad=flags.max_bad,
         on_skip=partial(warn_skipped, mesh),
-        as_bytes=True,  # bytes need a quarter of the traffic of floats; the device converts them to floats
-        enlarge=mesh.device.type == "cpu",  # a GPU enlarges samples while the loader reads
+        as_bytes=True,  # send bytes, a quarter of the traffic of floats; the device converts them
+        enlarge=mesh.device.type == "cpu",  # otherwise the GPU enlarges samples while the loader reads
         patience=flags.data_timeout,
         who=f"rank {mesh.rank}: ",
         on_hang=supervisor.fail,
@@ -214,7 +215,8 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Open the run's checkpoints. evaluated: identifies the settings that determine the figures of --evaluate_every."""
+    """Open the run's checkpoints. evaluated: identifier of the settings that determine the figures of
+    --evaluate_every."""
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
@@ -279,7 +281,7 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # other ranks that share this rank's samples skip the same file
+    if mesh.leads_sharing:  # log this once, because all ranks that share samples skip the same file
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
@@ -287,7 +289,7 @@ class Evaluation(Protocol):
     """Interface for evaluating samples drawn with the EMA weights; opendit/evaluation implements it.
 
     Attributes:
-        of: identifies everything, except the weights, that determines the figures.
+        of: identifier of everything except the weights that determines the figures.
     """
 
     of: str
@@ -302,7 +304,7 @@ class Run:
     """The state of a training run.
 
     Attributes:
-        done: number of steps done, including steps before a resume.
+        done: number of steps done since the run's first start.
         result: result of the last step; None before the first step since this start.
         batches: source of the next step's batches.
         interrupt: tells whether the run must end.
@@ -339,13 +341,14 @@ class Run:
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
         """Count the samples and the work of a micro-batch for the log."""
-        samples = batch.segments_in_step if batch.micro == 0 else 0  # samples of the whole step, counted once
+        # number of samples of the whole step, which only the first micro-batch counts
+        samples = batch.segments_in_step if batch.micro == 0 else 0
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:
         """Return the work that is due after the step; the answer is the same on every rank.
 
-        The host waits for the device, to see whether the step was skipped, only before it logs, saves or draws.
+        The host waits for the device only before it logs, saves or draws, to see whether the step was skipped.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped.
@@ -359,7 +362,7 @@ class Run:
         return due
 
     def measure(self, due: Due) -> dict[str, Any]:
-        """Validate and evaluate if that is due; return the figures as fields for the step's line in the log."""
+        """Validate and evaluate if ``due`` says so. Return the figures as fields for the step's line in the log."""
         measured = {}
         with self.monitor.paused(due.validate or due.evaluate):
             if due.validate and self.validation is not None:
@@ -383,7 +386,8 @@ class Run:
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """Context that logs and saves the last step's state if its block raises NoData, unless both are done already.
+        """Context that logs and saves the last step's state if its block raises NoData. Work that is already done is
+        not repeated.
 
         Logging and saving are collective.
         """
@@ -408,7 +412,7 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of saves and other writes that failed, the same on every rank. Collective."""
-        # Every rank adds rank 0's count of failed writes.
+        # Rank 0 counts the failed writes, and every rank adds this count.
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)
 
 
@@ -433,7 +437,7 @@ def _interchangeable(spec: RunSpecification) -> bool:
 
 @contextlib.contextmanager
 def recorded_end(run: Run, folder: Path, supervisor: Supervisor) -> Iterator[None]:
-    """On rank 0, write how the run ended when the block ends."""
+    """Context that writes, on rank 0, how the run ended."""
     if not run.mesh.is_main:
         yield
         return
@@ -463,7 +467,7 @@ def build(
     make_passes: Callable[..., EagerPasses],
     evaluation: Evaluation | None = None,
 ) -> Iterator[Run]:
-    """Build the run, print its summary, and close it on exit, however it ends.
+    """Build the run and print its summary. On exit, close the run, even after an error.
 
     Args:
         make_inputs, make_passes: classes ``Inputs`` and ``EagerPasses`` of train.py.

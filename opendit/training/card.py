@@ -1,8 +1,9 @@
 """Choose the settings of a run of --lora so that it fits on a GPU (--card).
 
-The settings are the LoRA rank, FP8, the precision and place of frozen blocks, recomputation, sharding and the size of
-the micro-batch. Candidates are tried in order, from the most exact and fastest to those that need the least memory. The
-first candidate that the run accepts and whose estimated memory fits is chosen. Flags on the command line are kept.
+The settings are the LoRA rank, FP8, the precision of frozen blocks and whether these are in host memory, recomputation,
+sharding and the size of the micro-batch. Candidates are tried in order, from the most exact and fastest to those that
+need the least memory. The first candidate that the run accepts and whose estimated memory fits is chosen. Flags on the
+command line keep their values.
 """
 
 import bisect
@@ -26,9 +27,9 @@ from opendit.training.memory import GIB, USABLE, Estimate, Setup, estimate, part
 from opendit.training.specification import samples_at_once
 
 AUTO = "auto"
-RANKS = (16, 4)  # the smaller rank is tried last; each LoRA weight takes 16 bytes in training
+RANKS = (16, 4)  # LoRA ranks to try, in this order; each LoRA weight takes 16 bytes in training
 BATCHES = (4, 2, 1)
-PARTS = 4  # blocks are moved to host memory in portions of 1 / PARTS of all blocks
+PARTS = 4  # blocks are moved to host memory in steps of 1 / PARTS of all blocks
 FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
@@ -59,7 +60,7 @@ def stages(depth: int) -> Iterator[tuple[str, str]]:
     """
     for base in ("bf16", "one", "nf4"):
         yield base, "none"
-        if base != "bf16":  # bf16 blocks would take twice as long to copy
+        if base != "bf16":  # bf16 blocks are not moved, because copying them would take twice as long
             yield from ((base, f"blocks:{-(-depth * part // PARTS)}") for part in range(1, PARTS + 1))
 
 
@@ -69,9 +70,11 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
 
-    plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))  # fsdp shards the frozen weights
+    # fsdp also shards the frozen weights
+    plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))
     public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
-    known = ("none", BUT_ATTENTION) if public else RECOMPUTE  # other levels of public models have no estimate
+    # for public models, there is no memory estimate of the other levels
+    known = ("none", BUT_ATTENTION) if public else RECOMPUTE
     levels = [(level, False) for level in options("recompute", *known)] + [("none", True)]
     if public:
         asked = [name in flags.given for name in ("base_precision", "offload")]
@@ -89,7 +92,8 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
         _, streamed = parse_offload(offload)
         if streamed and (plugin == "fsdp" or not (checkpoint or recompute == BUT_ATTENTION)):
             continue
-        base = ("fp8" if fp8 else "int8") if base == "one" else base  # int8 is more exact, FP8 products are faster
+        # int8 is more exact, but products in FP8 are faster
+        base = ("fp8" if fp8 else "int8") if base == "one" else base
         chosen = {"base_precision": base, "offload": offload} if public else {}
         if checkpoint in options("grad_checkpoint", False, True):
             yield chosen | {
@@ -99,7 +103,8 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
 
 
 def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the first candidate that fits, and lines that describe the choice and its reasons.
+    """Return the flags with the values of the first candidate that fits, and lines that describe the choice and its
+    reasons.
 
     Raises:
         ValueError: no candidate fits, or the run refuses all candidates. The message says what to change.
@@ -118,7 +123,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             refusal = refusal or error
             continue
         if any(getattr(settled, name) != candidate[name] for name in ("fp8", "recompute")):
-            continue  # the run would change this value, with a note
+            continue  # the run would override this value of the candidate, and print a note
         if settled.lora not in setups:
             setups[settled.lora] = memory_setup(settled, config, where.world, dataset)
         batch = samples_at_once(settled, config)
@@ -207,12 +212,13 @@ def _words(flags: TrainConfig) -> str:
     return " ".join([*found, f"--plugin {flags.plugin}"])
 
 
-# Errors of LoRA's gradients, measured by benchmarks/bench_base_precision.py on a small model (docs/finetuning.md).
+# Errors of LoRA's gradients by storage format, measured by benchmarks/bench_base_precision.py on a small model
+# (docs/finetuning.md).
 ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
 def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
-    """Yield descriptions of what the settings give up to save memory: exactness or time."""
+    """Yield descriptions of the disadvantages of the settings that save memory: less exact, or slower."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"

@@ -1,8 +1,8 @@
 """Find the first module whose output is not finite, by repeating the last step's forward passes with hooks.
 
 The diagnosis costs nothing in normal steps, which only keep a reference to their batches until the next step. The
-repeated passes equal the original ones, because a step with non-finite gradients changes no weight and all randomness
-is keyed by the sample.
+repeated passes give the same results, because a step with non-finite gradients changes no weight, and all randomness is
+keyed by the sample.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MakesMicroBatches(Protocol):
-    """Interface for turning a batch into a micro-batch, which ``Inputs`` of train.py implements."""
+    """Interface for converting a batch to a micro-batch. The class ``Inputs`` in train.py implements it."""
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
@@ -60,7 +60,8 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """True if a rank whose search fails, for example for lack of memory, does not leave other ranks waiting."""
+        """True if a rank can fail in its search, for example for lack of memory, without leaving other ranks
+        waiting."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
@@ -70,7 +71,7 @@ class Diagnosis:
         self._batches.append(batch)
 
     def find(self, gradients: bool) -> str:
-        """Describe what was not finite first, and for which samples. Collective.
+        """Describe the first tensor that was not finite, and name the samples. Collective.
 
         Args:
             gradients: if the forward passes were finite, also search the backward pass. This overwrites the engine's
@@ -91,8 +92,8 @@ class Diagnosis:
             return finite
         names = self._channel.gather(self._look_backward())
         bad = set().union(*(each for each in names if each))
-        # The backward pass reaches the last parameters first, and parameters of later pipeline stages before those of
-        # this rank.
+        # The backward pass reaches the last parameters first, and parameters of later pipeline stages before parameters
+        # of this rank.
         order = [*self.engine.shapes, *sorted(bad - self.engine.shapes.keys())]
         first = next((name for name in reversed(order) if name in bad), None)
         if first is not None:
@@ -154,7 +155,7 @@ def _eagerly() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
-    """Yield a list that gets the name of the first module with a non-finite output, and its bad samples.
+    """Yield a list, to which hooks add the name of the first module with a non-finite output and the samples concerned.
 
     Inner modules end before the modules that contain them, so an inner module is found first.
     """
@@ -193,7 +194,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
     """Return the indices of the samples in which a tensor is not finite; None if the tensor is finite.
 
-    Return all indices if the tensor is not laid out by samples.
+    Return all indices if the tensor has no dimension for samples.
     """
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
@@ -213,8 +214,8 @@ class SkippedSteps:
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.
-        failing: True if a fault caused the skip. Without a fault, fp16 occasionally skips a step to lower its loss
-            scale, as long as the scale is above 1.
+        failing: True if a fault caused the skip. In fp16, skips are no fault while the loss scale is above 1, because
+            they lower the scale.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):

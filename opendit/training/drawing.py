@@ -37,7 +37,7 @@ class EMASampler:
     """Sampler that uses a run's EMA weights while the run trains. Call on every rank.
 
     Attributes:
-        at_once: number of samples drawn at a time.
+        at_once: number of samples to draw at a time.
     """
 
     at_once = 32
@@ -50,9 +50,9 @@ class EMASampler:
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
         """Yield a model with the EMA weights. Collective. Its memory is excluded from the training's peak memory.
 
-        Rank 0 and the ranks that share its samples get the model, or all ranks if ``everywhere`` is True. Other ranks
-        get None; they only help to gather the weights. The model is the training module with its weights replaced for
-        the duration of the block, or a second module if the plugin has sharded the training module.
+        If ``everywhere`` is True, all ranks get the model; otherwise only rank 0 and the ranks that share its samples.
+        Other ranks get None, and only help to gather the weights. The model is the training module with its weights
+        replaced for the duration of the block, or a second module if the plugin has sharded the training module.
         """
         trained = monitoring.allocated_gib()
         model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
@@ -84,7 +84,7 @@ class EMASampler:
         allocate(model, mesh.device)
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
-            if frozen is not None and name not in engine.shapes:  # EMA covers trained weights only
+            if frozen is not None and name not in engine.shapes:  # the averages contain only trained weights
                 values = frozen(name, engine.parts.local(name))
                 if name in stored:
                     stored[name].store(parameter.data, values, lambda largest: largest)
@@ -108,19 +108,19 @@ class EMASampler:
             y = replace(y, guidance=torch.full_like(y.guidance, cfg_scale))
         cfg_scale = guidance_of(spec.model_config, cfg_scale)
         how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
-        if self._pipeline is not None:  # SamplingEngine needs all blocks on one rank
+        if self._pipeline is not None:  # the pipeline draws, because SamplingEngine needs all blocks on one rank
             objective = spec.objective.for_tokens(spec.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
-        # The engine is used for this drawing only, because its recordings would take memory from training. Nothing is
-        # recorded where ranks share samples or blocks are in host memory.
+        # The engine is used only for this drawing, because its recordings would take memory from training. Nothing is
+        # recorded if ranks share samples or blocks are in host memory.
         record = spec.sequence is None and tensor_group(spec.mesh) is None and self._engine.streamed is None
         engine = SamplingEngine(model, spec.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 
 
 class SampleGrids:
-    """Drawer of sample grids, samples/NNNNNNN.png, with the EMA weights. It draws nothing if the latents' VAE is
+    """Draws sample grids, samples/NNNNNNN.png, with the EMA weights. Nothing is drawn if the latents' VAE is
     missing."""
 
     def __init__(self, spec: RunSpecification, sampler: EMASampler, monitor: Monitor):

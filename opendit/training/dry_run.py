@@ -134,7 +134,7 @@ def work(flop: float) -> str:
 
 
 def describe_recipe(flags: TrainConfig) -> str:
-    """Return the recipe's name, and the values that the command line changed."""
+    """Return the recipe's name, and the flags of the recipe that the command line has changed."""
     assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
@@ -165,8 +165,8 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
-    """Return the report's rows on sequence parallelism, and on the time, communication and hours that the cost model
-    predicts.
+    """Return the report's rows about sequence parallelism, and about the time, communication and hours that the cost
+    model predicts.
 
     Args:
         last: number of the last step, if it is known.

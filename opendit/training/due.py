@@ -25,7 +25,7 @@ class PeriodicWork:
     """Decides which work is due after a step. The decisions are the same on every rank.
 
     Call ``step_done``, then ``due``, after every step. While steps are being skipped, nothing is saved, because the run
-    may be about to fail. A save that is due meanwhile is made after the next step that is not skipped.
+    may be about to fail. A save that falls due in this time is made after the next step that is not skipped.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):
@@ -35,7 +35,7 @@ class PeriodicWork:
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
-        """Return True if the host must wait for the device now, to look for skipped steps.
+        """Return True if the host must now wait for the device, to check for skipped steps.
 
         Args:
             done: number of steps done.
@@ -61,15 +61,16 @@ class PeriodicWork:
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # After a signal there is no time to validate. With --ckpt_best every save needs the figure by which checkpoints
-        # are compared.
+        # After a signal, there is no time to validate. But with --ckpt_best val_loss, every save needs the loss by
+        # which checkpoints are compared.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))
         evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
         evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
-            # Log at every save, because a run resumed from this checkpoint starts a new mean of the loss here.
+            # Log at every save, because a run that resumes from this checkpoint starts a new mean of the loss at this
+            # step.
             log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,

@@ -1,10 +1,12 @@
 """The fingerprint of a run, and config.json, which records all starts of the run.
 
 The fingerprint describes everything that determines the loss curve: flags, data, weights of encoders, kernels,
-versions. Every checkpoint stores it, and a resumed run reports how its own fingerprint differs.
+versions. Every checkpoint stores the fingerprint, and a resumed run reports how its fingerprint differs from the stored
+one.
 
-Every flag is in the fingerprint unless it changes nothing (FREE) or a resume refuses to change it (OF_THE_MODEL). A new
-flag is therefore compared, and assumed to change the curve, until it is added to one of these lists.
+Every flag is in the fingerprint, unless the flag does not affect the curve (FREE) or can't be changed on resuming
+(OF_THE_MODEL). A new flag is therefore compared, and assumed to change the curve, until it is added to one of these
+lists.
 """
 
 import json
@@ -40,7 +42,7 @@ from opendit.encoders.vae import vae_folder
 from opendit.training.specification import RunSpecification
 from opendit.training.validation import number_of_losses
 
-# Meanings of a difference between two fingerprints.
+# Texts that tell the user what a difference between two fingerprints means.
 CURVE = "the curve is another from here on"
 AVERAGES = "the averages are others from here on, the curve is the same"
 ROUNDING = "the same curve within rounding, not bit for bit"
@@ -59,7 +61,7 @@ OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
     "patch_bottleneck expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
-# Flags that are not compared by their values, and the entries of the fingerprint that are derived from each of them.
+# Flags that are not compared by value. Instead, entries of the fingerprint are derived from them: flag -> entries.
 MADE_INTO = {
     "data_path": "data samples contents blend",
     "energon_cooker": "data",
@@ -90,8 +92,7 @@ MADE_INTO = {
     "recompute": "recomputed",
     "recompute_blocks": "recomputed",
 }
-# Entries whose differences do not simply change the curve, with their meanings. All other entries have the meaning
-# CURVE.
+# Entries whose differences do not simply change the curve -> their meaning. All other entries have the meaning CURVE.
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
@@ -123,7 +124,7 @@ CALLED = {
 SHOWN_ONLY = frozenset(
     ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "hub", "opendit", "commit")
 )
-# Old names of entries, in checkpoints without a fingerprint, and their present names.
+# Earlier names of entries, in checkpoints without a fingerprint -> present names.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
 
 
@@ -160,7 +161,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "kernels": ops.replaced,
         "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
-        # Recomputation changes no bit on a CPU.
+        # on a CPU, recomputation changes no bit
         "recomputed": recomputed(flags) if cuda else "none",
         "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
@@ -179,7 +180,7 @@ def by_value(objective: str) -> list[str]:
 def _encoders(spec: RunSpecification) -> dict[str, str | None]:
     """Return hashes and paths of the run's frozen networks: VAE, text encoder, and base weights of a LoRA.
 
-    The hash of a network that processes no training sample is None.
+    If a network processes no training samples, its hash is None.
     """
     vae = text = None
     about = spec.dataset.describe()
@@ -200,7 +201,8 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
 
 
 def _origin(spec: RunSpecification) -> dict[str, Any] | None:
-    """Return repository, commit and file hashes of the hub model that the run started from; None without one."""
+    """Return repository, commit and file hashes of the hub model from which the run started; None if it started from
+    none."""
     if spec.flags.pretrained is not None and (found := origin(spec.flags.pretrained)):
         return found
     return stored_fingerprint(spec.resume.state).get("hub") if spec.resume else None
@@ -225,8 +227,8 @@ def _network(folder: Path) -> str:
 def code() -> dict[str, str | None]:
     """Return the versions of this package and of the libraries that it computes with.
 
-    The package's version includes a hash of its source files, because the source may change while the version number
-    stays the same.
+    The package's version includes a hash of its source files, because the source may change without a new version
+    number.
     """
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
@@ -251,7 +253,7 @@ def _commit(package: Path) -> str | None:
         return None
     ask = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git must not write into the checkout
+        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # prevents git from writing into the checkout
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, env=quiet)
     except (OSError, subprocess.SubprocessError):
         return None
@@ -266,8 +268,8 @@ def _installed(package: str) -> str | None:
 
 
 def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint in a checkpoint's state.json, or its known entries if the checkpoint is too old to have
-    one."""
+    """Return the fingerprint in a checkpoint's state.json. For a checkpoint too old to have one, return the entries
+    that are known."""
     found = state.get("fingerprint")
     if found is None:
         old = ("world_size", "plugin", "precision", "fp8", "attention", "sequence_parallel", "global_batch", "seed")
@@ -279,14 +281,14 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     found["ema_warmup"] = warmup_of(found)
-    found.setdefault("order", "sorted")  # the only order of the oldest releases, no longer supported
+    found.setdefault("order", "sorted")  # the only order of the oldest releases, which is no longer supported
     return {**found, "ema_decay": decays} if decays else found
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
     """Return the warm-up of a checkpoint's averages, as the argument of :class:`opendit.checkpoint.ema.EMA`.
 
-    Earlier versions stored a bool, or stored nothing and had no warm-up.
+    Early versions had no warm-up and stored nothing. Later versions stored a bool.
     """
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value
@@ -314,18 +316,19 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     compared = set(by_value(now["objective"]))
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in compared}
     missing = [name for name in values if name not in stored]
-    if "data" not in stored:  # an old checkpoint without a fingerprint
+    if "data" not in stored:  # the checkpoint is old and has no fingerprint
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # another objective has other flags, and a separate line reports the change
-    # If a flag is newer than the checkpoint, its default is the behaviour before the flag existed.
+        return []  # another objective has other flags; a separate line reports that change
+    # A flag may be newer than the checkpoint. Then its default value is the behaviour before the flag existed.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
 
 def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return a line if the data set differs, else None. The entries about data are compared in this line only."""
+    """Return one line for all differences of the data set; None if there are none. No other line compares entries about
+    data."""
     if "data" not in stored:
         return None
     if stored.get("samples") != now["samples"]:
@@ -351,7 +354,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
         then, value = bool(then), bool(value)
     if name == "source":
         then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
-    elif f"{name}_path" in now:  # show paths, because hashes mean nothing to a reader
+    elif f"{name}_path" in now:  # show paths, because a hash tells a reader nothing
         then, value = (one.get(f"{name}_path") for one in (stored, now))
         means = f"other weights: {means}"
     return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"
@@ -367,11 +370,12 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# For each entry, a function that returns True if a difference changes nothing, or if another line reports it.
+# For some entries, a function that returns True if a difference of the entry has no effect, or if another line reports
+# it.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The last step matters only if both runs have a cosine schedule. If only one has, the line on the schedule reports
-    # the difference.
+    # The last step matters only if both runs have a cosine schedule. If only one run has, the line about the schedule
+    # reports that.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
@@ -403,7 +407,7 @@ CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
 def write_config(spec: RunSpecification) -> None:
-    """Add this start to the run's config.json, and write config.yaml, which --config reads to repeat the run.
+    """Add this start to the run's config.json, and write config.yaml, a file for --config that repeats the run.
 
     Both files are replaced atomically. Call on one rank. Raises OSError.
     """
@@ -448,7 +452,7 @@ def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """
     if not os.path.lexists(path):
         return []
-    from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, which is needed only here
+    from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, which only this function needs
     from opendit.common.json_models import read_file
 
     try:

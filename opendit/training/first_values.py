@@ -1,4 +1,4 @@
-"""The first values of a run's parameters."""
+"""The values of a run's parameters before the first training step."""
 
 from opendit.checkpoint.fill import DeviceReader
 from opendit.checkpoint.matched import MatchedTensors
@@ -13,9 +13,10 @@ from opendit.training.specification import RunSpecification
 
 
 def first_values(spec: RunSpecification, model: DiT) -> Values:
-    """Return the first values of ``model``'s parameters: initial values, or weights of --pretrained that fit.
+    """Return the values of ``model``'s parameters before training: weights from --pretrained where they fit, otherwise
+    random initial values.
 
-    With --lora this also adds the LoRA matrices to the model.
+    With --lora, this function also adds the LoRA matrices to the model.
     """
     seed = spec.flags.global_seed
     initial = InitialValues(model, seed)

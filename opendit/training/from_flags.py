@@ -1,6 +1,6 @@
-"""Derive a run's data, model configuration, objective, number of steps and first weights from its flags.
+"""Derive a run's data, model configuration, objective, number of steps and pretrained weights from its flags.
 
-Nothing here builds the model.
+This module does not build the model.
 """
 
 import json
@@ -76,7 +76,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         tag_drop=flags.tag_drop,
         random_crop=flags.random_crop,
         vae=flags.vae,
-        # Only --data_path mock reads these: the flags set the classes or captions of its random latents.
+        # Only --data_path mock uses these arguments: the flags set the classes or captions of its random latents.
         num_classes=flags.num_classes,
         text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
         max_text_tokens=flags.max_text_tokens,
@@ -86,8 +86,8 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
     """Return the frame rate of the clips that a model trained on this data set draws, and notes to print.
 
-    The rate is --fps if it is set, else the median frame rate of the files divided by --frame_interval. It is None for
-    pictures, and for files without a frame rate.
+    The rate is --fps if set, otherwise the median frame rate of the files divided by --frame_interval. The rate is None
+    for pictures, and for files without a frame rate.
     """
     rates = [] if not data.use_video or data.fps is not None else dataset.shapes().frame_rates()
     if not rates:
@@ -116,7 +116,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """Open the data set of --validate_path, or its test split if it has a test split."""
+    """Open the data set of --validate_path. If it has a test split, open that split."""
     path = flags.validate_path
     theirs = replace(flags, data_path=path, random_flip=False)
     try:
@@ -166,14 +166,15 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        if other and not family_in(flags.model):  # a public model's folder may have moved; see _public_model
+        # not for a public model, whose folder may have moved; see _public_model
+        if other and not family_in(flags.model):
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # set by a recipe
+        if getattr(flags, name):  # a recipe may have set the flag
             notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
             unused[name] = TrainConfig.__dataclass_fields__[name].default
     return replace(flags, **unused), notes
@@ -182,7 +183,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
     """Return the caption settings of the model that the run resumes (``resume``) or starts from (--pretrained).
 
-    Return None if there is no such model, or if its file can't be read; a later check reports the faulty file.
+    Return None if there is no such model, or if the model's file can't be read; a later check reports the faulty file.
     """
     if resume is None and flags.pretrained is None:
         return None
@@ -195,7 +196,7 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on cut and empty captions.
+    """Set the number of tokens of the ``bytes`` encoder. Return the flags, and notes on captions that are cut or empty.
 
     The number of tokens is the first of these that exists: --max_text_tokens; the number in ``keeps``; a number that
     fits the data (``fitting_tokens``). With another encoder, or without captions, the flags stay the same.
@@ -228,7 +229,8 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Return notes on captions that the encoder cuts (or cut when their embeddings were cached) and on empty captions.
+    """Return notes on empty captions, and on captions that the encoder cuts now or cut when their embeddings were
+    cached.
 
     Args:
         text: the model's caption settings; None for a model of classes.
@@ -266,7 +268,7 @@ class ModelPlan:
     notes: list[str]
 
 
-FORWARD_MODE = ("dit", "vdit")  # kinds of model in which every operation has a forward-mode derivative
+FORWARD_MODE = ("dit", "vdit")  # architectures in which every operation has a forward-mode derivative
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:
@@ -356,7 +358,7 @@ def lora_of(flags: StartFlags, base: str = "") -> Lora | None:
 
 
 def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> None:
-    """Raise ValueError if a rank of a pipeline would have nothing to train."""
+    """Raise ValueError if a rank of a pipeline would have no LoRA weights to train."""
     numbers = {int(name.split(".")[1]) for name in lora_layers(config, lora)}
     for rank in range(ranks):
         stages = stages_of(config, schedule, rank, ranks)
@@ -370,7 +372,7 @@ def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> N
 def _public_model(
     flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
-    """Return the configuration and the objective of the public model whose weights lie at ``source``.
+    """Return the configuration and the objective of the public model whose weights are at ``source``.
 
     Args:
         channels, size: channels and size of the data's latents.
@@ -423,7 +425,7 @@ def _public_model(
 def _check_first_frames(flags: TrainConfig, dataset: MediaDataset) -> None:
     """Raise ValueError for data or flags that an image-to-video model can't use.
 
-    Such a model encodes the first frame of every clip, so that it needs the clips themselves.
+    An image-to-video model encodes the first frame of every clip, so it needs the clips, not only cached latents.
     """
     if dataset.describe().kind == "latents" and not isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path {flags.data_path}: cached latents have no first frames, which {flags.model} is "
@@ -487,7 +489,7 @@ def check_pretrained(
         raise ValueError(
             f"--pretrained {pretrained}: holds what --lora adds to {weights.info['lora']['base']}; give that"
         )
-    # Meta's files have no configuration; the shapes of the weights give one.
+    # Meta's files have no configuration, so infer one from the shapes of the weights.
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
@@ -548,13 +550,13 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
 def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
     """Return the bytes that a public model's text encoders (bf16) and VAE (fp32) take on every GPU.
 
-    Only encoders that stay on the GPU are counted. A dry run may name a folder that does not exist, which counts as 0.
+    Only encoders that stay on the GPU are counted. If the folder does not exist, as is possible in a dry run, return 0.
     """
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
         return 0
     found, about = 0, dataset.describe()
     with suppress(OSError, ValueError):
-        # With cached embeddings, sample grids use embeddings from the cache and need no text encoder.
+        # If embeddings are cached, sample grids use them and need no text encoder.
         if about.empty_caption is None or flags.evaluate_every > 0:
             found += text_encoder_bytes(Path(cast(str, flags.text_encoder)), family_of(config.family))
     with suppress(OSError, ValueError):
@@ -564,8 +566,7 @@ def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
-    """Return the keyword argument of ``model_config`` that says what the model is conditioned on: num_classes or
-    text."""
+    """Return the keyword argument of ``model_config`` for the model's condition: num_classes or text."""
     about = dataset.describe()
     if about.conditioning == "text":
         name, cached = cast(str, flags.text_encoder), about.text_encoder
@@ -593,7 +594,7 @@ def check_classes(num_classes: int | None, data_path: str, about: Description) -
 
 
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
-    """Raise ValueError if the latents of the VAE of --vae have another shape than the latents of --data_path."""
+    """Raise ValueError if the latents of the VAE --vae differ in shape from the latents of --data_path."""
     theirs, downscale = video_geometry(data.vae, 3)[:2] if data.use_video else codec_geometry(data.vae, 3)
     if (theirs, data.image_size // downscale) != (channels, side):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""End a run between two steps, after the same step on all ranks.
+"""End a run early, after the same step on all ranks.
 
 After SIGTERM, SIGINT or SIGUSR1 (which schedulers send before a time limit), or when --max_hours is over, the run
 finishes its step, saves and ends. If a rank can't read its data any more, the run drops the current step, saves and
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
-OTHERS_SECONDS = 0.5  # delay of the other ranks, so that the rank whose data failed prints its error first
+OTHERS_SECONDS = 0.5  # delay on the other ranks, so that the rank whose data failed is the first to print its error
 _GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
 class NoData(DataError):
-    """A rank can't read its data, so that all ranks drop the current step."""
+    """Error on all ranks if a rank can't read its data. All ranks drop the current step."""
 
 
 class Interrupt:
@@ -37,14 +37,14 @@ class Interrupt:
     gloo while the device computes, and the host does not wait for the device.
 
     Args:
-        hours: age of this process at which the run must have ended. The run stops as soon as another step and a save
-            would take longer.
+        hours: age of this process, in hours, at which the run must have ended. The run stops when one more step and a
+            save would exceed this age.
         save_seconds: function that returns how long a save takes.
 
     Attributes:
         alone: True if there are no other ranks.
-        lost: the error if this rank could not read its data for the current step; an earlier batch replaces the data.
-            The next :meth:`ask` informs all ranks.
+        lost: the error if this rank could not read its data for the current step, in which an earlier batch replaced
+            the data. The next :meth:`ask` informs all ranks.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None, save_seconds: Callable[[], float] = lambda: 0.0):
@@ -55,7 +55,8 @@ class Interrupt:
         self._answer: Callable[[], int] | None = None
         self._asked_at, self._save_seconds = time.monotonic(), save_seconds
         self._deadline = None if hours is None else self._asked_at - process_seconds() + 3600 * hours
-        # torchrun forwards a Ctrl-C to its processes, which have already received it from the terminal.
+        # torchrun forwards a Ctrl-C to its processes, although they have already received it from the terminal. Ignore
+        # the second signal within this time.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
     def __enter__(self) -> "Interrupt":
@@ -66,15 +67,15 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is not None and self._mesh.world_size > 1:
-            # torchrun sends SIGTERM to the other ranks once a rank has ended. This rank must first report its error and
-            # close its files; the Supervisor limits the time for that.
+            # When a rank has ended, torchrun sends SIGTERM to the other ranks. Ignore it, because this rank must first
+            # report its error and close its files. The Supervisor limits the time for that.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:
         """Ask whether any rank got a signal or lacks data.
 
         Raises:
-            NoData: raised on all ranks if any rank lacks data. The gradients of this rank are part of the sum, so the
+            NoData: raised on all ranks if any rank lacks data. That rank's gradients are part of the sum, so the
                 optimizer's step must wait for the answers.
         """
         word = _HOURS_UP if self._out_of_time() else _GO_ON
@@ -84,7 +85,7 @@ class Interrupt:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Return True if any rank had received a signal, or the hours were over, at the last :meth:`ask`.
+        """Return True if, at the last :meth:`ask`, any rank had received a signal or reached its limit of hours.
 
         The answer is the same on all ranks.
         """
@@ -93,11 +94,12 @@ class Interrupt:
 
     @property
     def why(self) -> str | None:
-        """The reason why the run ended at the last :meth:`ask`: "stopped" (by a signal) or "hours_up"; else None."""
+        """The reason, as of the last :meth:`ask`, why the run ends: "stopped" (by a signal) or "hours_up"; None if it
+        continues."""
         return self._answer and {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(self._answer())
 
     def _out_of_time(self) -> bool:
-        """Return True if another step (as long as the last one) and a save would exceed the run's hours."""
+        """Return True if one more step (as long as the last step) and a save would exceed the run's hours."""
         now, before = time.monotonic(), self._asked_at
         self._asked_at = now
         if self._deadline is None or now + (now - before) + self._save_seconds() <= self._deadline:
@@ -107,8 +109,9 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved. Call before NoData is raised further. Collective."""
-        self._channel.gather(None)  # all ranks have saved
+        """Wait until all ranks have saved. Call this method after catching NoData, before raising it again.
+        Collective."""
+        self._channel.gather(None)  # this gather waits until all ranks have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
 
@@ -119,8 +122,9 @@ class Interrupt:
             if self._mesh.local_rank == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
-                with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-                    os.write(sys.stderr.fileno(), text.encode())  # a print may be interrupted here
+                with contextlib.suppress(OSError, ValueError):  # ignored, because stderr may be closed
+                    # not print, because this signal may have interrupted a print
+                    os.write(sys.stderr.fileno(), text.encode())
             if not self._echo:
                 self._hand_back()
         elif now - self._noted_at >= self._echo:
@@ -128,6 +132,6 @@ class Interrupt:
             os.kill(os.getpid(), number)
 
     def _hand_back(self) -> None:
-        """Restore the system's default handlers, which work even while Python waits inside a collective."""
+        """Restore the system's default handlers, which also work while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -19,8 +19,8 @@ class Board:
 
     Args:
         folder: folder of the event files.
-        first_step: first step of this start. TensorBoard hides what earlier starts wrote for this step and later ones,
-            because this start does these steps again.
+        first_step: first step of this start. TensorBoard hides the points that earlier starts wrote for this and later
+            steps, because this start repeats these steps.
         root: argument of :class:`RecordFile`.
     """
 
@@ -41,7 +41,8 @@ class Board:
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Add one point to each named curve.
 
-        Like all methods, this raises OSError if the write fails; the points are then written with the next ones.
+        Like all methods of this class, this raises OSError if the write fails. The points are then written together
+        with the next ones.
         """
         Summary = _messages("summary").Summary
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
@@ -49,7 +50,7 @@ class Board:
     def picture(self, tag: str, png: bytes, step: int) -> None:
         """Write a picture. png: the bytes of a PNG file."""
         Summary = _messages("summary").Summary
-        width, height = struct.unpack(">II", png[16:24])  # IHDR, the first chunk of every PNG
+        width, height = struct.unpack(">II", png[16:24])  # fields of IHDR, the first chunk of every PNG
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
@@ -64,7 +65,7 @@ class Board:
 
 
 def _messages(of: str) -> Any:
-    """Import a module of TensorBoard's protocol buffers. Its classes are created at import."""
+    """Import a module of TensorBoard's protocol buffers. The import creates the module's classes."""
     return import_module(f"tensorboard.compat.proto.{of}_pb2")
 
 
@@ -85,7 +86,8 @@ PROJECT = "opendit"
 
 
 class RunLogger(ABC):
-    """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the library."""
+    """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the logger's
+    library."""
 
     where: str  # one line that tells the user how to view the log
 
@@ -117,12 +119,12 @@ class WandbLogger(RunLogger):
     def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # turns off crash reports
         import wandb  # pyright: ignore[reportMissingImports]  # an optional dependency
 
         self._wandb = wandb
         known = folder / "wandb" / "run_id"
-        make_folder(known.parent, root=folder)  # wandb itself would follow a symbolic link
+        make_folder(known.parent, root=folder)  # make the folder here, because wandb would follow a symbolic link
         run_id = known.read_text().strip() if known.is_file() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -132,10 +134,11 @@ class WandbLogger(RunLogger):
             resume="allow",
             dir=str(folder),
             config=config,
-            settings=wandb.Settings(console="off", silent=True),  # leave the progress bar alone
+            # keeps wandb from capturing the console with its progress bar
+            settings=wandb.Settings(console="off", silent=True),
         )
         write_whole(known, self._run.id.encode(), root=folder)
-        # With a separate "step" metric, a run that resumes from an earlier step may log steps again.
+        # The separate metric "step" allows a run that resumes from an earlier step to log steps again.
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
 
@@ -156,7 +159,7 @@ class MlflowLogger(RunLogger):
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]):
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no usage reports to its makers
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # turns off usage reports to MLflow's makers
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # an optional dependency
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
@@ -165,14 +168,15 @@ class MlflowLogger(RunLogger):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or own
         self._client = MlflowClient(tracking_uri=uri)
         self._run_id = self._find(folder, None if uri != own else (outputs / "mlartifacts").as_uri())
-        known = self._client.get_run(self._run_id).data.params  # logged parameters can't be changed
+        # log only new parameters, because logged ones can't be changed
+        known = self._client.get_run(self._run_id).data.params
         params = [Param(name, str(value)[:500]) for name, value in config.items() if name not in known]
-        for first in range(0, len(params), 100):  # one call takes at most 100
+        for first in range(0, len(params), 100):  # one call accepts at most 100 parameters
             self._client.log_batch(self._run_id, params=params[first : first + 100])
         self.where = f"mlflow ui --backend-store-uri {uri}"
 
     def _find(self, folder: Path, artifacts: str | None) -> str:
-        """Return the id of the MLflow run of this folder. Create the MLflow run if there is none."""
+        """Return the id of the MLflow run for this folder. If there is none, create an MLflow run."""
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)

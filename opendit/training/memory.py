@@ -2,12 +2,12 @@
 
 The peak of a step comes at one of two moments. When the backward pass begins, memory holds the activations of all
 blocks and no gradients of this micro-batch. When the pass reaches the first block, memory holds the activations of that
-block and the gradients of all other blocks. Activations are counted in units of tokens x D in their own precision, for
-the tokens of one rank's micro-batch.
+block and the gradients of all other blocks. Activations are counted in units of tokens x D values, in the precision of
+the activations, for the tokens of one rank's micro-batch.
 
-The estimates lie within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), gemini in fp16
-within 5 %. They leave out the VAE and text encoder, the activations of a trained bytes encoder, a CUDA context, NCCL's
-buffers, and what the allocator loses to fragmentation.
+The estimates are within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), and within 5 % for
+gemini in fp16. They do not include the VAE and text encoder, the activations of a trained bytes encoder, a CUDA
+context, NCCL's buffers, and memory lost to fragmentation.
 """
 
 import bisect
@@ -39,15 +39,16 @@ from opendit.parallel.streamed_blocks import blocks_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
-# Fraction of a card's memory to plan with; the rest is for a CUDA context, NCCL and fragmentation. A rule of thumb.
+# Fraction of a card's memory to plan with, a rule of thumb. The rest is for a CUDA context, NCCL and fragmentation.
 USABLE = 0.94
 WEIGHTS_SHARDED = ("gemini", "fsdp")
-LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS, cuDNN and other libraries, fitted to measured peaks at batch 0
+# workspaces of cuBLAS, cuDNN and other libraries, fitted to measured peaks at batch size 0
+LIBRARIES = 0.18 * GIB
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a run, besides model and batch, that determine its memory.
+    """Settings of a run that determine its memory, in addition to the model and the batch.
 
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
@@ -56,19 +57,22 @@ class Setup:
         accumulate: True if a step has several micro-batches.
         recompute_blocks: number of blocks that are recomputed. None for all.
         lora: the trained LoRA. None if all weights are trained.
-        base_precision: as --base_precision.
+        base_precision: value of --base_precision.
         replicate: copies of a model that fsdp shards.
         reduce_dtype: precision in which fsdp sums gradients over ranks.
-        reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
-        keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once. None: as
-            "auto".
-        offload: as --offload.
-        pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
-        absent: parameters outside of the blocks that a pipeline's stage does not have.
-        trained: LoRA's weights that a pipeline's stage has.
+        reshard: value of --reshard. "auto" is estimated as the choice that needs less memory; :func:`resolve_sharding`
+            replaces it.
+        keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once. None has the
+            meaning of "auto" for ``reshard``.
+        offload: value of --offload.
+        pipeline_parallel, schedule, micro_batches: number of ranks of a pipeline, --pipeline_schedule, and number of
+            micro-batches in a step.
+        absent: number of parameters outside of the blocks that a pipeline stage does not have.
+        trained: number of LoRA weights that a pipeline stage has.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
-        encoders: bytes of frozen encoders that stay on the GPU with the model.
-        muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment. None for AdamW.
+        encoders: bytes of frozen encoders that stay on the GPU during training.
+        muon: precision in which Muon orthogonalises the matrices of blocks, which then have only one moment. None for
+            AdamW.
         eight_bits: True if AdamW's moments are kept in 8 bits.
 
     Attention needs no setting: all of torch's kernels except ``math`` keep q, k, v, the output and one number for each
@@ -120,41 +124,41 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold the same part of every layer and share the state of that part."""
+        """Number of ranks that hold the same part of every layer, and divide the state of this part among them."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def recomputes_blocks(self) -> bool:
-        """True if whole blocks are recomputed, with or without their attention."""
+        """True if complete blocks are recomputed, with or without their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
-        """Return the number of blocks, out of ``depth``, that are not recomputed as a whole."""
+        """Return the number of blocks, out of ``depth``, that are not recomputed completely."""
         if not self.recomputes_blocks:
             return depth
         return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
 
     @property
     def execution(self) -> Execution:
-        """Settings that the memory terms of an architecture's plan depend on."""
+        """Settings on which the memory terms of an architecture's plan depend."""
         level = "none" if self.recomputes_blocks else self.recompute
         return Execution(self.fused, self.autocast, self.fp8, level, self.sequence_parallel)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank.
+    """Estimated memory of one rank, in bytes.
 
     Attributes:
         states: bytes that are always allocated, by name.
         activations: bytes of activations when the backward pass begins.
-        gradients, gradients_at_the_end: bytes of gradients when the backward pass begins and ends, unless ``states``
-            contains them.
+        gradients, gradients_at_the_end: bytes of gradients when the backward pass begins and ends, if ``states`` does
+            not include the gradients.
         gathered, gathered_at_the_end: bytes of gathered weights when the backward pass begins and ends.
-        last_block: bytes that the model's first block, the last one in the backward pass, needs in addition to the
-            gradients at the end.
-        host: bytes of the states that are in host memory instead, by name. ``total`` is the peak of the device,
-            ``host_total`` that of the host.
+        last_block: bytes that the model's first block, which comes last in the backward pass, needs in addition to
+            ``gradients_at_the_end``.
+        host: bytes of states that are in host memory, by name. ``total`` is the peak of the device, ``host_total`` that
+            of the host.
     """
 
     states: dict[str, float]
@@ -168,7 +172,8 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes needed in addition to the states at the peak, which is at the beginning or end of the backward pass."""
+        """Bytes needed at the peak in addition to the states, by name. The peak is at the beginning or the end of the
+        backward pass."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {
             "activations": self.last_block,
@@ -187,12 +192,12 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate the peak of one rank for micro-batches of ``batch`` samples on a GPU. For a pipeline, return the highest
-    peak of its ranks.
+    """Estimate the peak memory of one rank for micro-batches of ``batch`` samples on a GPU. For a pipeline, return the
+    highest peak of its ranks.
 
     LoRA's trained weights are counted in addition to the model's. Embedders that LoRA trains in full are not counted.
-    Activations are estimated as if all weights were trained; with LoRA they take up to a fifth less if no embedder is
-    trained.
+    Activations are estimated as if all weights were trained. In fact, with LoRA they take up to a fifth less if no
+    embedder is trained.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -211,8 +216,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     parameters = model + (0 if setup.lora is None else trained)
     fp32 = 4 * trained
     share = fp32 / ranks
-    averages = setup.averages * share  # sharded under every plugin
-    if setup.plugin == "ddp":  # every rank has all gradients; they are views of DDP's permanent buckets
+    averages = setup.averages * share  # every plugin shards the averages
+    if setup.plugin == "ddp":  # every rank has all gradients, as views of DDP's permanent buckets
         numbers, stored, _ = stored_weights(config, setup)
         states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
         states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
@@ -220,10 +225,10 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
-    if setup.plugin == "gemini":  # gradients overwrite the weights in their chunks, unless they are accumulated
+    if setup.plugin == "gemini":  # gradients overwrite the weights in Gemini's chunks, unless gradients are accumulated
         gradients = gradients if setup.accumulate else 0
     others, block = _activations(config, setup, batch)
-    own = gradients * held_counts(config, setup)[1] / model  # gradients that the block's backward pass makes
+    own = gradients * held_counts(config, setup)[1] / model  # gradients that this block's backward pass computes
     last = max(0, block - own)
     needs = Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
     return _streamed(needs, config, setup)
@@ -243,7 +248,7 @@ def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
 
 
 def saved(config: DiTConfig, setup: Setup) -> int:
-    """Return the total number of bytes that --base_precision saves."""
+    """Return how many bytes --base_precision saves in total."""
     numbers, stored, _ = stored_weights(config, setup)
     return BYTES[setup.precision] * numbers - stored
 
@@ -263,8 +268,8 @@ def muon_flops(config: DiTConfig) -> int:
 
 
 def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Remove the second moments of matrices from an estimate, and add the buffers of Muon's step: those that ranks
-    exchange, and those between two products."""
+    """Remove the second moments of matrices from an estimate, and add the buffers of Muon's step: buffers that ranks
+    exchange, and intermediate results."""
     ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
     matrices = matrix_count(config)
     copies = 1 if setup.plugin == "ddp" else ranks
@@ -275,20 +280,20 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
         needs,
         states=needs.states | {"moments": moments},
         gradients_at_the_end=needs.gradients_at_the_end + step,
-        last_block=max(0, needs.last_block - step),  # the step runs after the block's activations are freed
+        last_block=max(0, needs.last_block - step),  # the step runs after the block's activations have been freed
     )
 
 
 def in_eight_bits(setup: Setup) -> Setup:
-    """Return the setup with AdamW's moments in 8 bits. Return it unchanged if plugin, optimizer, --offload or LoRA do
-    not allow 8 bits."""
+    """Return the setup with AdamW's moments in 8 bits. Return the setup unchanged if the plugin, the optimizer,
+    --offload or LoRA do not allow 8 bits."""
     possible = setup.plugin != "gemini" and setup.muon is None and setup.offload != "state" and setup.lora is None
     return replace(setup, eight_bits=True) if possible else setup
 
 
 def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Shrink the moments of an estimate, and add a fp32 buffer that holds the moments of a few tensors at a time. ddp
-    frees this buffer when the step ends."""
+    """Reduce the moments of an estimate to 8 bits, and add the fp32 buffer for the moments of a few tensors at a time.
+    ddp frees this buffer after the step."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
     copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
@@ -316,8 +321,8 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple[range, ...] | None = None) -> int:
     """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds.
 
-    If the ranks divide a layer's inputs, each holds a part of A and all of B. If they divide its outputs, each holds
-    all of A and a part of B.
+    If the ranks divide a layer's inputs, each rank holds a part of A and all of B. If they divide its outputs, each
+    rank holds all of A and a part of B.
 
     Args:
         blocks: count only these blocks; None for all.
@@ -336,7 +341,7 @@ def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple
 
 
 def trained_count(config: DiTConfig, setup: Setup) -> int:
-    """Return the number of trained parameters that a rank holds, as :func:`held_counts` counts them."""
+    """Return the number of trained parameters that a rank holds, counted as in :func:`held_counts`."""
     if setup.lora is None:
         return held_counts(config, setup)[0]
     if setup.trained is not None:
@@ -344,17 +349,18 @@ def trained_count(config: DiTConfig, setup: Setup) -> int:
     return lora_parameters(config, setup.lora, setup.tensor_parallel)
 
 
-# Blocks (with their modulations) that fsdp holds gathered at once if each is freed after its use: the current block,
-# the next block (being gathered), and the buffer from which the next block is copied.
+# Number of blocks, with their modulations, that fsdp holds gathered at once if it frees each block after use: the
+# current block, the next block, which is being gathered, and the buffer from which the next block is copied.
 GATHERED = 3
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
-    A rank holds fp32 shards of weights, gradients, moments and averages. It also holds the whole weights of gathered
-    units, the whole gradients of the current block, and the buffer that reduces the previous block's gradients. A
-    weight that is gathered in float8 takes one byte in the gathered unit and one more byte in its shard.
+    A rank holds fp32 shards of weights, gradients, moments and averages. In addition, it holds the complete weights of
+    gathered units, the complete gradients of the current block, and the buffer that reduces the previous block's
+    gradients. A weight that is gathered in float8 takes one byte in the gathered unit, and one more byte per weight of
+    the shard.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
@@ -363,22 +369,23 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     share, (others, last_block) = 4 * trained / ranks, _activations(config, setup, batch)
     activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.alike == 1:  # nothing is sharded: weights in the forward pass's precision, and fp32 masters
+    if setup.alike == 1:  # nothing is sharded: a rank has weights in the forward pass's precision and fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
-        last_block = max(0, last_block - size * trained * block / model)  # the block's gradients do not exist yet
+        last_block = max(0, last_block - size * trained * block / model)  # the gradients of this block do not exist yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    # Experts that ranks divide are not part of a block's unit. Each rank keeps its own experts until the backward pass.
+    # Experts that are divided among ranks are not part of a block's unit. Each rank keeps its experts in memory until
+    # the backward pass.
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
     kept = size * own * (1 if setup.recomputes_blocks else config.depth)
     trained_block = (block + own) * trained / (trained + frozen)
-    if setup.accumulate and setup.keep_gradients:  # reduced after the last micro-batch
+    if setup.accumulate and setup.keep_gradients:  # gradients are reduced after the last micro-batch
         before = after = reduced * trained + size * trained_block
     else:
         transient = (size + reduced) * trained_block + size * outside
@@ -389,19 +396,19 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         left = size * outside + whole
     else:
         gathered = left = size * outside + min(GATHERED, config.depth) * whole
-    # Gradients of the first block and the embedders do not exist yet, and no next block is gathered.
+    # At the end, gradients of the first block and of the embedders do not exist yet, and no next block is gathered.
     ahead = 0 if setup.reshard == "never" else (min(GATHERED, config.depth) - 1) * whole
     last_block = max(0, last_block - size * trained_block - size * outside - ahead)
     return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
 
 
-RING = 48 << 20  # bytes of the ring buffer through which both moments are copied
+RING = 48 << 20  # bytes of the ring buffer through which the moments are copied to and from host memory
 OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
 
 
 @functools.cache
 def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
-    """Return the bytes of each block's weights as stored with --base_precision ``kind``."""
+    """Return the bytes of each block's weights in the storage format ``kind`` of --base_precision."""
     found = [0] * config.depth
     for name, shape in model_shapes(config)[0].items():
         if name.startswith("blocks."):
@@ -421,8 +428,8 @@ def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> int:
-    """Return the bytes of the blocks that --offload keeps in host memory. count: number of blocks instead of
-    --offload's."""
+    """Return the bytes of the blocks that --offload keeps in host memory. count: number of blocks; None for the number
+    that --offload sets."""
     return _of_streamed(config, setup if count is None else replace(setup, offload=f"{BLOCKS}:{count}"))[0]
 
 
@@ -444,9 +451,10 @@ def _offloaded(needs: Estimate, offload: str) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Replace the "auto" settings of fsdp by the values with the least traffic that fit ``capacity`` bytes.
+    """Replace the settings of fsdp that are "auto" by the values with the least traffic for which a step fits in
+    ``capacity`` bytes.
 
-    Keeping weights gathered is preferred to keeping whole gradients. If ``capacity`` is None, everything fits.
+    Keeping weights gathered is preferred to keeping complete gradients. If ``capacity`` is None, memory is not limited.
     """
 
     def fits(**changes) -> bool:
@@ -469,19 +477,20 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
     largest = max(0, int(room // (one.activations - fixed.activations)))
-    # This many samples fit when the backward pass begins. The end of the pass may need more memory.
+    # This number of samples fits when the backward pass begins. The end of the pass may need more memory.
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
 def block_float8(config: DiTConfig, setup: Setup) -> float:
-    """Return the number of weights of a block that are read in float8, which is also their number of bytes."""
+    """Return the number of weights of a block that are read in float8. This is also their size in bytes."""
     return plan_of(config).kept(config, setup.execution).weights
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
-    """Return the bytes of activations when the backward pass begins, by the terms of the architecture's plan.
+    """Return the bytes of activations when the backward pass begins, computed from the terms of the architecture's
+    plan.
 
-    The first number is for all blocks but one. The second is for that block, including its backward pass.
+    The first number is for all blocks except one. The second is for the remaining block, including its backward pass.
     """
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
@@ -492,16 +501,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
         _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
         tokens *= setup.sequence_parallel
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
-    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of a sum over ranks
+    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of the sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # with LoRA the weights are cast once, and take the same bytes
+        block += kept.weights  # with LoRA, too: weights are then cast once, which takes the same bytes
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if kept_blocks < config.depth:  # a recomputed block keeps its input and modulation
+    if kept_blocks < config.depth:  # for a recomputed block, its input and modulation are kept
         given = unit + size * batch * config.modulation_width
-        if setup.recompute == BUT_ATTENTION:  # and also attention's outputs and log-sum-exps
+        if setup.recompute == BUT_ATTENTION:  # also attention's outputs and log-sum-exps are kept
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
     else:
@@ -511,11 +520,12 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """Suggest a change for a step that needs more than ``capacity``; None if it fits.
+    """Suggest a change for a step that needs more memory than ``capacity``; return None if the step fits.
 
-    The suggestion is the first of these changes that suffices: recompute parts of blocks, recompute blocks, keep
-    averages (or also moments) in host memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share samples
-    between ranks, use more ranks."""
+    The suggestion is the first of these changes that suffices: recompute parts of blocks, recompute complete blocks,
+    keep averages (or also moments) in host memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share
+    samples between ranks, use more ranks.
+    """
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -570,7 +580,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
-    """Describe the parts of an estimate in words. On a GPU they add up to its total."""
+    """Describe the parts of an estimate in words. On a GPU, the parts add up to the total."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
@@ -606,7 +616,7 @@ if TYPE_CHECKING:
 
 
 def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
-    """Return the part of the model and the setup of every rank of a pipeline.
+    """Return, for every rank of a pipeline, the configuration of its part of the model, and its setup.
 
     A rank holds the layers of its own stages, and the activations of all micro-batches that are in flight at once.
     """
@@ -639,7 +649,8 @@ def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel
     return absent
 
 
-# Fraction of host memory for page-locked state and save buffers. Loaders, libraries and the page cache need the rest.
+# Fraction of host memory for page-locked state and save buffers. Data loaders, libraries and the page cache need the
+# rest.
 USABLE_OF_A_HOST = 0.8
 
 
@@ -650,7 +661,7 @@ def host_memory(root: Path = Path("/")) -> int:
         root: root of the file system.
     """
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # the file is missing or not in Linux's format
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or does not have Linux's format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
@@ -660,8 +671,8 @@ def host_memory(root: Path = Path("/")) -> int:
             else:
                 continue
             inside = PurePosixPath(path.lstrip("/"))
-            for folder in (inside, *inside.parents):  # a container may see its own group as the root
-                with contextlib.suppress(OSError, ValueError):  # no such file, or the value "max"
+            for folder in (inside, *inside.parents):  # a container may see its control group as the root
+                with contextlib.suppress(OSError, ValueError):  # the file does not exist, or its value is "max"
                     found.append(int((base / folder / name).read_text()))
     return min(found)
 
@@ -670,7 +681,7 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
     """Check that ``ranks`` processes that train on this machine's CPUs fit into its memory.
 
     Raises:
-        ValueError: they do not fit. Linux would kill the processes without a message.
+        ValueError: the processes do not fit. Linux would kill them without a message.
     """
     needs = estimate(config, setup, batch)
     needed, there = ranks * (needs.total + needs.host_total), host_memory()
@@ -682,7 +693,8 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 
 
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of a rank's buffer for saves. The ranks share masters, averages and moments evenly."""
+    """Return the bytes of a rank's buffer for saves. Masters, averages and moments are divided evenly among the
+    ranks."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
     squares = trained - (0 if setup.muon is None else matrix_count(config))
     return 4 * (trained * (2 + setup.averages) + squares) / setup.world
@@ -696,7 +708,7 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
         saves: True if the run writes checkpoints.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the memory is too small.
     """
     state = estimate(config, setup, batch).host_total
     buffers = save_buffers(config, setup) if saves else 0

@@ -1,6 +1,6 @@
 """Micro-batches on the device: samples of one size, or packs of samples of different sizes.
 
-The classes ``Latents`` and ``Packing`` make them from batches of the loader.
+The classes ``Latents`` and ``Packing`` convert the data loader's batches to micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -80,8 +80,8 @@ class MicroBatch(NamedTuple):
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
-        """Return the times that the network takes: ``timestep`` (B,), or (B, T) times of each frame if frames are given
-        in place."""
+        """Return the times that the network takes: ``timestep`` (B,), or the times of the frames, (B, T), if
+        conditioning frames are in place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
@@ -95,8 +95,8 @@ class MicroBatch(NamedTuple):
     def _losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
-        # Frames given in place have x0 = noise, so their target is 0. With the output set to 0 they add nothing to the
-        # mean.
+        # Conditioning frames in place have x0 = noise, so their target is 0. With an output of 0, they add nothing to
+        # the mean.
         drawn = 1 - self.given[:, :1]
         return objective.loss(output * drawn, prepared) / drawn.flatten(1).mean(1)
 
@@ -128,7 +128,7 @@ class MicroBatch(NamedTuple):
         alignment: Alignment | None = None,
         uncertain: bool = False,
     ) -> "MicroBatch":
-        """Make a micro-batch. For conditioning frames that are given in place, noise is x0, so that x_t is x0."""
+        """Make a micro-batch. In conditioning frames in place, the noise is set to x0, so that x_t is x0."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
         return cls(x0, t, noise, condition, given, in_place, kept, dropped, alignment, uncertain)
@@ -136,7 +136,7 @@ class MicroBatch(NamedTuple):
     def clone(self) -> "MicroBatch":
         """Return a copy of the micro-batch with all tensors copied.
 
-        The copy's captions count as full (not padded) only if all captions of this micro-batch are full.
+        The copy's captions are marked as full (not padded) only if all captions of this micro-batch are full.
         """
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
@@ -157,8 +157,8 @@ class PackedMicroBatch:
         x0, noise: (N, C, *patch) fp32 patches.
         t: (S,) times of the segments.
         condition: condition of the S segments.
-        shares: (S,) fp32 weight of each segment in the loss. With these weights the mean loss over all micro-batches
-            and ranks of a step is the mean over the step's samples.
+        shares: (S,) fp32 weight of each segment in the loss. With these weights, the mean loss over all micro-batches
+            and ranks of a step equals the mean over the step's samples.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
         uncertain: see :class:`MicroBatch`.
     """
@@ -198,9 +198,10 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples that have a True element in ``marked``, a tensor by token or by segment.
+        """Return the indices of the samples that have a True element in ``marked``, which has one row per token or
+        segment.
 
-        Return all indices for a tensor of another layout.
+        Return all indices if ``marked`` has another form.
         """
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
@@ -217,12 +218,12 @@ def _rows_of(marked: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Function that makes latents: it encodes pixels, or samples from cached moments.
+    """Function that returns latents, by encoding pixels or by sampling from cached moments.
 
     The VAE's noise is keyed by (seed, step, sample).
 
     Args:
-        codec: the VAE, or the codec that passes pixels through. Not used on cached latents.
+        codec: the VAE, or the codec that returns pixels unchanged. Not used for cached latents.
         cached: scaling factor and shift of a data set of cached latents; None for pixels.
         sampled: True if the codec returns the moments of a distribution.
     """
@@ -237,7 +238,7 @@ class Latents:
 
         Args:
             x: (B, ...) pixels or cached moments of the data set, on the device.
-            index: (B,) positions in the global batch.
+            index: (B,) indices in the global batch.
         """
         if self.cached is not None:
             return sample_moments(x, self._noise(x, step, index), *self.cached)
@@ -246,12 +247,11 @@ class Latents:
         if not self.sampled:
             return codec.encode(x, None)
         moments = codec.moments(x)
-        # A VAE on a CPU may return channels_last. The backward pass of Gemini's sharded convolution crashes on that
-        # layout.
+        # A VAE on a CPU may return channels_last, for which the backward pass of Gemini's sharded convolution crashes.
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def of_first_frames(self, pixels: Tensor) -> Tensor:
-        """Encode the first frames of clips (B, 3, T, H, W) as conditioning of an image-to-video model.
+        """Encode the first frames of clips (B, 3, T, H, W) as the condition of an image-to-video model.
 
         The frames after the first one are replaced by grey. Return the mask and the latents, encoded without noise; see
         :func:`give_beside`.
@@ -268,7 +268,8 @@ class Latents:
 
 
 class SampleInputs(Protocol):
-    """Interface for making the inputs of samples of one shape. ``Inputs`` of train.py implements and documents it."""
+    """Interface for making the inputs of samples that have one shape. The class ``Inputs`` in train.py implements and
+    documents these methods."""
 
     @property
     def objective(self) -> Objective: ...
@@ -286,7 +287,7 @@ class SampleInputs(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Settings of a run's packs.
+    """Packing of a run's samples into sequences.
 
     Args:
         patch: the model's patch size.
@@ -299,7 +300,7 @@ class Packing:
     micro_batches: int
 
     def micro_batch(self, inputs: SampleInputs, batch: Batch, index: Tensor) -> PackedMicroBatch:
-        """Turn a batch, a tuple of tensors of different shapes, into one sequence of packs on the device.
+        """Convert a batch, which has tensors of different shapes, to one sequence of packs on the device.
 
         Args:
             index: (S,) positions of the samples in the global batch, on the device.
@@ -324,11 +325,11 @@ class Packing:
         )
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
-        """Return the segments of a sequence of packed latents of these sizes."""
+        """Return the segments of a sequence in which latents with these sizes are packed."""
         return Segments.of(list(sizes), self.patch, self.tokens)
 
     def patches(self, latents: Sequence[Tensor]) -> Tensor:
-        """Return latents as patches (tokens, C, *patch), padded with zeros at the end.
+        """Cut latents into patches (tokens, C, *patch), padded with zeros at the end.
 
         Args:
             latents: groups (k, C, ...) of consecutive samples of one size.
@@ -340,8 +341,8 @@ class Packing:
     def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
         """Return the weight of each segment in the micro-batch's loss, (S,) float32 on the device of ``weights``.
 
-        With these weights the mean over ranks and micro-batches is the mean over all samples of the step, even if
-        micro-batches differ in their number of samples.
+        With these weights, the mean over ranks and micro-batches equals the mean over all samples of the step, even if
+        micro-batches have different numbers of samples.
 
         Args:
             weights: (S,) weights of the samples' losses; None for 1.

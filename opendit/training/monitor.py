@@ -21,20 +21,20 @@ from opendit.training.loggers import Board, RunLogger
 def allocation_retries() -> int:
     """Return how often torch's allocator ran out of memory, freed its cached blocks and tried again; 0 without a GPU.
 
-    The host waits for the device each time.
+    In each such case, the host has to wait for the device.
     """
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 class MemoryPressure:
-    """Detector of steps that wait for GPU memory. It reports once, if allocations are retried in ``LINES`` successive
-    calls of ``note``.
+    """Detector of steps that wait for GPU memory. It returns a note once, when allocations were retried in ``LINES``
+    consecutive calls of ``note``.
 
     Args:
         retries: function that returns how often this process has retried an allocation so far.
     """
 
-    LINES = 2  # A single retry is normal in the first steps, or when a grid is drawn.
+    LINES = 2  # A single retry is normal in the first steps, or when a sample grid is drawn.
 
     def __init__(self, retries: Callable[[], int] = allocation_retries):
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
@@ -58,7 +58,8 @@ class MemoryPressure:
 
 logger = logging.getLogger(__name__)
 
-# Dense bf16/fp16 peaks of the tensor cores in FLOP/s, from the vendors' data sheets. Other GPUs get no MFU.
+# Peak FLOP/s of the tensor cores for dense bf16/fp16 products, from the vendors' data sheets. For other GPUs, no MFU is
+# logged.
 PEAK_FLOPS = {
     "H200": 989.5e12,
     "H100 PCIe": 756e12,
@@ -102,10 +103,11 @@ class Monitor:
         self.mesh = mesh
         self.peak = peak_flops(mesh.device, precision)
         self.data_wait = 0.0
-        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum and number of losses
+        # sum and number of losses since the last line
+        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         self._steps, self._since = 0, time.perf_counter()
         self._samples, self._bytes, self._flops = 0, 0, 0.0
-        self._peak_gib = 0.0  # peak of memory before the last drawing
+        self._peak_gib = 0.0  # peak memory before the last drawing, in GiB
         self._pressure = MemoryPressure()
         self._lines, self._last_step = 0, last_step
         self.last: dict[str, Any] = {}
@@ -128,7 +130,7 @@ class Monitor:
         self.close()
 
     def loader_wait(self, seconds: float) -> None:
-        """Add the time that a step waited for its batch."""
+        """Add the seconds that a step waited for its batch."""
         self.data_wait += seconds
 
     def count(self, samples: int, flops: float) -> None:
@@ -156,7 +158,7 @@ class Monitor:
             self._bar.update()
 
     def forget_drawing(self, trained: float) -> None:
-        """Exclude the memory of a drawing from the run's peak.
+        """Exclude the memory used by drawing samples from the run's peak.
 
         The peak before the drawing is kept, because a CUDA graph allocates its memory only once, when it is recorded.
 
@@ -169,8 +171,8 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, really: bool = True) -> Iterator[None]:
-        """Wait for the device, then exclude the time of the block from the training time. If not ``really``, do
-        nothing."""
+        """Exclude the time of the block from the training time, after waiting for the device. If ``really`` is False,
+        do nothing."""
         if not really:
             yield
             return
@@ -209,7 +211,8 @@ class Monitor:
         }
         self._lines += 1
         if self.mesh.is_main:
-            if self._lines == 2 and step < self._last_step:  # the first line's time includes compilation and warm-up
+            # the time of the first line also includes compilation and warm-up
+            if self._lines == 2 and step < self._last_step:
                 left, pace = self._last_step - step, (now - self._since) / self._steps
                 self.say(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
             with self.failures.survive("log.jsonl", step):
@@ -220,7 +223,7 @@ class Monitor:
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
             }
-            if flops >= 5e10:  # a tiny model on a CPU would show 0.0
+            if flops >= 5e10:  # for a tiny model on a CPU, the value would be shown as 0.0
                 shown["TFLOP/s"] = f"{flops / 1e12:.1f}"
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
@@ -260,7 +263,8 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Treat any exception as ``failures.survive`` treats an OSError, because other loggers may raise anything."""
+        """Count and suppress any exception, like ``failures.survive``, which handles only OSError. Other loggers may
+        raise any error."""
         with self.failures.survive(name, step):
             try:
                 yield
@@ -278,7 +282,7 @@ def describe_hours(seconds: float) -> str:
 def keep_up_to(log: Path, step: int) -> None:
     """Remove an incomplete last line of the log, and all lines after ``step``. Raises OSError.
 
-    A killed run may have logged steps after its last checkpoint; the resumed run logs these steps again.
+    A killed run may have logged steps after its last checkpoint. The resumed run logs these steps again.
     """
     refuse_links(log.parent, [log.name])
     if not log.is_file():
@@ -287,7 +291,7 @@ def keep_up_to(log: Path, step: int) -> None:
     kept = [line for line in lines if line.endswith(b"\n") and _is_up_to(line, step)]
     if kept == lines[: len(kept)]:
         with open(open_to_append(log), "a+b") as file:
-            file.truncate(sum(map(len, kept)))  # truncating works on a full disk
+            file.truncate(sum(map(len, kept)))  # unlike rewriting, truncating works on a full disk
         return
     write_whole(log, b"".join(kept))
 
@@ -295,7 +299,7 @@ def keep_up_to(log: Path, step: int) -> None:
 def _is_up_to(line: bytes, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
-    except (ValueError, TypeError, KeyError, RecursionError):  # cut off by a kill
+    except (ValueError, TypeError, KeyError, RecursionError):  # the line was cut off when the run was killed
         return False
 
 

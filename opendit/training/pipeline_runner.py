@@ -1,8 +1,9 @@
 """Run the micro-batches of a step over the stages of a pipeline.
 
 torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
-tensor, but the loss needs everything that the objective has prepared. Its stages call autograd themselves, but the
-engines' backward passes scale the loss, and reduce gradients in buckets (zero2) or in the last pass only (fsdp).
+tensor, but the loss needs everything that the objective has prepared. Its stages call autograd directly. But here an
+engine must run the backward passes, because it scales the loss and reduces gradients in buckets (zero2) or only in the
+last pass (fsdp).
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,8 @@ from opendit.training.runners import Runner
 
 
 class PipelineRunner(Runner):
-    """Runner that runs the micro-batches of a step by a pipeline schedule. The engine's model has ``stages``.
+    """Runner for pipelines, which runs the micro-batches of a step according to a pipeline schedule. The engine's model
+    must consist of this rank's ``stages``.
 
     Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. Every stage needs
     the times and conditions, the first stage needs x_t, and the last stage needs the inputs of the loss.
@@ -63,7 +65,7 @@ class PipelineRunner(Runner):
 
 
 class Passes:
-    """The passes of this rank's chunks of the model over the micro-batches of a step.
+    """The forward and backward passes of this rank's chunks of the model, for the micro-batches of a step.
 
     Args:
         number: number of micro-batches.
@@ -79,15 +81,15 @@ class Passes:
         self._share, self._number, self._last = runner.micro_batches, number, last
         self._coming: Iterator[MicroBatch] = iter(micro_batches)
         self._given: list[tuple[MicroBatch, Prepared]] = []
-        # For each (chunk, micro-batch): the input tokens, and the output's autograd node.
+        # (chunk, micro-batch) -> input tokens, and autograd node of the output.
         self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._left = number * runner.stages.chunks  # number of backward passes left
+        self._left = number * runner.stages.chunks  # number of backward passes that remain
         self.loss = torch.zeros((), device=runner.engine.mesh.device)
         self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
-        """Return a micro-batch by its index, and what the objective prepares for it. Fetch the micro-batch at first
-        use.
+        """Return a micro-batch by its index, and the result of the objective's ``prepare`` for it. The first call
+        fetches the micro-batch.
 
         Raises ValueError if the step has too few micro-batches.
         """
@@ -106,7 +108,7 @@ class Passes:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        """Return the sizes that decide the number of tokens of a micro-batch: sizes of the latents and of the
+        """Return the sizes that determine the number of tokens of a micro-batch: those of the latents and of the
         captions."""
         micro_batch = self._micro_batch(number)[0]
         return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
@@ -131,14 +133,15 @@ class Passes:
             result = root = losses.mean() / self._share
             self.loss += root.detach()
         elif torch.is_grad_enabled():
-            root = get_gradient_edge(output)  # keep the edge only, so that the output is freed once it is sent
+            # keep only the edge, so that the output can be freed when it has been sent
+            root = get_gradient_edge(output)
         if torch.is_grad_enabled():
             self._roots[action.chunk, action.micro_batch] = tokens, root
         return result
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         tokens, root = self._roots.pop((action.chunk, action.micro_batch))
-        self._left -= 1  # the last backward pass completes the gradients of all chunks
+        self._left -= 1  # after the last backward pass, the gradients of all chunks are complete
         with self._engine.micro_batch(last=self._last and not self._left):
             self._engine.backward(root, gradient)
         return None if tokens is None else tokens.grad

@@ -1,4 +1,4 @@
-"""Turn flags into a checked RunSpecification before any weight of the model is made."""
+"""Convert flags to a checked RunSpecification, before any weight of the model is allocated."""
 
 import os
 import shlex
@@ -70,8 +70,8 @@ from opendit.training.specification import (
     shape_samples,
 )
 
-# Errors that a program reports by their message alone, without a traceback: errors of prepare(), and of the run after
-# prepare().
+# Errors for which a program prints only the message, without a traceback: errors of prepare(), and errors of the run
+# after prepare().
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
@@ -127,7 +127,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(flags.lora))
-    # A LoRA checkpoint holds only the added layers, so every start reads the base weights.
+    # A LoRA checkpoint does not contain the frozen weights, so every start reads the base weights.
     initial, initial_config = None, None
     if flags.pretrained and (flags.lora or not resume):
         initial, initial_config, config = check_pretrained(
@@ -139,16 +139,17 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
     codec = _codec(flags, dataset, vae, mesh, notes)
-    # Sample grids of a public model use cached embeddings, because its text encoders may be larger than the model.
+    # For a public model, sample grids use cached embeddings, because its text encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
     conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn or bool(flags.sample_prompts))
     prompts = _prompts(flags, conditioner)
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
-        conditioner.encoder = None  # free its memory for the model
+        conditioner.encoder = None  # frees the encoder's memory for the model
     if mesh.is_main:
         notes += everything.describe().notes
         encoder = getattr(conditioner, "encoder", None)
-        if not (config.text and config.text.inside):  # fit_captions has counted captions of the bytes encoder
+        # for the bytes encoder, fit_captions has already counted the captions
+        if not (config.text and config.text.inside):
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
             notes += validated_apart.describe().notes
@@ -224,7 +225,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
     """Return the warm-up of the averages; 0 for none.
 
-    A resumed run keeps the warm-up of its checkpoint unless the command line turns warm-up on or off.
+    A resumed run uses the warm-up of its checkpoint, unless the command line turns warm-up on or off.
 
     Args:
         stored: the fingerprint of the checkpoint; None for a new run.
@@ -240,20 +241,21 @@ def make_deterministic() -> None:
     """Make torch use operations that give the same bits in every run on the same GPU and libraries (--deterministic).
 
     An operation without a deterministic implementation raises RuntimeError. ``warn_only`` is not used, because torch's
-    attention would then sum dq in any order and only warn. cuBLAS needs a workspace of fixed size, which must be set
+    attention would then only warn and sum dq in any order. cuBLAS needs a workspace of fixed size, which must be set
     before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    memory: Any = torch.utils.deterministic  # the module's class defines the attribute
-    memory.fill_uninitialized_memory = False  # filling costs time, and nothing here reads uninitialized memory
+    # Any, because type checkers don't find the attribute, which the module's class defines
+    memory: Any = torch.utils.deterministic
+    memory.fill_uninitialized_memory = False  # filling takes time, and this program reads no uninitialized memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def _sequence(
     flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
-    """Choose how ranks share every sample; return None without sequence parallelism."""
+    """Choose how ranks divide the tokens of every sample; return None without sequence parallelism."""
     parallel, keep_gathered = flags, flags.keep_gathered
     precision = flags.mixed_precision
     how = (parallel, flags.attention, precision)
@@ -324,8 +326,8 @@ def agree_on_attention(
     kernels round differently, so ranks would otherwise disagree, and a resumed run would deviate a little from its loss
     curve.
 
-    --deterministic uses torch's FlashAttention, which has a deterministic mode. It avoids cuDNN, which sums the parts
-    of dq in any order and which torch might choose by itself.
+    --deterministic uses torch's FlashAttention, which has a deterministic mode. This avoids cuDNN, which torch might
+    choose otherwise, and which sums the parts of dq in any order.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
@@ -359,8 +361,8 @@ def _codec(
     if isinstance(dataset, MockDataset):
         return None
     about = dataset.describe()
-    # Stable Diffusion's VAE in fp16 is much nearer to fp32 than in bf16 (docs/log/2026-11-21-vae-precision.md). VAEs of
-    # public models run in fp32, as their pipelines recommend.
+    # For Stable Diffusion's VAE, fp16 is much closer to fp32 than bf16 is (docs/log/2026-11-21-vae-precision.md). VAEs
+    # of public models run in fp32, as their pipelines recommend.
     half = mesh.device.type == "cuda" and not family_in(flags.model)
     dtype = torch.float16 if half else torch.float32
     load = load_video_codec if flags.use_video else load_codec
@@ -374,10 +376,10 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return flags for the VAE and text encoder of cached latents that only the cache's index names.
+    """Return the flags that name a VAE and text encoder, if only the index of cached latents names these encoders.
 
     Such encoders are not loaded, because an index may come from a stranger. An encoder is loaded if the user names it
-    or if its name is well known. The flags returned, with their values, are those that the user would have to add.
+    or if its name is well known. To load the encoders, the user must add the returned flags.
     """
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
@@ -413,7 +415,8 @@ def _conditioner(
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
         pictures = PictureTokens(Path(cast(str, text_encoder)), width, mesh.device) if width and not mock else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
-    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no captions
+    # random latents (mock) have no captions
+    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         name, longest = cast(str, text_encoder), config.text.max_tokens
         encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=longest)
@@ -467,7 +470,8 @@ def _lora(
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         with resume.open(resume.model.name) as tensors:
             trained = [name.removesuffix(A) for name in tensors if name.endswith(A)]
-        if gone := set(trained) - lora_layers(config, lora).keys():  # earlier versions adapted the bytes encoder
+        # earlier versions also trained LoRA matrices for the bytes encoder
+        if gone := set(trained) - lora_layers(config, lora).keys():
             raise ValueError(
                 f"--load: {resume.folder} has LoRA at {min(gone)}, where none is trained now; start a new run, or draw "
                 "from it by sample.py"

@@ -16,11 +16,12 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from opendit.common.records import WriteFailures
 from opendit.common.safe_files import replacing, write_whole
 
-WARMUP, STEPS = 8, 3  # steps before the recording (the profiler warms up in the last two), and recorded steps
+WARMUP, STEPS = 8, 3  # steps before the recording (in the last two of which the profiler warms up), and recorded steps
 
 logger = logging.getLogger(__name__)
 
-# Kinds of work, and patterns of the names of their kernels (on a GPU) or operators (on a CPU). The first match counts.
+# Kind of work -> patterns of the names of its kernels (on a GPU) or operators (on a CPU). The first matching kind
+# counts.
 KINDS = (
     ("communication", r"nccl|c10d::|gloo|symm_mem"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn_generated"),
@@ -37,7 +38,7 @@ KINDS = (
 
 
 class Work(NamedTuple):
-    """A kernel or operator: its total time in the recorded steps in microseconds, and its number of calls."""
+    """A kernel or operator, with its total time in the recorded steps in microseconds, and its number of calls."""
 
     name: str
     time: float
@@ -50,7 +51,7 @@ def kind_of(name: str) -> str:
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Return a table of a step's time by kind of work, then by kernel or operator for those that take the most time.
+    """Return a table of a step's time by kind of work, followed by the kernels or operators that take the most time.
 
     Args:
         steps: number of recorded steps.
@@ -109,13 +110,14 @@ class StepProfiler:
         if kind is None:
             self.close()
         else:
-            self._profile = None  # the last step is incomplete
+            self._profile = None  # discard the recording, because its last step is incomplete
 
     def step(self) -> None:
         if self._profile is None:
             return
         self._steps += 1
-        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # wait, because only kernels of recorded steps count
+        # wait for the device, because only kernels of recorded steps count
+        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):
             torch.cuda.synchronize()
         self._profile.step()
 
@@ -134,13 +136,14 @@ class StepProfiler:
         )
 
     def _write(self, recorded: profile) -> None:
-        if self._profile is None:  # called by close() in the middle of the recording
+        if self._profile is None:  # close() ended the recording early
             return
         text, trace = table(works_of(recorded, self.cuda), STEPS), "(no trace)"
         with self._failures.survive("profile"):
             run = self.folder.parent
             write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
-            with tempfile.TemporaryDirectory() as private:  # the profiler writes next to the path that it gets
+            # a private folder, because the profiler also writes next to the path that it gets
+            with tempfile.TemporaryDirectory() as private:
                 plain = Path(private, "trace.json")
                 recorded.export_chrome_trace(str(plain))
                 with replacing(self.folder / "trace.json.gz", root=run) as new, gzip.open(new, "wb") as packed:

@@ -1,6 +1,6 @@
 """Report how a run ended, to the script that started it.
 
-The report is ``ended.json`` in the run's folder, and exit code 75 if the run should be started again.
+The report consists of ``ended.json`` in the run's folder, and of exit code 75 if the run should be started again.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ from pathlib import Path
 from opendit.checkpoint.run_folders import ENDED
 from opendit.common.safe_files import remove, write_whole
 
-AGAIN = 75  # EX_TEMPFAIL of sysexits.h; job queues can be told to restart such jobs
-# Environment variable that names a file. A run that begins to train writes the path of its folder into this file, so
-# that the script that started it finds ended.json.
+AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can be configured to restart jobs with this exit code
+# Environment variable that names a file. When training begins, a run writes the path of its folder into this file. So
+# the script that started the run finds ended.json.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 
 
@@ -40,7 +40,7 @@ def write_end(folder: Path, step: int, **how: bool) -> None:
 
 
 def exit_code(folder: Path) -> int:
-    """Return the exit code of a program whose run has ended in good order: 75 if steps are left, else 0.
+    """Return the exit code of a program whose run has ended without an error: 75 if steps are left, else 0.
 
     With torchrun the code is always 0, because torchrun treats any other code as a failure.
     """
@@ -48,5 +48,5 @@ def exit_code(folder: Path) -> int:
         return 0
     try:
         return 0 if json.loads((folder / ENDED).read_bytes())["done"] else AGAIN
-    except OSError:  # the file could not be written, and the run has reported that
+    except OSError:  # the file could not be written, which the run has already reported
         return 0

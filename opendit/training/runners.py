@@ -20,7 +20,7 @@ from opendit.kernels.recording import GraphRecorder
 from opendit.parallel.engines import Engine, StepResult
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 
-GRAPH_WARMUP = 3  # micro-batches before a recording, in which kernels compile and communicators connect
+GRAPH_WARMUP = 3  # number of micro-batches before a recording, in which kernels are compiled and communicators connect
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Runner(ABC):
     """Runs the passes of training steps. In training, only runners call the model.
 
     Attributes:
-        note: says whether CUDA graphs are used and, if not, why.
+        note: states whether CUDA graphs are used and, if not, the reason.
     """
 
     engine: Engine
@@ -64,8 +64,8 @@ class Runner(ABC):
         """Run the forward and backward passes of a step. The host does not wait for the device.
 
         Args:
-            micro_batches: the micro-batches of the step. Each is requested only when the passes of the previous
-                micro-batch are enqueued.
+            micro_batches: the micro-batches of the step. Each is requested only after the passes of the previous
+                micro-batch have been enqueued.
 
         Returns:
             The step's mean loss on this rank, 0-dim. In a pipeline only the last stage has the loss, and other stages
@@ -109,7 +109,8 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients, and return its contribution to the step's loss.
+        """Add the gradients of a micro-batch to the engine's gradients. Return the micro-batch's contribution to the
+        step's loss.
 
         The result is 0-dim and detached; the next call may overwrite it.
 
@@ -143,22 +144,23 @@ class Recording:
 class CUDAGraphRunner(EagerRunner):
     """Runner that records one micro-batch after a warm-up, and replays it for later micro-batches of the same shapes.
 
-    There are two graphs: one for the first micro-batch of a step, which sets the gradients, and one for the others,
-    which add to the gradients. A micro-batch that can't be recorded or replayed runs kernel by kernel, with the same
-    result.
+    There are two graphs: one for the first micro-batch of a step, which sets the gradients, and one for all later
+    micro-batches, which add to the gradients. A micro-batch that can't be recorded or replayed runs kernel by kernel,
+    with the same result.
 
     Args:
         eager: the passes to record, also used for micro-batches that run kernel by kernel. Its objective and model must
-            not wait for the device. Besides the micro-batch, they must not depend on anything that changes after the
-            recording.
+            not wait for the device. They must not depend on anything that changes after the recording, except for the
+            micro-batch.
         recorder: records the graphs.
     """
 
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
-        self._in_graph = False  # True if a recording holds the step's gradients
-        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # keyed by `first`
+        self._in_graph = False  # True if the step's gradients are in the memory of a recording
+        # micro-batches until the recording; the key is ``first``
+        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}
         self._recordings: dict[bool, Recording] = {}
         self._routed = False  # True if blocks of the last micro-batch saw a part of the tokens
 
@@ -167,7 +169,7 @@ class CUDAGraphRunner(EagerRunner):
             self._routed, self._warmup_left = routed, dict.fromkeys((True, False), float(GRAPH_WARMUP))
             self._recordings.clear()
         recording = self._recordings.get(first)
-        usable = first or self._in_graph  # later micro-batches of a step add to a recording's gradients
+        usable = first or self._in_graph  # later micro-batches of a step can only add to gradients of a recording
         if usable and recording is None and self._warmup_left[first] <= 0:
             recording = self._record(micro_batch, first, last)
         if usable and recording is not None and recording.fits(micro_batch):
@@ -181,7 +183,7 @@ class CUDAGraphRunner(EagerRunner):
         return self.forward_backward(micro_batch, last=last)
 
     def close(self) -> None:
-        """Free the recordings. NCCL would wait forever to close a communicator that a recorded graph still uses."""
+        """Free the recordings. Otherwise NCCL would wait forever to close a communicator that a recorded graph uses."""
         self._recordings.clear()
 
     def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
@@ -207,7 +209,8 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
     """Choose the runner of a training run.
 
     Args:
-        graph: True for CUDA graphs (``--enable_cuda_graph``). If they can't be used, the runner's ``note`` says why.
+        graph: True for CUDA graphs (``--enable_cuda_graph``). If graphs can't be used, the runner's ``note`` states the
+            reason.
         packs: True if micro-batches are packs (``--pack_tokens``).
     """
     engine = eager.engine

@@ -45,18 +45,18 @@ class RunSpecification:
     dataset: MediaDataset
     schedule: BatchSchedule
     model_config: DiTConfig
-    codec: ImageCodec | VideoCodec | None  # None on cached latents whose VAE can't be loaded
+    codec: ImageCodec | VideoCodec | None  # None for cached latents whose VAE can't be loaded
     vae: str
     conditioner: Conditioner
     objective: Objective
     kernels: KernelChoice
     sequence: SequenceParallel | None
-    stages: PipelineStages | None  # this rank's pipeline stages
-    why_not_compiled: str | None  # None if blocks are compiled
+    stages: PipelineStages | None  # this rank's stages of the pipeline; None without a pipeline
+    why_not_compiled: str | None  # reason; None if blocks are compiled
     memory: Setup
     sharding: Sharding | None  # settings by which --plugin fsdp divides the model
     folder: Path
-    lock: AbstractContextManager[Any]  # held while the run writes to the folder
+    lock: AbstractContextManager[Any]  # lock on the run's folder, held while the run writes to the folder
     resume: Checkpoint | None
     first_step: int
     last_step: int
@@ -65,10 +65,12 @@ class RunSpecification:
     lora: Lora | None
     notes: list[str]
     ema_warmup: float  # warm-up of the averages, see opendit.checkpoint.ema.EMA
-    samples_at_once: int  # number of samples of the configured size with as many tokens as a rank's micro-batch
+    # number of samples of the configured size that together have as many tokens as a rank's micro-batch
+    samples_at_once: int
     teacher: VisionTeacher | CachedTeacher | None = None  # frozen vision encoder of --repa, or its cached features
-    validation: MediaDataset | None = None  # held-out samples
-    prompts: tuple[list[str], Condition] | None = None  # drawn in sample grids instead of the data set's captions
+    validation: MediaDataset | None = None  # samples on which the loss is measured, but which are not trained on
+    # captions for sample grids, instead of captions from the data set
+    prompts: tuple[list[str], Condition] | None = None
     clip_fps: float | None = None  # frames per second of the clips that the model draws; None if unknown
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
@@ -76,19 +78,20 @@ class RunSpecification:
     def given_frames(self) -> str | None:
         """Conditioning frames of the training clips, as in --given_frames.
 
-        A model that takes conditioning frames in place can also train without them, so that the flag alone decides. For
-        other models the configuration decides.
+        A model with conditioning frames in place can also train without conditioning frames, so for such a model the
+        flag decides. For other models, the configuration decides.
         """
         config = self.model_config
         return self.flags.given_frames if config.given_in_place else config.given_frames
 
     @property
     def latents(self) -> Latents:
-        """Return the function that turns items of the data set into latents."""
+        """Return the function that converts items of the data set to latents."""
         return self.latents_of(self.dataset, self.flags.global_seed)
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
-        """Return the function for another data set of the same kind, with the VAE's noise keyed by ``seed``."""
+        """Return the function that converts items of another data set of the same kind to latents. The VAE's noise is
+        keyed by ``seed``."""
         about, cached = dataset.describe(), None
         if about.scaling_factor is not None and about.shift_factor is not None:
             cached = about.scaling_factor, about.shift_factor
@@ -96,7 +99,7 @@ class RunSpecification:
 
     @property
     def skipped_before(self) -> int:
-        """Return the number of steps that the run skipped before it was resumed."""
+        """Return the number of steps that the run had skipped before this start."""
         return self.resume.state["skipped"] if self.resume else 0
 
     def flag_values(self) -> dict[str, Any]:
@@ -123,16 +126,17 @@ class RunSpecification:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Return distinct captions, spread evenly over the data set; samples are drawn for them if the user names no
-    caption.
+    """Return distinct captions, spread evenly over the data set. Samples are drawn for these captions if the user gives
+    none.
 
-    Rows that can't be read are left out, because the loader replaces and counts them.
+    Rows that can't be read are left out; the data loader replaces and counts such rows.
     """
     return list(_example_rows(dataset, count))
 
 
 def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
-    """Return the captions of :func:`example_captions`, each mapped to the number of a row that has this caption."""
+    """Return the captions for :func:`example_captions`. Each caption is mapped to the index of a row with this
+    caption."""
     if dataset.describe().conditioning != "text":
         return {}
     found: dict[str, int] = {}
@@ -152,14 +156,15 @@ def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """Return an encoder's path or name as checkpoints record it: paths of folders are absolute, names unchanged."""
+    """Return an encoder's path or name as it is stored in checkpoints: a folder's path becomes absolute, and a name
+    does not change."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """Choose the sharding. Settings that the flags leave open get the values with the least traffic that fit in memory
-    by the memory estimate.
+    """Choose the sharding. Settings that the flags leave open get the values with the least traffic with which, by the
+    estimate, a step fits in memory.
 
     Args:
         batch: samples of a micro-batch on a rank.
@@ -169,13 +174,14 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
     return Sharding(
         reduce_dtype=PRECISIONS[resolved.reduce_dtype],
         keep_gathered=resolved.reshard == "never",
-        keep_gradients=cast(bool, resolved.keep_gradients),  # no longer None
+        keep_gradients=cast(bool, resolved.keep_gradients),  # resolve_sharding has replaced None
         gather_float8=setup.gathers_float8,
     )
 
 
 def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
-    """Resize the samples of the data set for --bucket_tokens or --pack_tokens. Without these flags return it unchanged.
+    """Resize the samples of the data set for --bucket_tokens or --pack_tokens. Without these flags, return the data set
+    unchanged.
 
     Raises:
         ValueError: the model or the data set can't be used with the flag. The message names the flag and the fix.
@@ -241,7 +247,8 @@ def make_schedule(
     Raises the same errors as ``build_schedule``.
 
     Args:
-        parts: number of parts of one shape in a step; None for the number of micro-batches.
+        parts: number of parts into which a step is divided; all samples of a part have one shape. None for the number
+            of micro-batches.
     """
     return build_schedule(
         dataset,
@@ -256,16 +263,17 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """Return the number of parts of one shape in a step of a resumed run, as its checkpoint records it.
+    """Return the number of parts in a step of a resumed run, as its checkpoint records it. All samples of a part have
+    one shape.
 
-    Return None if the number is unknown, or if a rank's micro-batches would cross the border of a part.
+    Return None if the number is unknown, or if a micro-batch of a rank would contain samples of two parts.
 
     Args:
         stored: the checkpoint's fingerprint.
         experts: number of ranks that divide the experts. Their micro-batches must have one shape.
     """
     split = str(stored.get("split", "")).split(" x ")
-    # Older checkpoints have no "parts": the number of parts was the number of micro-batches.
+    # Older checkpoints have no "parts"; in these, the number of parts equals the number of micro-batches.
     parts = stored.get("parts", int(split[2]) if len(split) == 3 else None)
     if parts is None or stored.get("global_batch") != global_batch or global_batch % parts:
         return None
@@ -274,13 +282,13 @@ def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, 
 
 
 def attention_length(config: DiTConfig) -> float:
-    """Return the number of tokens of a sample at which attention takes as many FLOPs as the linear layers."""
+    """Return the number of tokens per sample at which attention takes as many FLOPs as the linear layers."""
     return config.hidden_size * (2 + config.mlp_ratio)
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
-    """Return the number of samples of the configured size that have as many tokens as a rank's micro-batch, rounded
-    up."""
+    """Return the number of samples of the configured size, rounded up, that together have as many tokens as a rank's
+    micro-batch."""
     if flags.tokens is None:
         return flags.batch_size
     tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)
@@ -288,14 +296,14 @@ def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
-    """Check that the run can resume from a checkpoint; return notes to print.
+    """Check that the run can resume from a checkpoint. Return notes to print.
 
     Args:
         adds: True if the run trains only the layers of ``--lora``.
 
     Raises:
-        ValueError: the checkpoint holds another model, or weights that don't fit its own configuration, or a model that
-            learned another objective.
+        ValueError: the checkpoint contains another model, a model trained with another objective, or weights that don't
+            fit the checkpoint's configuration.
     """
     folder, info = checkpoint.folder, read_info(checkpoint.model)
     if "config" not in info:

@@ -33,16 +33,16 @@ from opendit.training.memory import (
     trained_count,
 )
 
-# Passes over memory by elementwise kernels, forward and backward, for each unit of activations that a block keeps.
-# Fitted to the training steps of benchmarks/results.csv.
+# Number of passes over memory by elementwise kernels, forward and backward, for each unit of activations that a block
+# keeps. Fitted to the training steps in benchmarks/results.csv.
 PASSES = 2.3
-# --recompute -> cost of recomputation: units of N x D read and written, and fraction of the MLP's first product.
+# --recompute -> cost of recomputation: (units of N x D values read and written, fraction of the MLP's first product).
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
-QUANTISED = 20  # units of N x D read and written to quantise the operands of products in float8
-UPDATE = 30  # bytes per weight that AdamW reads and writes: master, both moments, gradient, working weight
-AVERAGE = 8  # bytes per weight that each average reads and writes
-# Gathers and sums of N x D that tensor parallelism makes for each divided pair of layers. One of them overlaps with a
-# matrix product.
+QUANTISED = 20  # units of N x D values read and written to quantise the operands of float8 products
+UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
+AVERAGE = 8  # bytes read and written per weight of an average
+# Number of gathers and sums of N x D values that tensor parallelism makes for each pair of divided layers. One of these
+# overlaps with a matrix product.
 GATHERS_OF_A_PAIR = 5
 
 
@@ -94,7 +94,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Span:
-    """Placement of a group: ``ranks`` ranks in all, ``here`` of them on each machine."""
+    """Placement of a group of ``ranks`` ranks, of which ``here`` are on each machine."""
 
     ranks: int
     here: int
@@ -113,11 +113,10 @@ def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, f
     """Return the cost of an all-gather or reduce-scatter of ``size`` bytes in total.
 
     Every machine receives the other machines' data once, over the links of all its ranks at the same time, and
-    distributes the data to its ranks. The slower of these two transfers decides.
+    distributes the data to its ranks. The slower of these two transfers determines the time.
 
     Returns:
-        The traffic with nothing hidden, and the fraction of the traffic that computation of the same duration would
-        hide.
+        The traffic without overlap, and the fraction of it that computation of the same duration would hide.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -136,7 +135,7 @@ def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Return (count, FLOPs of one sample's forward pass, keys of attention) for each term of the plan with FLOPs.
+    """Return (count, FLOPs of one sample's forward pass, keys of attention) for each of the plan's terms with FLOPs.
 
     The number of keys is None for linear layers.
     """
@@ -150,7 +149,7 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
     """Return the FLOPs of one sample's forward and backward pass.
 
-    With LoRA, frozen weights have no gradients. The products of LoRA are counted as if all layers except modulations
+    With LoRA, frozen weights have no gradients. LoRA's products are counted as if all layers except the modulations
     processed the media's tokens.
 
     Args:
@@ -168,7 +167,7 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
 
 
 class _FewerTokens:
-    """Wrapper of a configuration that reports another number of tokens to the terms of a plan."""
+    """Wrapper of a configuration that reports a smaller number of tokens to the terms of a plan."""
 
     def __init__(self, config: DiTConfig, tokens: int):
         self._config, self.tokens = config, tokens
@@ -191,11 +190,12 @@ class _Step:
         self.plan, self.size = plan_of(config), BYTES[setup.precision]
         self.sharing = setup.sequence_parallel * setup.tensor_parallel
         self.parameters, self.block_parameters = held_counts(config, setup)
-        self.unit = batch * config.tokens * config.hidden_size * self.size  # bytes of N x D over all sharing ranks
+        # bytes of N x D values, over all ranks that share a sample
+        self.unit = batch * config.tokens * config.hidden_size * self.size
 
     def products(self) -> tuple[float, float]:
-        """Return the seconds of all linear layers in a micro-batch's forward pass, and of one block's first MLP
-        layer."""
+        """Return the seconds of a micro-batch's forward pass in all linear layers, and in the first MLP layer of one
+        block."""
         hardware, fp8 = self.hardware, self.setup.fp8
         rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
         total = 0.0
@@ -229,22 +229,23 @@ class _Step:
         if setup.recomputes_blocks:
             share = 1 - setup.kept_blocks(config.depth) / config.depth
             recomputed = share * (forward + there * setup.grad_checkpoint + 0.4 * elementwise)
-        if setup.plugin == "fsdp" and setup.alike > 1:  # fsdp copies gathered weights and gradients
+        if setup.plugin == "fsdp" and setup.alike > 1:  # fsdp also copies gathered weights and gradients in memory
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
         found = {
-            "products": (3 if setup.lora is None else 2) * forward,  # frozen weights have no gradient
+            # 2 with LoRA, because frozen weights have no gradient
+            "products": (3 if setup.lora is None else 2) * forward,
             "attention": there + back,
             "elementwise": elementwise,
             "recomputed": recomputed,
         }
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
-            # Every pass reads the stored weights and writes dense weights.
+            # In every pass, the stored weights are read and dense weights are written.
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # Blocks are copied in both passes, over one of the link's two directions.
+        # In the forward and in the backward pass, blocks are copied over one of the link's two directions.
         travel = 2 * host_blocks(config, setup) / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
@@ -259,7 +260,8 @@ class _Step:
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
         state, _ = parse_offload(setup.offload)
-        if state != "none":  # moments are read and written; averages change in place while other work runs
+        # Moments are read and written. Averages count less, because they change in place while other work runs.
+        if state != "none":
             moved = 16 * share if state == "state" else 0
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
         return seconds
@@ -274,22 +276,22 @@ class _Step:
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
-        forward, backward = work / 3, work * 2 / 3  # rough split
+        forward, backward = work / 3, work * 2 / 3  # rough split of the computation
         if setup.plugin == "ddp":
             reduced = beside(gather(4 * trained, alike, self.hardware), backward)
-            yield "gradients", reduced * 2  # reduce-scatter and all-gather
+            yield "gradients", reduced * 2  # a reduce-scatter and an all-gather
             return
         if setup.plugin in ("zero2", "gemini"):
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
             yield "gradients", reduced * micro_batches
             weights = gather(self.size * trained, alike, self.hardware)[0]
-            if setup.plugin == "gemini":  # gathers all weights in both passes, without overlap
+            if setup.plugin == "gemini":  # gemini gathers all weights in both passes, without overlap
                 weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
         shards = span(setup.alike // setup.replicate, stride, self.node)
         divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
-        experts = expert_parameters(self.config) if divided else 0  # experts are gathered separately
+        experts = expert_parameters(self.config) if divided else 0  # the experts are gathered separately
         block_parameters = self.block_parameters - experts
         bytes_of_block = self.size * block_parameters
         if setup.gathers_float8:
@@ -297,7 +299,7 @@ class _Step:
         block = gather(bytes_of_block, shards, self.hardware)
         passes = [forward] if setup.reshard == "never" else [forward, backward]
         gathered = Traffic()
-        for seconds in passes:  # the first block's gather is not overlapped
+        for seconds in passes:  # the first block's gather does not overlap with computation
             gathered += beside(block, seconds / depth) * (depth - 1) + block[0]
         yield "weights", gathered * micro_batches
         reduced = beside(
@@ -306,7 +308,7 @@ class _Step:
         yield "gradients", reduced * depth * (1 if setup.keep_gradients else micro_batches)
         if divided:
             same = span(shards.ranks // setup.expert_parallel, setup.expert_parallel, self.node)
-            # Every pass gathers and reduces the experts, without overlap.
+            # Each micro-batch gathers the experts' weights and reduces their gradients, without overlap.
             sizes = self.size, BYTES[setup.reduce_dtype]
             stacks = experts / setup.expert_parallel
             own = sum((gather(size * stacks, same, self.hardware)[0] for size in sizes), Traffic())
@@ -339,10 +341,11 @@ class _Step:
             hardware = replace(hardware, link=hardware.node_link, latency=hardware.node_latency)
         plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
         received, seconds = received_by_attention(plan, ranks) * self.unit / tensor, plan.seconds
-        if config.axial_attention:  # one all-to-all to the other axis and one back, in both passes
+        if config.axial_attention:  # in both passes, one all-to-all to the other axis and one back
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
-        times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # recomputation repeats the forward pass
+        # recomputation repeats the forward pass's communication
+        times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
@@ -385,13 +388,15 @@ def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
     if plan.kind == AXIAL:
         return 0
     if plan.kind == "fastseq":
-        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice, their gradients once; heads in both passes
+        # the inputs twice and their gradients once; the heads in both passes
+        return (ranks - 1) / ranks * (3 + 2 / ranks)
     if plan.kind == "ring":
         here, ring = 1, ranks
     elif plan.kind == "usp":
         here, ring = plan.heads_over, ranks // plan.heads_over
     by_heads = 8 * (here - 1) / (here * ranks)
-    return by_heads + 6 * (ring - 1) / ranks  # keys and values, then again with their gradients
+    # keys and values in the forward pass, and again with their gradients in the backward pass
+    return by_heads + 6 * (ring - 1) / ranks
 
 
 def step_cost(
@@ -409,7 +414,7 @@ def step_cost(
     """Estimate the cost of a rank's step.
 
     Args:
-        setup: a setup that ``resolve_sharding`` has resolved.
+        setup: a setup without "auto" settings; see ``resolve_sharding``.
         batch: samples of a micro-batch, which the ranks of a sequence or tensor group share.
         micro_batches: number of micro-batches in a step.
         node: number of ranks of a machine.
@@ -443,7 +448,7 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Return the cost of a pipeline, from the cost of its slowest rank.
+    """Return the cost of a step of a pipeline, given the cost of its slowest rank.
 
     This adds the rank's idle time at the first and last micro-batches (the bubble, Narayanan et al. 2021) and the
     transfer of tokens between stages.
@@ -456,7 +461,7 @@ def _pipelined(
     inside = setup.world // ranks < node and span(ranks, setup.world // ranks, node).nodes == 1
     seconds = sent / (hardware.copies if inside else hardware.node_link) + hardware.latency
     hidden = hardware.overlap if inside else hardware.node_overlap
-    messages = 2 * chunks * setup.micro_batches  # tokens and their gradients
+    messages = 2 * chunks * setup.micro_batches  # messages per step: tokens and their gradients
     stages = beside((Traffic(sent, seconds, seconds), hidden), math.inf) * messages
     return replace(slowest, work={**slowest.work, "bubble": bubble}, traffic={**slowest.traffic, "stages": stages})
 

@@ -17,20 +17,21 @@ from opendit.training.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
-SLOW = 1.5  # a rank is slow if its own work takes more than this multiple of the other ranks' median
-LOSS = 0.1  # a slow rank costs at least this fraction of a step
-LEAST_S = 1.0  # a slow rank costs at least this number of seconds between two lines of the log
+SLOW = 1.5  # a rank is slow if its work takes more than this multiple of the other ranks' median
+LOSS = 0.1  # a rank is reported as slow only if it costs at least this fraction of a step
+# a rank is reported as slow only if it costs at least this number of seconds between two lines of the log
+LEAST_S = 1.0
 REPEAT = 20  # number of lines of the log after which the warning is repeated
-TIMED = 32  # number of micro-batches, the last before each line, whose forward passes are timed
+TIMED = 32  # number of micro-batches before each line of the log whose forward passes are timed
 
 
 class Pace:
     """Timer of each rank's own work, to find a slow rank. With one rank it does nothing.
 
-    All ranks take the same time for a step, because they wait for each other. Their own work differs: the wait for the
-    rank's data, and the forward pass before the first communication. If the forward pass itself waits for other ranks
+    All ranks take the same time for a step, because they wait for each other. But two things differ between ranks: the
+    wait for data, and the forward pass before the first communication. If the forward pass itself waits for other ranks
     (Gemini's gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data is compared. The host
-    reads the GPU's clock only when it logs a line, because it waits for the GPU then anyway.
+    reads the GPU's timers only when it logs a line, because it then waits for the GPU anyway.
     """
 
     def __init__(self, mesh: Mesh):
@@ -38,9 +39,10 @@ class Pace:
         self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
         self._on_gpu = mesh.device.type == "cuda"
         self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
-        self._begun: Any = None  # host time in seconds, or on a GPU an event
-        self._forwards: deque[Any] = deque(maxlen=TIMED)  # seconds, or on a GPU pairs of events
-        self._named, self._lines = None, 0  # rank of the last warning, and lines since then
+        self._begun: Any = None  # start of the micro-batch: host time in seconds, or an event on a GPU
+        # durations of forward passes: seconds, or pairs of events on a GPU
+        self._forwards: deque[Any] = deque(maxlen=TIMED)
+        self._named, self._lines = None, 0  # rank that the last warning named, and number of lines since then
 
     def begin(self, waited: float) -> None:
         """Start timing a micro-batch. waited: seconds that the rank waited for its data."""
@@ -51,15 +53,15 @@ class Pace:
         self._begun = self._now()
 
     def end(self) -> None:
-        """Stop timing. Call when the forward pass has ended, or on a GPU is enqueued."""
+        """Stop timing. Call when the forward pass has ended, or on a GPU when it has been enqueued."""
         if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         begun, now, self._begun = self._begun, self._now(), None
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for a line of the log: the slowest rank, and the ratio of its own work to the other ranks'
-        median.
+        """Return fields for a line of the log: the slowest rank, and the ratio of that rank's work to the median of the
+        other ranks.
 
         Collective. Call after the host has waited for the device.
 
@@ -128,10 +130,10 @@ class StepLog:
         self._skipped_before = self.skipped = skipped_before
         self.figures: dict[str, Any] = {}
         self.logged = first_step
-        self._bytes_read = 0  # sum over ranks, up to the last line
+        self._bytes_read = 0  # bytes read by all ranks, up to the last line
 
     def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
-        """Write the line of step ``done``. The host waits for the device.
+        """Write the log's line for step ``done``. The host waits for the device.
 
         Args:
             measured: figures of validation and evaluation at this step.
@@ -146,7 +148,8 @@ class StepLog:
         self.skipped = self._skipped_before + int(self._engine.skipped)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
-        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # count shared reads once
+        # ranks that share samples read the same files, so count these once
+        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)

@@ -29,8 +29,8 @@ from opendit.training.step_cost import training_flops
 
 
 def announce_memory(spec: RunSpecification) -> None:
-    """Print the estimated memory of a step, and the cheapest mitigation if the GPU has less. Call before building the
-    model."""
+    """Print the estimated memory of a step. If the GPU has less, also print the cheapest change that makes the step
+    fit. Call before building the model."""
     if not spec.mesh.is_main:
         return
     config, batch = spec.model_config, spec.samples_at_once
@@ -51,7 +51,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     flags, mesh, config = spec.flags, spec.mesh, spec.model_config
     cuda = mesh.device.type == "cuda"
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # number of trained weights
-    if spec.stages is not None:  # engine.shapes has only this rank's weights
+    if spec.stages is not None:  # engine.shapes has only this rank's weights, so add those of the other stages
         weights = config.parameters() if spec.lora is None else lora_parameters(config, spec.lora)
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
@@ -152,18 +152,19 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
         run = "latest" if ours else quote(spec.folder)
         return f"the same command with --load {run} goes on to step {spec.last_step}"
     if isinstance(spec.dataset, MockDataset):
-        return None  # trained on random latents
+        return None  # no command, because the run trained on random latents
     info, text = spec.info(), spec.model_config.text
     alone = isinstance(spec.model_config, PublicConfig) and spec.model_config.expert is not None
-    if spec.lora is not None and family_in(spec.flags.model):  # the base's folder has VAE and text encoder
+    if spec.lora is not None and family_in(spec.flags.model):  # the base model's folder has the VAE and text encoder
         video = " --use_video" if spec.flags.use_video else ""
         base = Path(str(spec.flags.pretrained))
-        base = quote(base.parent if alone else base)  # folder of both networks
+        base = quote(base.parent if alone else base)  # the folder that contains both networks
         return f"python sample.py{video} --ckpt {base} --lora {quote(spec.folder)} --prompt WORDS"
     command = f"python sample.py --ckpt {quote(spec.folder)}" + " --second_ckpt RUN" * alone
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
-        command += f" --{name} {quote(info[name])}"  # sample.py loads no encoder that only a checkpoint names
+        # needed because sample.py loads no encoder that only a checkpoint names
+        command += f" --{name} {quote(info[name])}"
     return command + ("" if spec.codec is not None else "  (the latents' VAE was not at hand)")
 
 

@@ -17,7 +17,8 @@ from opendit.parallel.engines import Engine
 
 @contextmanager
 def torch_operations(model: DiT) -> Iterator[None]:
-    """Context in which a model uses plain torch operations, which have forward-mode derivatives, instead of kernels."""
+    """Context in which a model uses plain torch operations instead of kernels, because these have forward-mode
+    derivatives."""
     parts = (model, *model.blocks, model.final_layer)
     attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
     before = [part.ops for part in parts], [module.attend for module in attentions]
@@ -62,7 +63,7 @@ class TargetNetwork:
         with torch_operations(self._model), forward.dual_level():
             dual = forward.make_dual(x, dx.to(x.dtype)), forward.make_dual(time, dtime)
             _, tangent = forward.unpack_dual(self._output(*dual, self._labels[rows]))
-            assert tangent is not None  # the output depends on both inputs
+            assert tangent is not None  # the output depends on both inputs, so it has a tangent
             return tangent
 
     def _output(self, x: Tensor, time: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loss of the EMA weights on held-out samples, by noise level."""
+"""Measure the loss of the EMA weights on held-out samples, by noise level."""
 
 import io
 import itertools
@@ -37,12 +37,14 @@ logger = logging.getLogger(__name__)
 
 LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
 MOST_SAMPLES = 1000
-RISING = 3  # number of consecutive rises of the held-out loss after which a run warns once
-SHARE_OF_SAMPLES = 0.015  # held-out losses per training sample; their forward passes are 0.5 % of the run's work
+RISING = 3  # number of consecutive rises of the held-out loss after which a run prints a warning, once
+# held-out losses per training sample; with this number, their forward passes are 0.5 % of the run's work
+SHARE_OF_SAMPLES = 0.015
 
 
 def steps_between(spec: RunSpecification) -> int:
-    """Return the number of steps between validations; all steps of the run if it validates only at its end."""
+    """Return the number of steps between validations; the total number of steps if the run validates only at its
+    end."""
     flags = spec.flags
     return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or spec.last_step
 
@@ -50,7 +52,7 @@ def steps_between(spec: RunSpecification) -> int:
 def number_of_losses(spec: RunSpecification) -> int:
     """Return the number of losses to average: --validate_samples, or a number that costs little compared to training.
 
-    The number is smaller for pipelines, because all ranks of a pipeline but one are idle during validation.
+    The number is smaller for pipelines, because during validation all ranks of a pipeline except one are idle.
     """
     if spec.flags.validate_samples is not None:
         return spec.flags.validate_samples
@@ -91,7 +93,7 @@ class FixedSamples:
         return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]
 
 
-MOST = 20  # upper end of the heat map, in % above a level's lowest loss (early losses are far higher)
+MOST = 20  # upper end of the heat map's scale, in % above a noise level's lowest loss (early losses are far higher)
 
 
 @dataclass
@@ -111,7 +113,8 @@ class LossHistory:
 
     @classmethod
     def read(cls, log: Path, noise: list[float]) -> "LossHistory":
-        """Read the validations at the noise levels ``noise`` from log.jsonl. Skip unreadable lines. Raises OSError."""
+        """Read from log.jsonl the validations that have the noise levels ``noise``. Skip unreadable lines. Raises
+        OSError."""
         history = cls(noise)
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             try:
@@ -121,7 +124,7 @@ class LossHistory:
         return history
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the log if it contains a validation at the noise levels ``self.noise``."""
+        """Add a line of the log if it contains a validation that has the noise levels ``self.noise``."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
             self.steps.append(step)
@@ -142,11 +145,11 @@ def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     """Write a PNG with three plots over the steps of training. Raises OSError.
 
     The plots show the mean loss, the loss at each noise level, and a heat map. For each level, the heat map shows how
-    far the loss lies above the lowest loss at this level. It reveals where the model still learns and where it begins
-    to memorise its training samples.
+    far the loss lies above the lowest loss at this level. The heat map reveals where the model still learns and where
+    it begins to memorise its training samples.
     """
     import numpy as np
-    from matplotlib.figure import Figure  # pyplot would keep figures and look for a screen
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure in memory and needs a display
 
     table = np.array(history.by_noise, dtype=float).reshape(len(history.steps), -1).T  # (levels, validations)
     figure = Figure(figsize=(15, 4.6), layout="constrained")
@@ -196,8 +199,8 @@ class FixedBatch(NamedTuple):
 
     Attributes:
         numbers: (B,) indices of the losses.
-        new: number of leading losses that count. It is 0 for a micro-batch that this rank computes only because other
-        ranks compute one.
+        new: number of leading losses that count; 0 if this rank computes the micro-batch only because other ranks
+            compute one.
         x0: (B, C, ...) float32 latents.
         condition: condition of the B samples.
     """
@@ -209,7 +212,7 @@ class FixedBatch(NamedTuple):
 
 
 class Validation:
-    """The objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
+    """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
     For the same weights and --batch_size the figures are bit-identical on any number of data-parallel ranks: every
     micro-batch is computed by one rank, and the losses are summed in the order of their indices. The constructor reads
@@ -244,7 +247,7 @@ class Validation:
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
         """Read and encode the micro-batches with the indices ``turns``.
 
-        An index beyond the last micro-batch gets a copy of the first micro-batch, whose losses don't count.
+        For an index beyond the last micro-batch, use a copy of the first micro-batch, whose losses don't count.
         """
         spec, flags, device = self._spec, self._spec.flags, self._spec.mesh.device
         found, there = [], len(self.samples.micro_batches)
@@ -273,7 +276,7 @@ class Validation:
                 found = self._runner.losses(self._micro_batch(batch)).double()
                 if mesh.leads_sharing:
                     losses[batch.numbers[: batch.new].to(mesh.device)] = found[: batch.new]
-        return mesh.sum(losses).cpu()  # exact: each loss is 0 on all ranks but one
+        return mesh.sum(losses).cpu()  # exact, because each loss is 0 on all ranks except one
 
     def _micro_batch(self, batch: FixedBatch) -> MicroBatch:
         device = self._engine.mesh.device
@@ -323,13 +326,14 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Return sigma (noise over signal) at the middle of each of ``LEVELS`` equal parts of the times of training."""
+    """Return sigma (noise over signal) at the middle of each of ``LEVELS`` parts, of equal probability, of the training
+    times."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()
 
 
 def _mean(losses: list[float]) -> float | None:
-    """Return the mean of the losses; None if it is not finite. The exact sum does not depend on the order of the
-    losses."""
+    """Return the mean of the losses; None if it is not finite. The sum is exact, so it does not depend on the order of
+    the losses."""
     return math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None

@@ -35,7 +35,8 @@ def objective_from_flags(flags: Any) -> Objective:
 
 
 def objective_from_dict(values: dict[str, Any] | None) -> Objective:
-    """Return the objective that ``to_dict`` recorded. For weights without a record (None), return the DiT paper's.
+    """Return the objective that ``to_dict`` recorded. For weights without a record (None), return the objective of the
+    DiT paper.
 
     Raises ValueError for an objective or a setting that this version does not know.
     """

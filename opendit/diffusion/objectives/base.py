@@ -17,8 +17,8 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
 class Prepared(NamedTuple):
     """A micro-batch prepared for the network.
 
-    The first dimension of every tensor is the batch. Therefore it can be split into smaller micro-batches, sent to
-    another pipeline stage, and recorded in a CUDA graph.
+    The first dimension of every tensor is the batch. Therefore this object can be split into smaller micro-batches,
+    sent to another pipeline stage, and recorded in a CUDA graph.
 
     x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), the network's time. context: further inputs
     of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
@@ -44,7 +44,7 @@ class Objective(ABC):
     Attributes:
         name: the name of the objective's file.
         preview_sampler: the sampler for previews, which take few steps.
-        learn_sigma: the network also predicts a variance, in C additional channels.
+        learn_sigma: True if the network also predicts a variance, in C additional channels.
     """
 
     name: ClassVar[str]
@@ -60,7 +60,8 @@ class Objective(ABC):
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
-        """Return the objective for samples of ``tokens`` tokens, which is this one unless the number matters."""
+        """Return the objective for samples of ``tokens`` tokens: this one, unless it depends on the number of
+        tokens."""
         return self
 
     @abstractmethod
@@ -81,9 +82,11 @@ class Objective(ABC):
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the final target of the loss, if the network itself is needed to compute it.
+        """Return ``prepared`` with the final target of the loss, for an objective that computes the target with the
+        network.
 
-        No gradients are computed. network: see ``opendit.diffusion.objectives.meanflow.Network``."""
+        No gradients are computed. network: see ``opendit.diffusion.objectives.meanflow.Network``.
+        """
         return prepared
 
     @abstractmethod
@@ -112,7 +115,7 @@ class Objective(ABC):
     def noise_level(self, timestep: Tensor) -> Tensor:
         """Convert the network's time (B,) to sigma (B,): the noise's standard deviation over the signal's scale.
 
-        Noise is comparable across objectives, steps and samplers only in this unit.
+        Only sigma is comparable across objectives, numbers of steps and samplers.
         """
 
     def sample(
@@ -138,7 +141,7 @@ class Objective(ABC):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Names of the samplers that fit the trajectory; the first is the default."""
+        """Names of the samplers that work with the trajectory; the first is the default."""
         default, trajectory = DESCRIPTIONS[self.name].sampler, type(self.for_tokens(1).trajectory(2))
         fitting = [name for name, sampler in SAMPLERS.items() if sampler.fits(trajectory)]
         return tuple(sorted(fitting, key=lambda name: name != default))

@@ -59,8 +59,8 @@ def training_loss(
         min_snr: gamma of ``min_snr_weight``, which weights the squared error but not the variational bound.
 
     In the hybrid loss, the variational bound trains only the variance, because its mean is detached. As in Meta's DiT,
-    the bound is in bits and averaged over dimensions. Its weight is 1: the paper's 0.001 times the 1000 terms of the
-    bound, one of which is drawn at random. The loss is computed in float32.
+    the bound is in bits and averaged over dimensions. Its weight is 1, because each sample uses one random term out of
+    1000, and the paper's weight is 0.001. The loss is computed in float32.
 
     Raises:
         ValueError: the shapes don't match, or ``prediction`` is unknown.
@@ -94,7 +94,7 @@ def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> 
 
 
 class DDPMContext(NamedTuple):
-    """Inputs of the loss besides the prepared tensors.
+    """Inputs of the loss in addition to x_t and the network's time.
 
     x0 and noise are (B, C, ...). t, (B,) int64, indexes the schedule; the network gets timesteps of the full schedule.
     """
@@ -136,8 +136,8 @@ def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """
     centered = x - mean
     first, last = x < -0.999, x > 0.999
-    # Evaluate every bin left of the mean, which symmetry permits. There, the difference of the two CDFs does not
-    # cancel. Right of the mean, float32 would lose all mass beyond 5.5 sigma.
+    # By symmetry, every bin can be evaluated left of the mean, where the two CDFs do not cancel when subtracted. Right
+    # of the mean, float32 would lose all mass beyond 5.5 sigma.
     left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
     inv_std = torch.exp(-0.5 * log_variance)
     below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
@@ -147,7 +147,7 @@ def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
 def _normal_cdf(z: Tensor) -> Tensor:
     """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match those of Meta's DiT.
 
-    guided-diffusion's (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail.
+    The formula (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail.
     """
     return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
 
@@ -158,7 +158,7 @@ def _mean_per_sample(x: Tensor) -> Tensor:
 
 @functools.cache
 def _shifted(shift: float) -> DDPM:
-    """Return the schedule of ``shift``, cached so that its tables are copied to each device only once."""
+    """Return the noise schedule with this shift, cached so that its tables are copied to each device only once."""
     return DDPM.linear(shift=shift)
 
 
@@ -210,7 +210,8 @@ class DDPMObjective(Objective):
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of x and of the model's output in eps: 0 and 1, or with velocity sigma and alpha."""
+        """Return the weights of x and of the model's output in eps: (0, 1), or (sigma, alpha) if the model predicts
+        velocity."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
@@ -221,7 +222,8 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network sees the timestep, not the shift
+        # The network's input is the timestep; with a shift, the same timestep means another noise level.
+        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:

@@ -67,13 +67,13 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
 
 
 class EDMContext(NamedTuple):
-    """Input of the loss besides the prepared tensors: the target of F, (B, C, ...), float32 at least."""
+    """Input of the loss in addition to x_t and the network's time: the target of F, (B, C, ...), float32 at least."""
 
     target: Tensor
 
 
 def _rows(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Reshape (B,) to (B, 1, ..., 1), with the rank and dtype of x."""
+    """Reshape (B,) to (B, 1, ..., 1), to match the rank and dtype of x."""
     return coefficients.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
 
 

@@ -12,12 +12,12 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predic
 designed.
 
 The loss weights an error of the predicted x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise ratio.
-So flow learns much sooner what is decided at high noise. For clips, this includes what they show at all, because their
-frames repeat each other (docs/log/2026-11-21-moving-digits-objective.md).
+So flow learns much sooner what a sample's high-noise steps decide. In clips, whose frames resemble each other, these
+steps decide even the subject (docs/log/2026-11-21-moving-digits-objective.md).
 
 With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
 the space. So a patch of many pixels needs no more channels than its pictures have dimensions ([J] sec. 3). The velocity
-is (x_t - x_0) / t. The loss is that of the velocity, with t clamped to at least LEAST_TIME ([J] sec. 4).
+is (x_t - x_0) / t. The loss is the velocity's squared error, with t clamped to at least LEAST_TIME ([J] sec. 4).
 """
 
 import math
@@ -39,7 +39,7 @@ SETTINGS = DESCRIPTIONS["flow"].settings
 
 PREDICTED = SETTINGS["prediction"].bounds["choices"]
 TIME_SCALE = 1000.0  # the network's time at t = 1
-LEAST_TIME = 0.05  # lower bound of the t by which an error of a predicted x_0 is divided
+LEAST_TIME = 0.05  # lower bound of t in the division that turns an error of x_0 into one of the velocity
 EMPIRICAL_STEPS = 50  # default number of steps of FLUX.2's pipelines
 MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``, far beyond practical values
 
@@ -74,7 +74,7 @@ def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
 
 
 def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
-    """Invert the monotonic function ``times`` by bisection: return u in [0, 1] with times(u) = t, in t's dtype."""
+    """Invert the monotonic function ``times`` by bisection. Return u in [0, 1] with times(u) = t, in t's dtype."""
     low, high = torch.zeros_like(t), torch.ones_like(t)
     rises = times(torch.full_like(t, 0.75)) > times(torch.full_like(t, 0.25))
     for _ in range(60):
@@ -87,7 +87,7 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 def empirical_shift(tokens: int, steps: int) -> float:
     """Return the shift that FLUX.2's pipelines compute (``compute_empirical_mu``).
 
-    ln(shift) is linear in the number of tokens at 10 steps and at 200 steps. For other numbers of steps, it is
+    ln(shift) is linear in the number of tokens at 10 steps and at 200 steps. For other numbers of steps, ln(shift) is
     interpolated linearly. Above 4300 tokens, the value at 200 steps is used for any number of steps.
     """
     most = 0.00016927 * tokens + 0.45666666
@@ -105,7 +105,7 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 class FlowContext(NamedTuple):
-    """Inputs of the loss besides the prepared tensors.
+    """Inputs of the loss in addition to x_t and the network's time.
 
     target: (B, C, ...), the output that the network should return, float32 at least. weight: (B,), the weight of each
     sample's squared error.
@@ -116,7 +116,8 @@ class FlowContext(NamedTuple):
 
 
 class ContrastContext(NamedTuple):
-    """``FlowContext`` with ``other``, (B, C, ...): the target for the velocity of another sample."""
+    """``FlowContext`` with one more field. other: (B, C, ...), another sample's velocity, which the contrastive term
+    uses."""
 
     target: Tensor
     weight: Tensor
@@ -126,7 +127,7 @@ class ContrastContext(NamedTuple):
 def of_neighbours(x: Tensor) -> Tensor:
     """Swap the samples of each pair (0 and 1, 2 and 3, ...) of x (B, ...); an unpaired last sample stays.
 
-    Micro-batches are even and consecutive, so the pairs of the global batch are the same on any number of ranks.
+    Micro-batches have even sizes and consecutive samples. So pairs are the same on any number of ranks.
     """
     return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
 
@@ -137,11 +138,11 @@ def network_times(t: Tensor) -> Tensor:
 
 
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
-    """Return ``steps`` + 1 times for sampling, float64, from 1 to 0: evenly spaced, then shifted.
+    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64.
 
-    terminal: stretch the times so that the last one above 0 is ``terminal``, as Qwen-Image and LTX do. A single step
-    has no such time. shifted_end: before the shift, end the evenly spaced times above 0 at shift_times(1/1000), as
-    Stable Diffusion 3 does.
+    terminal: stretch the times so that the last nonzero time is ``terminal``, as Qwen-Image and LTX do. This has no
+    effect on a single step. shifted_end: before the shift, space the nonzero times evenly down to shift_times(1/1000),
+    as Stable Diffusion 3 does.
     """
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
@@ -155,14 +156,16 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
 
 
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the times of diffusers' UniPC for flows, and the network's times there, each (``steps`` + 1,) float64.
+    """Return the times t of diffusers' UniPC for flows, and the corresponding inputs of the network, each (``steps`` +
+    1,) float64.
 
     Times are spaced evenly from 1 to 1/1000 and shifted, and the last one is replaced by 0. The first is 1 - 1e-6,
     where lambda = ln((1 - t) / t) is finite. Rounding to float32, as in diffusers, raises 1 - t of the first time by
-    1.3 %, which affects second-order steps. The network's times are truncated to whole numbers, so the first one is
-    999.
+    1.3 %, which affects second-order steps. The network's inputs are 1000 t, truncated to whole numbers. So the first
+    one is 999.
     """
-    t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1  # order of numpy.linspace
+    # same order of operations as numpy.linspace, for equal rounding
+    t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
     t = shift_times(t, shift)
     t[0] = 1 - 1e-6
     t = torch.cat((t, t.new_zeros(1)))
@@ -216,7 +219,8 @@ class FlowTrajectory(Trajectory):
 class SigmaTrajectory(FlowTrajectory):
     """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. The slope is dx / dsigma = noise.
 
-    This x is (1 + sigma) x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above 0.
+    This x equals (1 + sigma) times the flow's x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above
+    0.
     """
 
     def __init__(self, sigmas: Tensor):
@@ -239,7 +243,7 @@ class SigmaTrajectory(FlowTrajectory):
 
 
 def _rows(values: Tensor, x: Tensor) -> Tensor:
-    """Reshape (B,) to (B, 1, ..., 1), with the rank and dtype of x."""
+    """Reshape (B,) to (B, 1, ..., 1), to match the rank and dtype of x."""
     return values.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
 
 
@@ -255,7 +259,7 @@ class FlowObjective(Objective):
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
         min_snr: gamma of [H]. Errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
         contrast: weight of [C] eq. 6's term, which pushes the velocity away from another sample's velocity.
-        shift_tokens: number of tokens for which ``shift`` is meant. Samples of m tokens get shift * sqrt(m /
+        shift_tokens: number of tokens to which ``shift`` applies. Samples of m tokens get shift * sqrt(m /
             shift_tokens) ([E] eq. 23). So clips get more noise than pictures. None: one shift for all samples.
 
     The other fields have no flags. They describe how public models are sampled (``published_schedules``).
@@ -263,7 +267,7 @@ class FlowObjective(Objective):
         shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
         shift_terminal, shifted_end: arguments of ``sampling_times``.
         discrete_times: True to sample at the times of the function ``discrete_times``.
-        least, most: limits of the training times, for a network that handles only a part of the times.
+        least, most: limits of the training times, for a network that is used only between these times.
         karras: True to sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
         empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until the number
             is known. Training uses EMPIRICAL_STEPS as the number of steps.
@@ -335,7 +339,7 @@ class FlowObjective(Objective):
     def _shift_of(self, tokens: int) -> float:
         if self.empirical_tokens is not None:
             return empirical_shift(tokens, EMPIRICAL_STEPS)
-        assert self.shift_tokens is not None  # callers check this
+        assert self.shift_tokens is not None  # every caller checks this
         if self.shift_growth is None:
             return self.shift * math.sqrt(tokens / self.shift_tokens)
         exponent = self.shift_growth * (tokens - self.shift_tokens)
@@ -389,7 +393,8 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        return of_x if self.prediction == "x" else t**2 * of_x  # x_0's error is t times the velocity's error
+        # ``of_x`` weights errors of x_0; an error of x_0 is t times the error of the velocity
+        return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample.
@@ -425,7 +430,7 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings except those without effect, which older checkpoints do not contain."""
+        """Return all settings except unused ones, which older checkpoints do not contain."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}

@@ -8,11 +8,11 @@ mean velocity from r to t on the path through x_t, so that x_r = x_t - (t - r) u
 
     u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
 
-The right side, without a gradient, is the training target of u. The v in du/dt is the network's own u(x_t, t, t),
+The right side, without a gradient, is the training target of u. In du/dt, the network's own u(x_t, t, t) replaces v,
 because noise - x_0 varies from sample to sample ([I] sec. 4.1). At r = t, the loss is that of ``flow``.
 
-Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where u has no condition. So a
-guided sample needs one evaluation per step.
+Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where this u is computed without
+condition. So a guided sample needs one evaluation per step.
 """
 
 import math
@@ -30,11 +30,12 @@ from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32
 
 SETTINGS = DESCRIPTIONS["meanflow"].settings
-SMALLEST = 1e-3  # added to the squared error by which a sample's gradient is divided ([M] sec. 4.3)
+SMALLEST = 1e-3  # added to the squared error before a sample's gradient is divided by it ([M] sec. 4.3)
 
 
 class Network(Protocol):
-    """The network as the target calls it, without gradients. ``rows`` indexes the samples of the micro-batch in x."""
+    """The network as ``MeanFlowObjective.complete`` calls it, without gradients. ``rows`` are the indices of x's
+    samples in the micro-batch."""
 
     dropped: Tensor  # (B,) bool: True for samples that have the null condition
 
@@ -50,10 +51,10 @@ class Network(Protocol):
 
 
 class MeanFlowContext(NamedTuple):
-    """Input of the loss besides the prepared tensors.
+    """Input of the loss in addition to x_t and the network's time.
 
-    target: (B, C, ...), the target of the output; it is noise - x_0 until :meth:`MeanFlowObjective.complete`. interval:
-    (B,), t - r.
+    target: (B, C, ...), the target of the output: noise - x_0, until :meth:`MeanFlowObjective.complete` replaces it.
+    interval: (B,), t - r.
     """
 
     target: Tensor
@@ -73,7 +74,8 @@ def network_times(t: Tensor, interval: Tensor) -> Tensor:
 class MeanFlowTrajectory(FlowTrajectory):
     """The trajectory of MeanFlow. A ``point`` is t, (B,).
 
-    The model gets t and the step's length, (B, 2), and returns the step's mean velocity. So Euler's method is exact.
+    The model gets t and the step's length, (B, 2), and returns the mean velocity over the step. So Euler's method is
+    exact.
     """
 
     def __init__(self, times: Tensor):
@@ -82,7 +84,8 @@ class MeanFlowTrajectory(FlowTrajectory):
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         starts, lengths = (table.to(point.device, point.dtype) for table in (self._starts, self._lengths))
-        step = (point[:, None] - starts).abs().argmin(1)  # samples of a batch may be at different steps
+        # compute each sample's step, because samples of a batch may be at different steps
+        step = (point[:, None] - starts).abs().argmin(1)
         return model(x, network_times(point, lengths[step])).to(x.dtype)
 
     def slope_weights(self, k: int) -> LinearForm | None:
@@ -93,9 +96,9 @@ class MeanFlowTrajectory(FlowTrajectory):
 class MeanFlowObjective(Objective):
     """Improved MeanFlow.
 
-    mean, std: parameters of the normal logit(t) and logit(r). share: fraction of samples with r < t; the others have r
-    = t. guidance: w in the module's docstring; 1 means no guidance. power: exponent of the squared error that divides a
-    sample's gradient; 0 gives the mean squared error.
+    mean, std: parameters of the normal distribution of logit(t) and logit(r). share: fraction of samples with r < t;
+    the others have r = t. guidance: w in the module's docstring; 1 means no guidance. power: a sample's gradient is
+    divided by its squared error to this power; 0 gives the mean squared error.
     """
 
     name: ClassVar[str] = "meanflow"
@@ -160,7 +163,8 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        return error.detach() + weighted - weighted.detach()  # error's value: weighted is always about 1
+        # the returned value is the error itself, because ``weighted`` is always about 1
+        return error.detach() + weighted - weighted.detach()
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         return MeanFlowTrajectory(sampling_times(steps))

@@ -37,12 +37,12 @@ def sample(
     Args:
         model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns what the
             objective trains it to predict, in any dtype.
-        x: (B, C, ...), x at the noisiest point, see ``Trajectory.start``. The result has the same shape, in float32, or
-            in float64 if x is float64.
+        x: (B, C, ...), the state at the noisiest point, see ``Trajectory.start``. The result has the same shape, in
+            float32, or in float64 if x is float64.
         noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).
         progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
-        callback: called in each step with a dict of values at its start: ``step`` k, ``timestep`` (the trajectory's
-            time), the state ``x``, and ``denoised``, the x_0 predicted from x.
+        callback: called in each step with a dict of values at the step's start: ``step`` k, ``timestep`` (the
+            trajectory's time), the state ``x``, and ``denoised``, the x_0 predicted from x.
         options: options of the sampler, such as DDIM's ``eta``.
 
     Raises:

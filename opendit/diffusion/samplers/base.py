@@ -23,12 +23,12 @@ class State(NamedTuple):
 class StepWeights(NamedTuple):
     """A step as weighted sums, which kernels can compute in one pass.
 
-    Weights are in this order: the state's fields, the model's outputs in this step's evaluations, noise.
+    Every list of weights has this order: the state's fields, the model's outputs in this step's evaluations, the noise.
 
-    inputs: the weights of each evaluation's model input, which sums the state's fields and the earlier outputs. after:
-    for each field of the next state, the weights of all terms. If ``noise`` is False, the last weight, of the noise, is
-    omitted. variance: (p, q) for models that also predict a variance v in additional output channels. Then exp(p + q v)
-    replaces the weight of the noise in x.
+    inputs: for each evaluation, the weights that sum the state's fields and the earlier outputs to the model's input.
+    after: for each field of the next state, the weights of all terms. If ``noise`` is False, the noise's weight is
+    omitted. variance: (p, q) for models that also predict a variance v in additional output channels. With such a
+    model, the weight of the noise in x is exp(p + q v).
     """
 
     inputs: tuple[tuple[float, ...], ...]
@@ -45,11 +45,11 @@ class Sampler(ABC):
             state = sampler.step(state, i)
         return state.x
 
-    ``step`` is ``advance(model, state, inputs)``. Steps differ in two things only. ``model_at`` selects the model,
-    because guidance may be limited to an interval of noise levels. ``inputs`` returns tensors: noise and rows of
-    precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. The graph
-    can be replayed for all steps that call the same model and have the same inputs set to None. Before each replay,
-    copy the step's inputs into the recorded tensors. Callers disable gradients.
+    ``step`` is ``advance(model, state, inputs)``. Only two things change from step to step. First, ``model_at`` selects
+    the model, because guidance may be limited to an interval of noise levels. Second, ``inputs`` returns noise and rows
+    of precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. The
+    graph can be replayed for all steps that call the same model and have the same inputs set to None. Before each
+    replay, copy the step's inputs into the recorded tensors. The caller must disable gradients.
 
     Args:
         model: ``model(x, t)``, as the trajectory calls it.
@@ -59,7 +59,8 @@ class Sampler(ABC):
     """
 
     even_in_noise: ClassVar[bool] = False  # True if points should be evenly spaced in log(sigma / alpha)
-    needs: ClassVar[str]  # trajectory method that the sampler calls: slope, denoise, or a method of some classes only
+    # trajectory method that the sampler calls: slope, denoise, or a method that only some trajectories have
+    needs: ClassVar[str]
     model: Model
     noise_fn: NoiseFn | None
     trajectory: Trajectory
@@ -84,7 +85,8 @@ class Sampler(ABC):
         return self.noise_fn(i)
 
     def table(self, values: Sequence[float]) -> Tensor:
-        """Return ``values`` as a tensor in x's dtype and on its device; ``table[i]`` is a scalar without a copy."""
+        """Return ``values`` as a tensor in x's dtype and on its device. ``table[i]`` then gives a scalar tensor without
+        a copy to the device."""
         return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)
 
     def init(self, x: Tensor) -> NamedTuple:
@@ -112,7 +114,7 @@ class Sampler(ABC):
         """
 
     def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
-        """Return step i as weighted sums, in float64; None if the step or its trajectory has no such form.
+        """Return step i as weighted sums, in float64; None if the step can't be written as weighted sums.
 
         learned_variance: True if the model also predicts a variance.
         """

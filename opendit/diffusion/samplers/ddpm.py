@@ -19,7 +19,7 @@ class DDPMInputs(NamedTuple):
     """Inputs of a DDPM step besides x."""
 
     t: Tensor  # (B,) int64, indices of the schedule
-    noise: Tensor | None  # (B, C, ...); the last step adds none
+    noise: Tensor | None  # (B, C, ...); None in the last step, which adds no noise
 
 
 class DDPMSampler(Sampler):
@@ -61,7 +61,8 @@ class DDPMSampler(Sampler):
         if t == 0:
             return StepWeights(((1.0,),), (mean,))
         low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
-        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None  # in half the log variance
+        # The noise is weighted by exp(log variance / 2), so p and q are half the coefficients of the log variance.
+        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None
         return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
 
 

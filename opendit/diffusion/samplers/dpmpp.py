@@ -17,7 +17,7 @@ class DPMSolverState(NamedTuple):
     """State between steps of DPM-Solver++."""
 
     x: Tensor  # (B, C, ...) x divided by alpha: x_0 + level * noise
-    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
 
 
 class DPMSolverInputs(NamedTuple):
@@ -27,15 +27,16 @@ class DPMSolverInputs(NamedTuple):
     alpha: Tensor | None  # (); None if alpha is 1 at all points
     keep: Tensor  # (): weight of x
     move: Tensor  # (): weight of the extrapolated x_0
-    extrapolate: Tensor  # (): weight of the last change of x_0, which is added to x_0
+    # (): weight of the change of the predicted x_0 since the last step, which is added to the predicted x_0
+    extrapolate: Tensor
 
 
 class DPMSolver2M(Sampler):
-    """DPM-Solver++(2M), [D] Algorithm 2: second order, one evaluation per step, deterministic, without ``noise_fn``.
+    """DPM-Solver++(2M), [D] Algorithm 2: deterministic, of second order, with one evaluation per step.
 
     The state is x divided by alpha, x_0 + level * noise, where level = sigma / alpha. The paper's e^-h is then the
-    ratio of a step's two levels. Few steps need a schedule that is even in log(sigma / alpha): with 20 steps of a plain
-    ``respaced`` schedule, the result is less accurate than DDIM's.
+    ratio of the levels at a step's end and start. With few steps, the schedule must be evenly spaced in log(sigma /
+    alpha). With 20 steps of a plain ``respaced`` schedule, the result is less accurate than DDIM's.
     """
 
     needs = "denoise"
@@ -46,7 +47,8 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # Don't extrapolate in the first step, which has no predecessor, or in a step to 0, where log sigma is -inf.
+            # Don't extrapolate in the first step, which has no previous prediction, or in a step to noise level 0,
+            # where log sigma is -inf.
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
@@ -75,7 +77,8 @@ class DPMSolver2M(Sampler):
         if denoised is None:
             return None
         scale, keep, extrapolate = self.trajectory.input_scale(i), self._keep[i], self._extrapolate[i]
-        predicted = denoised.x * alpha, denoised.output  # weights of the state's x and the model's output in x_0
+        # weights of the state's x and of the model's output in the predicted x_0
+        predicted = denoised.x * alpha, denoised.output
         move = (1 - keep) * (1 + extrapolate)
         x = keep + move * predicted[0], -(1 - keep) * extrapolate, move * predicted[1]
         return StepWeights(((scale * alpha, 0.0),), (x, (predicted[0], 0.0, predicted[1])))

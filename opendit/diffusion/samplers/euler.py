@@ -23,7 +23,8 @@ class EulerInputs(NamedTuple):
 
 
 class SlopeSampler(Sampler):
-    """Base of methods that follow one slope, dx/dtime = slope(x, time), over a step. Subclasses choose the slope."""
+    """Base class of methods whose step moves x along one slope, dx/dtime = slope(x, time). Subclasses choose the
+    slope."""
 
     needs = "slope"
 

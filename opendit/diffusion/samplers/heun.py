@@ -13,8 +13,8 @@ from opendit.diffusion.trajectory import Model
 class HeunSampler(SlopeSampler):
     """Heun's method, [K] Algorithm 1: follow the mean of the slopes at the step's start and at the end of Euler's step.
 
-    Second order, deterministic, with two evaluations per step. A step to a point without a slope, such as EDM's sigma =
-    0, has only one.
+    Second order, deterministic, with two evaluations per step. A step whose end has no slope, such as EDM's sigma = 0,
+    evaluates the model only once.
     """
 
     def inputs(self, i: int) -> EulerInputs:
@@ -34,7 +34,7 @@ class HeunSampler(SlopeSampler):
         if not self.trajectory.has_slope(i + 1):
             return StepWeights(((scale,),), (euler,))
         end, rescale = self.trajectory.slope_weights(i + 1), self.trajectory.input_scale(i + 1)
-        assert end is not None  # a trajectory returns slope weights for all slopes, or for none
+        assert end is not None  # a trajectory returns weights for the slopes of all points, or of none
         after = (
             1 + length / 2 * (begin.x + end.x * euler[0]),
             length / 2 * (begin.output + end.x * euler[1]),

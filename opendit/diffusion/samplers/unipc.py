@@ -13,21 +13,21 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
-# Upper bound of noise levels. Without signal (t = 1 of a flow), lambda = -ln(level) would be -inf. diffusers starts at
-# t = 1 - 1e-6 instead.
+# Upper bound of noise levels. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf. diffusers starts
+# at t = 1 - 1e-6 instead.
 HIGHEST_LEVEL = 1e6
 
 
 class UniPCState(NamedTuple):
     """State between steps of UniPC."""
 
-    x: Tensor  # (B, C, ...) as predicted, not yet corrected: the network's input
-    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros at first
-    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros at first
+    x: Tensor  # (B, C, ...) the predicted x before correction, which is the network's input
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
+    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros before that
 
 
 class UniPCInputs(NamedTuple):
-    """Inputs of a UniPC step besides its state. The last four are weights of terms of the next x."""
+    """Inputs of a UniPC step besides its state. The last four are weights in the sum that gives the next x."""
 
     point: Tensor  # (B,)
     time: Tensor  # ()
@@ -44,8 +44,8 @@ class UniPCSampler(Sampler):
     from the corrected x_k (UniP-2). The first step and the last one are of order 1: the first has no predecessor, and
     the last leads to lambda = inf. This is diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
 
-    Let m_k be the x_0 predicted in step k. Both x_k are the integral over the interval from k - 1 to k plus differences
-    of m ([U] Section 3, in its form for predictions of x_0):
+    Let m_k be the x_0 predicted in step k. The predicted and the corrected x_k integrate over the interval from k - 1
+    to k, approximately with differences of m ([U] Section 3, in its form for predictions of x_0):
 
         predicted_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + 1/2 D_k-2)
         corrected_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + rho_0 D_k-2 + rho_1 (m_k - m_k-1))
@@ -132,7 +132,8 @@ class UniPCSampler(Sampler):
         if slope is None:
             return None
         keep, now, before, earlier = self._weights[i]
-        of_x, of_output = 1 - time * slope.x, -time * slope.output  # weights of x and the output in this step's x_0
+        # weights of x and of the model's output in the x_0 predicted in this step
+        of_x, of_output = 1 - time * slope.x, -time * slope.output
         x = keep + now * of_x, before, earlier, now * of_output
         after = x, (of_x, 0.0, 0.0, of_output), (0.0, 1.0, 0.0, 0.0)
         return StepWeights(((self.trajectory.input_scale(i), 0.0, 0.0),), after)

@@ -1,5 +1,6 @@
-"""Public models by family. Each family is described by data, from which the general blocks build the network; see
-docs/public_models.md."""
+"""Public models by family. Each family is described by data, from which the general code builds the network; see
+docs/public_models.md.
+"""
 
 from opendit.models.families import cosmos2, flux, flux2, ltx, lumina2, qwen_image, sd3, wan, z_image
 

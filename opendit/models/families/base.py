@@ -2,8 +2,8 @@
 
 Each other family file of this package describes one family in the form that diffusers publishes: the conversion of
 ``config.json`` to a specification of blocks, the names of the weights, the conditions, the latents, and the sampling
-settings. None of these files needs diffusers. ``opendit.encoders`` and ``opendit.checkpoint`` read the descriptions
-when they load a folder.
+settings. None of the files needs diffusers. ``opendit.encoders`` and ``opendit.checkpoint`` read the descriptions when
+they load a folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ class Match:
 
     The tensors ``ours``, concatenated along ``dim``, equal the tensors ``theirs``, concatenated along ``dim``. For
     example, published weights of q, k and v match one qkv weight, and one published projection of attention and MLP
-    matches two weights. In all names ``*`` stands for the number of a block.
+    matches two weights. In names, ``*`` is a placeholder for the number of a block.
 
     Attributes:
         ours: Names of OpenDiT's parameters.
         theirs: Published names.
         dim: Dimension of the concatenation.
-        blocks: Numbers of OpenDiT's blocks that replace ``*``; None for names without ``*``.
+        blocks: Numbers of OpenDiT's blocks to put in place of ``*``; None for names without ``*``.
         offset: OpenDiT's number of a block minus its published number.
     """
 
@@ -138,7 +138,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Variant:
-    """Models of a family that differ from the family's usual models and are marked in ``model_index.json``.
+    """Models of a family that a setting of ``model_index.json`` distinguishes from the family's usual models.
 
     Attributes:
         setting: Setting of ``model_index.json`` that is on for these models.
@@ -194,16 +194,16 @@ class Family:
         frames: Default number of frames; None for pictures.
         license: License of the published weights, in the hub's spelling.
         original: Names of layers in the authors' own code, which LoRA files of ComfyUI and kohya's trainers use -> the
-            published layers whose rows are joined in each. ``*`` stands for the number of a block. Layers that are
-            missing here have the same name in both.
+            published layers whose rows are joined in each. ``*`` is a placeholder for the number of a block. Layers
+            that are missing here have the same name in both naming schemes.
         exchanged: The layers of ``original`` whose two halves of rows are in reversed order.
-        comfyui: Names in ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
+        comfyui: Naming scheme of ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
         architecture: Name of the model in the metadata of a LoRA file.
         variants: Models of other sizes.
         distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
         when: Values of ``config.json`` that distinguish the family from another family with the same network class.
-        shift: What shifts the sampling times by the number of tokens: the folder's scheduler ("scheduler"), or FLUX.2's
-            formula of tokens and steps ("empirical").
+        shift: Source of the shift of the sampling times: "scheduler" (the folder's scheduler), or "empirical" (FLUX.2's
+            formula of tokens and steps).
     """
 
     name: str

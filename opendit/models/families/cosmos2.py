@@ -16,7 +16,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     """Return the specification of a CosmosTransformer3DModel for text to image."""
     heads, size, channels = values["num_attention_heads"], values["attention_head_dim"], values["in_channels"]
     only = {
-        "out_channels": channels,  # models with conditioning frames have one more input channel
+        "out_channels": channels,  # unlike the input, the output has no channel for conditioning frames
         "patch_size": [1, 2, 2],
         "extra_pos_embed_type": None,
         "use_crossattn_projection": False,
@@ -69,7 +69,8 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         time_normed=True,
         shared=len(block.values),
         final_rank=rank,
-        zeros=int(values.get("concat_padding_mask", True)),  # the padding mask, which is zero for complete pictures
+        # number of padding mask channels, which are zero for complete pictures
+        zeros=int(values.get("concat_padding_mask", True)),
         bias=False,
     )
 

@@ -103,7 +103,7 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     theirs, blocks = "single_transformer_blocks.*.", range(double, double + single)
     where = dict(ours="blocks.*.", theirs=theirs, blocks=blocks, offset=double)
     found += layers(OF_SINGLE, **where) + layers(NORMS["media"], WEIGHT, **where)
-    # The published weights have one projection of the concatenated outputs of both branches.
+    # In the published weights, one projection is applied to the concatenated outputs of both branches.
     outputs = ("blocks.*.attn.proj.weight", "blocks.*.mlp.fc2.weight")
     found.append(Match(outputs, (f"{theirs}proj_out.weight",), 1, blocks, double))
     found.append(Match(("blocks.*.mlp.fc2.bias",), (f"{theirs}proj_out.bias",), 0, blocks, double))

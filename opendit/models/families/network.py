@@ -49,7 +49,7 @@ class PatchLinear(nn.Module):
             if spec.convolution
             else nn.Linear(channels * math.prod(spec.patch), width)
         )
-        # Learned token that pads the media's tokens to a multiple.
+        # Learned token that pads the media's tokens to a multiple of ``media_multiple``.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
 
     def patches(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class TextEmbedder(nn.Module):
             "none": nn.Identity,
         }
         self.mlp: nn.Module = made.get(text.layers, lambda: nn.Linear(text.width, width))()
-        # Learned token that pads a caption's tokens to a multiple.
+        # Learned token that pads a caption's tokens to a multiple of ``multiple``.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if text.multiple > 1 else None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class VectorEmbedder(nn.Module):
 
 class PublicDiT(DiT):
     """The network of a public model. It has the interface of :class:`DiT`, with t in [0, 1000] and a TextCondition, and
-    predicts noise - data for every family."""
+    for every family predicts the velocity, noise - data."""
 
     config: PublicConfig
 
@@ -211,8 +211,8 @@ class PublicDiT(DiT):
         """Do nothing, because these models have no position tables as buffers."""
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
-        """Return the positions (1, N, D) fp32 that are added to a picture's tokens; None for models without a table.
-        Such models have rotations instead, which depend on the captions as well."""
+        """Return the positions (1, N, D) fp32 that are added to a picture's tokens. Return None for models without a
+        position table, which have rotations instead; those also depend on the captions."""
         if self.config.spec.table is None:
             return None
 
@@ -241,16 +241,17 @@ class PublicDiT(DiT):
 
         def made() -> Tensor:
             at = grid_coordinates(*grid, device=self.device)
-            # A picture's coordinates have no frame; prepend 0.
+            # A picture's coordinates lack the frame, so prepend 0.
             at = nn.functional.pad(at, (max(0, len(rotary.channels) - at.shape[-1]), 0))
             return cast(Tensor, rotary.table(at, self.config.hidden_size))
 
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """Restrict rotations of all channels to the tokens and heads whose queries this rank projects.
+        """Select from rotations that cover all channels the tokens and heads whose queries this rank projects.
 
-        Rotations that all heads share are returned unchanged, because ranks apply them after the exchange of heads."""
+        Rotations that all heads share are returned unchanged, because ranks apply these after the exchange of heads.
+        """
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
@@ -281,7 +282,7 @@ class PublicDiT(DiT):
         """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are
         attended to, or (B, 0) if all are."""
         spec, embed = self.config.spec, self.text_embedder
-        # True if this pipeline stage has no caption embedder. Only the first stage has it.
+        # True if this pipeline stage has no caption embedder, which only the first stage has.
         elsewhere = not hasattr(embed, "mlp")
         if spec.text.multiple == 1 and not spec.text.masked:
             return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask
@@ -327,12 +328,12 @@ class PublicDiT(DiT):
     # ----------------------------------------------------------------------------------------------------- one forward
 
     def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
-        """Predict noise - data of noised latents.
+        """Predict the velocity, noise - data, of noised latents.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
-            t: (B,) times in [0, 1000], where 1000 is pure noise. (B, T) with conditioning frames in place; see
-                ``times_of_frames``.
+            t: (B,) times in [0, 1000], where 1000 is pure noise. With conditioning frames in place, (B, T), one time
+                per frame; see ``times_of_frames``.
             y: a TextCondition.
             segments: The segments of a pack. x then has its patches (N, C, *patch), t and y have one row per segment,
                 and the result is patches.
@@ -347,7 +348,7 @@ class PublicDiT(DiT):
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         vector, context = self.embed_condition(y)
-        if t.dim() > 1:  # (B, T) becomes (B T,): the vectors of a sample's frames are consecutive.
+        if t.dim() > 1:  # (B, T) becomes (B T,), where the times of a sample's frames are consecutive.
             vector, t = vector.repeat_interleave(t.shape[1], dim=0), t.flatten()
         return self.t_embedder(t) + vector, context
 
@@ -368,7 +369,8 @@ class PublicDiT(DiT):
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
         """Embed latents x (B, C, ...), and captions if they are in the sequence, as the input tokens (B, N, D) of the
-        first block. Return the tokens and their grid. Consumes the media refiner's modulations."""
+        first block. Return the tokens and their grid. This consumes the media refiner's modulations from the
+        iterator."""
         spec = self.config.spec
         by_frame = x.shape[1] > spec.channels and not spec.given
         if by_frame:
@@ -395,7 +397,8 @@ class PublicDiT(DiT):
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
     def _refined(self, media: Tensor, modulations: Iterator[Modulation], alone: TokenGrid) -> Tensor:
-        """Run the media refiner, if the model has one, on tokens (B, n, D). Consumes the refiner's modulations."""
+        """Run the media refiner, if the model has one, on tokens (B, n, D). This consumes the refiner's modulations
+        from the iterator."""
         refiner = self.config.spec.media_refiner
         if refiner is None:
             return media
@@ -406,8 +409,8 @@ class PublicDiT(DiT):
     def places(
         self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
     ) -> tuple[TokenGrid, TokenGrid]:
-        """Return the grid of all tokens of a batch of latents of this size, and the grid of the media's tokens alone.
-        by_frame: True if each frame has its own modulation vectors."""
+        """Return the grid of all tokens of a batch of latents of this size, and the grid of only the media's tokens.
+        by_frame: True if each frame has separate modulation vectors."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
@@ -420,7 +423,8 @@ class PublicDiT(DiT):
             return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         coordinates = grid_coordinates(*sizes, device=device)
-        sides = coordinates[-1, -2:] + 1  # computed on the device, because a CUDA graph can't copy from the host
+        # computed on the device, because a CUDA graph can't record a copy from the host
+        sides = coordinates[-1, -2:] + 1
         places = media_places(rotary, coordinates, sides)
         at = nn.functional.pad(places, (0, 0, 0, media - len(places)))
         text_at = text_places(rotary, length, sides)
@@ -450,7 +454,8 @@ class PublicDiT(DiT):
         """Return the index of the modulation vector of each of this rank's tokens, (B, n) int64. The vectors are
         numbered by frame, sample after sample."""
         frames = torch.arange(sizes[0], device=self.device).repeat_interleave(math.prod(sizes[1:]))
-        if shards is not None:  # The padding of a shard is zeros; cummax assigns it to the frame before it.
+        # The index is 0 in a shard's padding; cummax replaces it by the index of the preceding frame.
+        if shards is not None:
             frames = shards.take(frames.view(1, -1, 1)).flatten().cummax(0).values
         return torch.arange(batch, device=self.device)[:, None] * sizes[0] + frames
 
@@ -487,7 +492,7 @@ class PublicDiT(DiT):
         self._check_pack(x, segments)
         modulations, (text, keys) = iter(modulations), _of_context(context)
         pack = self._joint_pack(segments, text, keys)
-        # The pack's padding is left out, because nothing attends to it.
+        # Omit the pack's padding, because no token attends to it.
         patches = self._input_patches(x[: segments.filled]).unsqueeze(0)
         media = embed.project(patches.to(embed.proj.weight.dtype))
         if spec.table is not None:
@@ -511,8 +516,9 @@ class PublicDiT(DiT):
     def _joint_pack(self, segments: Segments, text: Tensor, keys: Tensor) -> "JointPack":
         """Return the layout of a pack whose sequence contains the captions, text (S, L, D).
 
-        keys: (S, L) bool, True for the captions' tokens that are in the sequence; (S, 0) if all are. If captions have
-        unequal lengths, this method waits for the device."""
+        keys: (S, L) bool, True for the captions' tokens that are in the sequence; (S, 0) if all tokens are. If captions
+        have unequal lengths, this method waits for the device.
+        """
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
         own = keys.sum(1) if keys.shape[1] else None
@@ -570,7 +576,7 @@ class JointPack:
     Attributes:
         grid: Grid of all tokens.
         alone: Grid of the media's tokens.
-        filled: Order of the media's tokens and the learned tokens that pad them; None without such padding.
+        filled: Order of the media's tokens and of the learned tokens that pad them; None without learned tokens.
         padded: Order of the captions' tokens and their padding; None without padding.
         sample_of_row: (n,), the sample of each media token.
     """
@@ -591,11 +597,12 @@ def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
     """Return the rotary coordinates (n, axes) float64 of media tokens.
 
     places: (n, 2 or 3), the tokens' coordinates in the grid. sides: (2,) or (n, 2), number of rows and columns of the
-    grid. For ``rotary.text`` "count", the caller must add the offset after the caption."""
+    grid. For ``rotary.text`` "count", the caller must add the offset that follows from the caption's length.
+    """
     axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
     if rotary.text == "diagonal":
         places[:, -2:] -= sides - sides // 2
-    # For three coordinates and two axes, the negative padding removes the frame.
+    # With three coordinates and two axes, the padding is negative and removes the frame.
     places = nn.functional.pad(places, (axes - places.shape[1], 0))
     return nn.functional.pad(places, (0, len(rotary.channels) - axes))
 
@@ -623,7 +630,7 @@ def _of_context(context: Any) -> tuple[Tensor, Tensor]:
 
 
 def _parts_of(modules: Any) -> Iterable[Any]:
-    """Return the modules of a ``ModuleList``, or nothing if another pipeline stage has the list."""
+    """Return the modules of a ``ModuleList``, or an empty sequence if another pipeline stage has the list."""
     return modules if isinstance(modules, nn.ModuleList) else ()
 
 

@@ -18,7 +18,7 @@ class Rotary:
         base: Base of the frequencies.
         bases: Base of the frequencies of each axis; () for ``base`` on every axis.
         text: Coordinates of a caption's tokens. "zero": 0 on all axes. "count": ``first``, ``first`` + 1, ... along the
-            first axis; the media have the next coordinate on this axis. "last": 0, 1, ... along an additional last
+            first axis; the media's tokens get the next number on this axis. "last": 0, 1, ... along an additional last
             axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
             columns of the media are then counted from the middle.
         first: First coordinate for ``text`` "count".
@@ -55,11 +55,11 @@ class TextEmbedding:
     Attributes:
         width: Width of the encoder's tokens.
         layers: "linear"; "norm" (RMSNorm and a linear layer); "mlp" (two linear layers and GELU); or "none".
-        multiple: Captions are padded with learned tokens to a multiple of this number; 1 for no such padding.
-        pooled: Width of the pooled vector, whose embedding is added to the time's; 0 for none.
+        multiple: Captions are padded with learned tokens to a multiple of this number; 1 for no padding.
+        pooled: Width of the pooled vector, whose embedding is added to the time's embedding; 0 for none.
         picture: Width of a picture's tokens, to which blocks attend in addition to the caption's; 0 for none. In a
             condition, the picture's tokens (B, tokens, picture) replace the pooled vector.
-        masked: True if captions are in one sequence with the media and their padding is not attended to.
+        masked: True if captions are in one sequence with the media, and attention excludes the captions' padding.
     """
 
     width: int
@@ -85,7 +85,7 @@ class NetworkSpec:
     Attributes:
         channels: Number of channels of the latents.
         patch: Patch size, (frames, rows, columns) or (rows, columns).
-        stacks: The blocks.
+        stacks: The blocks, as stacks of equal blocks.
         text: Embedding of captions.
         rotary: Rotary positions.
         channels_last: Order of a patch's values in the network's input and in its output: True if the channels come
@@ -93,15 +93,15 @@ class NetworkSpec:
         convolution: True if the weight of the patch embedding has a convolution's shape.
         order: Order of the streams in the joint sequence; () if captions are not in the sequence and blocks use
             cross-attention.
-        media_refiner: Blocks for the media's tokens alone, before the streams are joined.
-        text_refiner: Blocks for the captions' tokens alone, before the streams are joined.
-        time_width: Width of the time's embedding and of the blocks' condition; 0 for the blocks' width.
+        media_refiner: Blocks that process only the media's tokens, before the streams are joined.
+        text_refiner: Blocks that process only the captions' tokens, before the streams are joined.
+        time_width: Width of the time's embedding and of the blocks' condition; 0 if equal to the blocks' width.
         time_hidden: Width between the two layers of the time's embedding.
         frequencies: Width of the time's sinusoids.
         reversed_time: True if the network's time is 1000 - t and the network predicts data - noise.
         time_unit: Divisor of the times before they are embedded.
-        time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding is
-            the modulation that all blocks share.
+        time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding
+            serves as the modulation that all blocks share.
         guidance: True if the scale of guidance is embedded and added to the time's embedding.
         shared: Number of modulation vectors shared by all blocks; 0 for none.
         final: Names of the vectors of the final layer's modulation, in their order.
@@ -111,8 +111,8 @@ class NetworkSpec:
         table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches, whose positions range from 0 to
             ``unit``. A picture uses the positions in the middle of the table. None without such a table.
         media_multiple: Media are padded with learned tokens to a multiple of this number.
-        given: Number of channels after the latents for models that are conditioned on the first frame: the repeated
-            mask, and the latents of a clip without content after its first frame.
+        given: Number of channels after the latents, for models conditioned on the first frame: the repeated mask, and
+            the latents of a clip that is grey after its first frame.
         zeros: Number of zero channels after the ``given`` channels. Their weights have no effect.
         bias: True if the layers outside of the blocks have biases. The blocks' options set the biases of blocks.
     """

@@ -88,7 +88,7 @@ def _block_projections(name: str, spec: BlockSpec) -> dict[str, tuple[str, ...]]
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     last = ("linear",) if spec.source == "none" else ("linear_gate_residual", f"linear_gate_residual_{norm}_modulate")
     found = {
-        # torch computes a qkv projection with shared key and value heads directly.
+        # If query heads share keys and values, torch computes the qkv projection, and no operation uses it.
         **({f"{name}.attn.qkv": ("linear_heads",)} if spec.kv_heads is None else {}),
         f"{name}.attn.proj": last,
         f"{name}.mlp.fc1": ("linear_gelu" if spec.mlp == "gelu" else "linear",),
@@ -108,7 +108,8 @@ def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
 
 
 def stages(spec: NetworkSpec) -> StageCuts:
-    """Return the places where a pipeline may cut. If captions are in the sequence, only the first stage embeds them."""
+    """Return the points at which a pipeline may divide the network. If captions are in the sequence, only the first
+    stage embeds them."""
     captions = ("text_embedder", "text_refiner", "picture_embedder")
     first = ("x_embedder", "media_refiner")
     every = ("t_embedder", "guidance_embedder", "pooled_embedder", "shared_modulation")
@@ -142,8 +143,8 @@ def _streams(config: PublicConfig, block: BlockSpec) -> int:
 
 
 def _weights(block: BlockSpec) -> tuple[int, int, int]:
-    """Return the numbers of weights that a token is multiplied by: in self-attention, in the MLP, and in
-    cross-attention without the projection to keys and values."""
+    """Return the numbers of weights by which a token is multiplied in self-attention, in the MLP, and in
+    cross-attention. The last number excludes the projection to keys and values."""
     d, shared = block.width, (block.kv_heads or block.heads) * block.width // block.heads
     across = any(branch.sees == "caption" for branch in block.branches)
     return 2 * d * (d + shared), (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
@@ -153,7 +154,7 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
     """Return the FLOPs of one sample in a block: those of the linear layers, and those of attention."""
     own, mlp, cross = _weights(block)
     linears, attention = 2 * tokens * (own + mlp + cross), 4 * tokens * tokens * block.width
-    if block.read:  # The block only computes q, k and v of the caption's tokens.
+    if block.read:  # For the caption's tokens, the block only computes q, k and v.
         linears -= 2 * captions * (block.width**2 + mlp)
     if cross:
         linears += 4 * captions * block.width * (block.context or block.width)
@@ -223,8 +224,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
     fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
     tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
-    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. Attention's output is then
-    kept in FP8 in addition to the tensors that the attention kernel keeps."""
+    and v. In FP8, inputs of linear layers take half the memory, and weights are kept in FP8. In FP8, attention's output
+    is kept twice: by the attention kernel, and in FP8.
+    """
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
@@ -232,11 +234,11 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         across = any(branch.sees == "caption" for branch in block.branches)
         norms = 1 if block.parallel else 2
         turned = (3 if block.streams else 2) if execution.fused else 4
-        outputs = 1 if block.parallel else 3  # attention and MLP of a parallel block share one output product
+        outputs = 1 if block.parallel else 3  # in a parallel block, attention and MLP share one output tensor
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
         units += (1 + MLPS[block.mlp].branches) * wide + 1
-        if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes these norms.
+        if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes the norms after the branches
             units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2
         if block.kv_heads is not None:  # Shared k and v are copied for every query head.

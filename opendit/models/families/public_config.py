@@ -72,7 +72,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def index_of_both(self) -> str:
-        """``index`` without the selection of one network."""
+        """``index`` without the key that selects one of two networks."""
         return published({key: value for key, value in json.loads(self.index).items() if key != "expert"})
 
     @property
@@ -115,7 +115,8 @@ class PublicConfig(DiTConfig):
             raise ValueError(f"--fp8: a width of {min(sizes)} is no multiple of 16; leave it out")
         if fp8 and any(block.kv_heads is not None for block in self.spec.blocks):
             raise ValueError("--fp8: does not work with heads that share keys and values; leave it out")
-        # Unlike for OpenDiT's own models, a missing bias only matters in a layer before GELU; see ``float8``.
+        # A missing bias only matters in a layer before GELU (see ``float8``), whereas OpenDiT's own models need all
+        # biases.
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
@@ -166,7 +167,7 @@ class PublicConfig(DiTConfig):
         )
 
     def check(self) -> None:
-        """Do nothing, because the family's ``layout`` function has already checked the published values."""
+        """Do nothing, because the family's function ``layout`` has already checked the published values."""
 
     @property
     def modulation_width(self) -> int:

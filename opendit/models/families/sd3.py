@@ -62,7 +62,7 @@ AROUND = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
-# The last block does not update the caption's tokens. It has only these of the caption layers.
+# The only caption layers of the last block, which does not update the caption's tokens.
 READ = ("attn.qkv", "adaLN_modulation.1")
 
 
@@ -81,8 +81,8 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     return tuple(found)
 
 
-# Stability AI's names. The caption's modulation is missing, because in the last block the order of its halves differs
-# from the other blocks.
+# Stability AI's names. The caption's modulation is missing, because the order of its halves differs between the last
+# block and the other blocks.
 ORIGINAL = {
     "x_embedder.proj": "pos_embed.proj",
     "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",

@@ -10,7 +10,8 @@ HOW_TO_INSTALL = "run `bash install.sh`, or `pip install --no-deps colossalai==0
 
 
 def check_installed() -> None:
-    """Raise ValueError with the command that installs Colossal-AI, if it is not installed. Does not import it."""
+    """Raise ValueError, with the command that installs Colossal-AI, if it is not installed. This does not import
+    Colossal-AI."""
     if find_spec("colossalai") is None:
         raise ValueError(
             f"training needs Colossal-AI, which is not installed: {HOW_TO_INSTALL} (sampling does without)"
@@ -25,7 +26,7 @@ def load() -> ModuleType:
     """
     from opendit.parallel.colossal import compat
 
-    compat.prepare()  # must run before the following imports
+    compat.prepare()  # the following imports work only after this call
     from opendit.parallel.colossal import plugins
 
     plugins.register()

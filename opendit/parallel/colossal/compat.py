@@ -47,10 +47,12 @@ def _placeholder(name: str) -> type[Any]:
 def prepare() -> None:
     """Import Colossal-AI and apply the corrections that all plugins need. Further calls do nothing."""
     _import_colossalai()
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Gemini uses it to get storage sizes
+    # Gemini uses TypedStorage to get storage sizes
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     from colossalai.zero.gemini import gemini_ddp
 
-    # Gemini would cast every float input, including timesteps, to half precision. Models here cast inputs themselves.
+    # Gemini would cast every float input, including timesteps, to half precision. The models of this project cast
+    # inputs themselves.
     gemini_ddp._cast_float = lambda value, dtype: value
     if not torch.cuda.is_available():
         from opendit.parallel.colossal.cpu import stand_in_for_a_gpu
@@ -72,9 +74,11 @@ def _nothing_compiled():
 
 
 def _import_colossalai() -> None:
-    # Installed packages are hidden, too: peft would otherwise take the placeholder of bitsandbytes for the package.
+    # Also hide optional packages that are installed: otherwise peft would take the placeholder of bitsandbytes for the
+    # package.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
-    if not hasattr(dist, "is_hccl_available"):  # not in new torch; Colossal-AI's pipeline code calls it
+    # Colossal-AI's pipeline code calls this function, which new versions of torch lack
+    if not hasattr(dist, "is_hccl_available"):
         incomplete: Any = dist
         incomplete.is_hccl_available = lambda: False
     finder = _StandIn(hidden)
@@ -90,6 +94,6 @@ def _import_colossalai() -> None:
         raise ImportError(f"Colossal-AI could not be imported ({error}); {HOW_TO_INSTALL}") from error
     finally:
         sys.meta_path.remove(finder)
-        # diffusers and transformers look for peft in sys.modules: they must not find a placeholder.
+        # Remove placeholders, because diffusers and transformers look for peft in sys.modules.
         for name in [m for m in sys.modules if m.partition(".")[0] in hidden]:
             del sys.modules[name]

@@ -15,7 +15,7 @@ def stand_in_for_a_gpu() -> None:
 
 
 class _Idle:
-    """Stream or event of a CPU: all methods do nothing."""
+    """Stand-in for a CUDA stream or event on a CPU; all methods do nothing."""
 
     def __enter__(self):
         return self
@@ -72,7 +72,7 @@ def _keep_chunks_in_one_memory() -> None:
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 
     def close_chunk(self):
-        self.shard_device = torch.device("cuda")  # a name only: nothing is allocated there
+        self.shard_device = torch.device("cuda")  # only a name; nothing is allocated on this device
         close(self)
 
     def shard_move(self, device, force_copy=False, non_blocking=False):

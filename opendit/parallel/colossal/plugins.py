@@ -45,7 +45,7 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, str]:
     """Return the optimizer for ``plugin``, and a line that names the optimizer and the reason for it.
 
-    zero2 and fsdp use only the optimizer's settings and state; OnePassAdamW computes their steps.
+    Under zero2 and fsdp, OnePassAdamW computes the steps, and uses only the settings and state of this optimizer.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
@@ -70,7 +70,7 @@ def register() -> None:
 class _FiniteBF16(BF16MixedPrecisionMixin):
     """Precision mixin for bf16 without loss scaling. All ranks skip a step if a gradient of any rank is not finite.
 
-    Gemini counts gradient chunks that are not finite in every precision, but reads the count in fp16 only.
+    In every precision, Gemini counts the gradient chunks that are not finite, but it reads the count only in fp16.
     """
 
     def __init__(self, manager):
@@ -105,43 +105,43 @@ def boost(
     The module's parameters become the plugin's working weights on this process's device.
 
     Args:
-        grad_clip: bound of the gradient norm; 0 for none. ``ddp`` ignores ``grad_clip`` and ``precision``: its engine
-            casts and clips.
+        grad_clip: bound of the gradient norm; 0 for none. ``ddp`` ignores ``grad_clip`` and ``precision``, because its
+            engine casts and clips.
         accumulate: True if a step has several micro-batches.
         group: ranks over which zero2 and ddp average gradients, and zero2 divides state; None for all ranks.
         initial_scale: initial loss scale in fp16.
         bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
     """
     on_gpu = torch.cuda.is_available()
-    built: Any  # each plugin has different arguments
+    built: Any  # Any, because each plugin has different arguments
     if plugin == "zero2":
         built = LowLevelZeroPlugin(
             stage=2,
             precision=precision,
             max_norm=grad_clip,
             initial_scale=initial_scale,
-            overlap_communication=False,  # ZeroOptimizer has its own overlap
+            overlap_communication=False,  # ZeroOptimizer overlaps communication in another way
             cast_inputs=False,
         )
     elif plugin == "gemini":
         size = sum(p.numel() for p in module.parameters()) / 2**20
         built = GeminiPlugin(
             precision=precision,
-            # Without clipping, pass a bound that no gradient reaches, because Gemini computes the norm only if it
+            # Without clipping, pass a bound that no gradient exceeds, because Gemini computes the norm only if it
             # clips.
             max_norm=grad_clip or 1e30,
             initial_scale=initial_scale,
             enable_gradient_accumulation=accumulate,
-            # Chunks of 32 Mi elements would make a small model one chunk that is never sharded.
+            # With chunks of 32 Mi elements, a small model would be a single chunk, which is never sharded.
             min_chunk_size_m=min(32.0, max(0.005, size / 16)),
             search_range_m=32 if size > 64 else 1,
             placement_policy="static",
-            pin_memory=on_gpu,  # asynchronous reduction requires it
+            pin_memory=on_gpu,  # asynchronous reduction requires pinned memory
             enable_async_reduce=on_gpu,
         )
-        # Otherwise every rank keeps page-locked copies of its shards of weights and masters, which are only read if
-        # chunks are offloaded. The copies take 6 bytes of host memory for each parameter, over all ranks, and minutes
-        # before the first step of a model of 7B.
+        # Otherwise every rank would keep page-locked copies of its shards of weights and masters, which are read only
+        # if chunks are offloaded. The copies take 6 bytes of host memory for each parameter, summed over all ranks, and
+        # delay the first step of a 7B model by minutes.
         built.gemini_config["pin_memory"] = False
     elif plugin == "ddp":
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -173,9 +173,9 @@ def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
     """Let torch arrange its gradient buckets before the first step.
 
     After the first backward pass, torch rearranges the buckets in the order in which gradients became ready. The
-    arrangement determines the order in which the gradients of more than two ranks are summed, so the first step of a
+    arrangement determines the order in which gradients are summed over more than two ranks. So the first step of a
     resumed run would round differently. To prevent that, this function runs a first backward pass with zero gradients.
-    Autograd processes the sum below from its end, so the buckets begin with the last layers, whose gradients are also
+    Autograd processes the sum below from its end. So the buckets begin with the last layers, whose gradients are also
     ready first in a real pass.
     """
     params = [p for p in ddp.parameters() if p.requires_grad]
@@ -188,9 +188,9 @@ class FSDPPlugin(Plugin):
     """Plugin of Colossal-AI's Booster for torch's FSDP2. It shards a model with
     :func:`opendit.parallel.apply.apply_shards`, and wraps the optimizer in a :class:`ShardedOptimizer`.
 
-    If no other rank has the same weights, the plugin does not shard them, because ``fully_shard`` would copy every
-    weight and gradient in every step. The working weights are then in ``sharding.dtype``, with separate fp32 masters,
-    as under zero2.
+    If no other rank has the same weights, the plugin does not shard the weights, because ``fully_shard`` would copy
+    every weight and gradient in every step. The working weights are then in ``sharding.dtype``, with separate fp32
+    masters, as under zero2.
 
     Args:
         mesh: mesh of the run.
@@ -252,7 +252,7 @@ class FSDPPlugin(Plugin):
         return True
 
     def control_checkpoint_io(self) -> bool:
-        return False  # opendit/checkpoint writes the checkpoints of all plugins
+        return False  # opendit/checkpoint, not the plugin, writes checkpoints
 
     def supported_devices(self) -> list[str]:
         return ["cuda", "cpu"]
@@ -261,10 +261,10 @@ class FSDPPlugin(Plugin):
         return ["fp16", "bf16", "fp32"]
 
     def support_no_sync(self) -> bool:
-        return False  # the engine's micro_batch() controls reductions
+        return False  # the engine's micro_batch(), not the plugin, controls reductions
 
     def support_lora(self) -> bool:
-        return False  # opendit/models/lora.py adds LoRA before the Booster
+        return False  # opendit/models/lora.py, not the plugin, adds LoRA
 
     def get_checkpoint_io(self) -> NoReturn:
         raise NotImplementedError("checkpoints are written by opendit.checkpoint")

@@ -1,4 +1,4 @@
-"""Colossal-AI's ZeRO-2 optimizer with a step that makes few passes over memory and does not block the host."""
+"""Colossal-AI's ZeRO-2 optimizer with a new step that makes few passes over memory and does not block the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,7 +14,7 @@ from opendit.parallel.muon import Muon
 from opendit.parallel.optimizer import OnePassAdamW
 from opendit.parallel.tensor import ReplicatedGradients
 
-ALIGNMENT = 8  # elements; every shard in a bucket begins at a multiple of 16 bytes
+ALIGNMENT = 8  # every shard in a bucket begins at a multiple of this number of elements, which is 16 bytes
 GATHER_BYTES = 128 << 20  # minimum number of bytes of working weights that are gathered together
 
 
@@ -23,7 +23,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, and waits for the device after
     every backward pass. It copies gradients and weights into buckets and back, and keeps full gradients instead of this
-    rank's shard. It does all of this even on a single rank. This class differs as follows:
+    rank's shard. It does all of this even on a single rank. In contrast, in this class:
 
     - On one rank nothing is reduced, and the step reads ``p.grad``.
     - On several ranks, buckets of gradients are reduce-scattered during the backward pass, and a rank keeps only its
@@ -50,7 +50,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._params = [p for p in self._params if p.requires_grad]
         self.masters: list[Tensor] = [self.working_to_master_param[id(p)] for p in self._params]
         self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        # This rank's part of every working weight, including the padding of the last ranks.
+        # This rank's part of every working weight, including the padding at the end of the last ranks' parts.
         self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
         self._working = [w.view(self._world, -1)[self._rank] for w in self._padded]
         self._shards: dict[int, Tensor] = {}  # this rank's gradient shards, by the id of the parameter
@@ -64,8 +64,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- gradients
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Add the gradients of a loss to the accumulated gradients. In fp16 the loss is scaled first; the host does not
-        read the scale."""
+        """Add the gradients of a loss to the accumulated gradients. In fp16, the loss is first scaled, without reading
+        the scale on the host."""
         scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
@@ -73,14 +73,15 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Add the gradients that result from ``gradient``, the scaled gradient of ``output``."""
+        """Run a backward pass that starts from ``output`` with its scaled gradient, ``gradient``. Add the resulting
+        gradients."""
         torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        """Add a parameter to the bucket. On several ranks, the parameter's hook calls this method when its gradient is
-        complete."""
+        """Add a parameter to the bucket. On several ranks, the parameter's hook calls this method when the parameter's
+        gradient is complete."""
         self._bucket.append(param)
         if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
             self._reduce_bucket()
@@ -104,15 +105,15 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._bucket = []
 
     def _collect(self, keep: int) -> None:
-        """Store the gradient shards of all reductions except the last ``keep``. The device waits for the reductions,
-        not the host."""
+        """Store the gradient shards of all reductions except the last ``keep``. Only the device waits for the
+        reductions, not the host."""
         while len(self._in_flight) > keep:
             work, params, received = self._in_flight.pop(0)
             work.wait()
             widths = [self.working_to_master_param[id(p)].numel() for p in params]
             shards = received.split([width + -width % ALIGNMENT for width in widths])
             for param, shard, width in zip(params, shards, widths, strict=True):
-                if id(param) in self._shards:  # a further micro-batch
+                if id(param) in self._shards:  # not the first micro-batch of the step
                     self._shards[id(param)] += shard[:width]
                 else:
                     self._shards[id(param)] = shard[:width]
@@ -142,7 +143,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     def attach_averages(
         self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> None:
-        """Let steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
+        """Make every later step also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
 
         averages: list of tensors for each average, in the order of the trained parameters. A tensor has the size of
         this rank's shard without padding.
@@ -179,7 +180,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         if scaler is not None:
             scale = scaler._scale
             scaler.update(not self.finite.item())
-            scaler._scale = scale.copy_(scaler._scale)  # at the same address, which a CUDA graph reads
+            scaler._scale = scale.copy_(scaler._scale)  # keep the address of the scale, because CUDA graphs read it
 
     @property
     def scaler(self) -> Any:
@@ -206,7 +207,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         return list(zip(edges, edges[1:], strict=False))
 
     def _start_gather(self, start: int, stop: int) -> list[Any]:
-        """Start to gather the other ranks' parts of the working weights number ``start`` to ``stop`` - 1, in place."""
+        """Start to gather the parts that other ranks hold of the working weights ``start`` to ``stop`` - 1, in
+        place."""
         if self._world == 1:
             return []
         with dist._coalescing_manager(group=self._group, async_ops=True) as work:

@@ -61,7 +61,7 @@ def build_engine(
             averages; ``state``: averages and moments.
         streamed: blocks whose frozen weights are in host memory; not with fsdp.
         initial: returns the initial fp32 values of any shard of a parameter, trained or frozen, by the parameter's
-            name. None: use the values of the module, which every rank then temporarily copies to host memory.
+            name. None to use the module's values, which every rank then temporarily copies to host memory.
         muon: settings of Muon for the parameters that it updates instead of AdamW (zero2, ddp, fsdp; without tensor or
             expert parallelism, and without offload of the state).
         eight_bits: True to keep AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).

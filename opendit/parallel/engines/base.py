@@ -36,7 +36,7 @@ PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-Values = Callable[[str, Shard], Tensor]  # (parameter, shard) -> the values of that shard
+Values = Callable[[str, Shard], Tensor]  # (parameter, shard) -> the values of this shard
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Engine(ABC):
             these parameters are slices of the canonical tensors.
         shared: names of the parameters that all ranks of a pipeline have.
         streamed: blocks whose frozen weights are in host memory; None if there are none.
-        stored: layers whose weights are stored as --base_precision says, by the names of the weights.
+        stored: layers whose weights are stored in the format of --base_precision, by the names of the weights.
         muon: optimizer of the parameters that Muon updates, which have only the first moment; None if AdamW updates
             all parameters.
     """
@@ -111,7 +111,7 @@ class Engine(ABC):
         if self.streamed is not None and not self.streamed.recordable:
             self.no_graph = "the backward pass ends before the first of the blocks in host memory (--lora_targets)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        for name, layer in self.stored.items():  # the stored bytes have another shape
+        for name, layer in self.stored.items():  # the bytes of stored weights have another shape
             self._local_shapes[name] = layer.shape
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
@@ -124,8 +124,8 @@ class Engine(ABC):
         self.replicated = None
         if mesh.tp_size > 1 or mesh.pp_size > 1:
             self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided, self.shared)
-        # Plugins cast weights and buffers to half precision before they make their fp32 copies. The masters must have
-        # the fp32 initial values instead, and position tables must stay fp32.
+        # Plugins cast weights and buffers to half precision before they make fp32 copies. But masters must have the
+        # fp32 initial values, and position tables must stay fp32.
         trained = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
@@ -147,14 +147,15 @@ class Engine(ABC):
         self.finish_loading()
 
     plugin: str  # name of the plugin in --plugin
-    gradients: Any  # a tensor or None for each trained parameter; only under plugins whose passes can be recorded
+    # a tensor or None for each trained parameter; exists only under plugins whose passes a CUDA graph can record
+    gradients: Any
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
         """Move the module to this rank's device and wrap it with the plugin.
 
-        Return (the model that ``forward`` calls, the optimizer that ``step`` calls, the AdamW that has the learning
-        rate and the state, a line that names this AdamW and the reason for it).
+        Return (the model that ``forward`` calls, the optimizer that ``step`` calls, the AdamW object with the learning
+        rate and the state, a line that names this AdamW and the reason for its choice).
         """
 
     def _attach_muon(self, muon: Muon) -> None:
@@ -163,7 +164,8 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------- training
 
-    whole = True  # every rank has all working weights, so ``module`` can be called directly, inside ``autocast()``
+    # True if every rank has all working weights, so that ``module`` can be called directly, inside ``autocast()``
+    whole = True
     no_graph: str  # reason why the passes can't be recorded as a CUDA graph; empty if they can
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -174,13 +176,14 @@ class Engine(ABC):
         return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for the forward and backward pass of one micro-batch. last: True for the last one before a
-        step."""
+        """Return a context for the forward and backward pass of one micro-batch. last: True for the last micro-batch
+        before a step."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
-        """Run a backward pass, which adds to the gradients. It starts from a loss; or, on a pipeline stage whose
-        output is not the loss, from the output ``loss`` and its ``gradient``, which has the scale of the loss."""
+        """Run a backward pass, which adds to the gradients. The pass starts from a loss. On a pipeline stage without
+        the loss, it starts from the stage's output, passed as ``loss``, and its ``gradient``, which has the scale of
+        the loss."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
@@ -195,7 +198,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> StepResult:
-        """Do the work of ``step``, except counting skipped steps."""
+        """Do the work of ``step``, except for counting skipped steps."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
         """Return this rank's part of each parameter's gradient since the last step, for reading. None if the engine has
@@ -210,13 +213,14 @@ class Engine(ABC):
     def attach_averages(
         self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> bool:
-        """Ask the optimizer to update these averages of the masters in its own pass over memory. ``decays(updates)``
-        returns the decays, and the step increments ``updates``. Return True if the optimizer will do so."""
+        """Ask the optimizer to update these averages of the masters in the same pass over memory as the masters.
+        ``decays(updates)`` returns the decays, and the step increments ``updates``. Return True if the optimizer will
+        do so."""
         return False
 
     def wait_for_averages(self) -> None:
-        """Wait until the last step's update of the attached averages is complete. The host waits, too, if they are in
-        host memory. Call this method before reading or setting the averages."""
+        """Wait until the last step's update of the attached averages is complete. If the averages are in host memory,
+        the host waits, too. Call this method before reading or setting the averages."""
         return None
 
     def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
@@ -236,16 +240,17 @@ class Engine(ABC):
 
     @abstractmethod
     def _locate(self) -> None:
-        """Set ``layout`` and ``_optimizer_keys``."""
+        """Set the attributes ``layout`` and ``_optimizer_keys``."""
 
     @abstractmethod
     def master(self, name: str) -> Tensor:
-        """Return this rank's fp32 master shard of a parameter: the memory itself, which steps change."""
+        """Return this rank's fp32 master shard of a parameter. The result is the memory that steps change, not a
+        copy."""
 
     def held(self, name: str) -> Shard:
         """Return the shard of a parameter's master and moments that this rank stores. :meth:`set_master` and
-        :meth:`set_moments` take values for this shard. It is larger than the shard in ``layout`` if ``layout``
-        describes views of larger tensors."""
+        :meth:`set_moments` take values for this shard. The shard in ``layout`` is smaller if ``layout`` describes views
+        of larger tensors."""
         return self.layout.local(name)
 
     @torch.no_grad()
@@ -305,7 +310,8 @@ class Engine(ABC):
         return {moment: to_values(kept).view(shard.shape) for moment, kept in self._moments(name).items()}
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
-        """Return this rank's shards of one parameter's moments, flat and in the optimizer's own format."""
+        """Return this rank's shards of one parameter's moments, flattened, in the format in which the optimizer stores
+        them."""
         key, numel, names = self._optimizer_keys[name], self.layout.local(name).numel, self.moments_of(name)
         if key is None:
             return {moment: torch.empty(0, device=self.mesh.device) for moment in names}
@@ -343,19 +349,19 @@ class Engine(ABC):
         return None
 
     def _even_layout(self) -> Layout:
-        """Make the layout that divides every parameter evenly, as a flat tensor, among all ranks of the group "loss",
-        which have the same parameter or the same part of it."""
+        """Make the layout that divides every parameter evenly, as a flat tensor, among the ranks of the group "loss".
+        These ranks have the same parameter, or the same part of it."""
         ranks = self.mesh.dims.size("loss")
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Make the layout of the parameters named in ``shapes``. ``cut(shape)`` returns the cut that further divides a
-        rank's part of this shape."""
+        """Make the layout of the parameters named in ``shapes``. If a rank's part of a parameter has the shape
+        ``shape``, ``cut(shape)`` returns the cut that divides this part further."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
     def _division(self, name: str) -> list[Cut]:
-        """Return the cuts by which ranks divide the layer of a parameter."""
+        """Return the cuts by which ranks divide the layer that a parameter belongs to."""
         return [self.divided[name].cut] if name in self.divided else []
 
 
@@ -374,8 +380,8 @@ class OnePassEngine(Engine):
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This rank's part of the gradients since the last step. Set this property to the gradients of a replayed CUDA
-        graph."""
+        """This rank's part of the gradients since the last step. When a CUDA graph is replayed, set this property to
+        the graph's gradients."""
         return self.optimizer.gradients
 
     @gradients.setter

@@ -26,7 +26,7 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # This rank stores its complete slice of every parameter, but presents only an even part of the slice as its
+        # This rank stores its complete slice of every parameter, but reports only an even part of the slice as its
         # shard.
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
@@ -45,13 +45,13 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # In DDP, a forward pass decides whether the next backward pass reduces gradients. In a pipeline the next
-        # backward pass may belong to another micro-batch, so _step reduces gradients itself.
+        # In DDP, a forward pass decides whether the next backward pass reduces gradients. In a pipeline, that backward
+        # pass may belong to another micro-batch, so _step reduces gradients itself.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 
     def _average(self, gradients: list[torch.Tensor]) -> None:
-        """Average gradients over the ranks that see different samples or tokens, in place."""
+        """Average gradients, in place, over the ranks that see different samples or tokens."""
         group = self.mesh.group("loss")
         if group is not None:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -64,7 +64,7 @@ class DDPEngine(BoosterEngine):
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
-            # This creates the scaler's tensors; the rank has no loss to scale.
+            # Create the scaler's tensors on a rank that has no loss to scale.
             self._torch_scaler.scale(gradient.new_zeros(()))
             torch.autograd.backward(loss, gradient)
 
@@ -96,7 +96,7 @@ class DDPEngine(BoosterEngine):
         return self._on_host(norm, scale)
 
     def _attach_muon(self, muon: Muon) -> None:
-        pass  # _step uses self.muon
+        pass  # _step reads self.muon
 
     def _step_muon(self, muon: Muon) -> None:
         """Update the matrices with Muon, and clear their gradients so that AdamW skips them."""

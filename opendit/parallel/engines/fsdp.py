@@ -20,9 +20,9 @@ class FSDPEngine(OnePassEngine):
     """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every parameter and of its gradient, moments
     and averages, in fp32.
 
-    The weights of a unit of the model's plan are gathered, in the precision of the forward pass, when the unit is
-    called. Each of ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in
-    full, as under zero2.
+    When a unit of the model's plan is called, its weights are gathered in the precision of the forward pass. Each of
+    ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in full, as under
+    zero2.
     """
 
     plugin = "fsdp"
@@ -52,7 +52,7 @@ class FSDPEngine(OnePassEngine):
             replicated=self.replicated,
         )
         model, optimizer = colossal.boost_with(plugin, module, adam)
-        # FSDP2 warns that an output which is a view must not be changed in place. No code here changes outputs.
+        # FSDP2 warns that an output that is a view must not be changed in place. No code here changes outputs.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         return model, optimizer, adam, name
@@ -66,7 +66,8 @@ class FSDPEngine(OnePassEngine):
         dims, cuts = self.mesh.dims, {}
         for name in names:
             shape, division = self._local_shapes[name], self._division(name)
-            if any(cut.group == "ep" for cut in division):  # opendit.parallel.experts shards these parameters
+            # opendit.parallel.experts, not fully_shard, shards these parameters
+            if any(cut.group == "ep" for cut in division):
                 ranks = dims.size("ep_shard")
                 cuts[name] = [*division, *([flat_cut("ep_shard", math.prod(shape), ranks)] if ranks > 1 else [])]
             else:
@@ -80,7 +81,7 @@ class FSDPEngine(OnePassEngine):
         return self.optimizer.masters[name]
 
     def set_master(self, name: str, part: Tensor) -> None:
-        self.optimizer.wait()  # a pending update of the averages reads the old master
+        self.optimizer.wait()  # a pending update of the averages still reads the old master
         super().set_master(name, part)
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
@@ -98,8 +99,8 @@ class FSDPEngine(OnePassEngine):
         self.optimizer.masters_to_working()
 
     def _free_gathered(self) -> None:
-        """Free gathered weights. After a forward pass without a backward pass they are still in memory, and later
-        passes would use their old values."""
+        """Free gathered weights. A forward pass without a backward pass leaves these in memory, and later passes would
+        use their old values."""
         if not self.whole:
             for module in self._units:
                 module.reshard()
@@ -108,8 +109,8 @@ class FSDPEngine(OnePassEngine):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
-            # HSDP reduces gradients first over shards, then over copies of the model. The second reduction can always
-            # wait.
+            # HSDP first reduces gradients over shards, then over copies of the model. Only the last micro-batch needs
+            # the second reduction.
             self.model.set_requires_all_reduce(last)
             if self._sharding.keep_gradients:
                 self.model.set_requires_gradient_sync(last)

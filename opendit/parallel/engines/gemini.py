@@ -55,20 +55,20 @@ class GeminiEngine(BoosterEngine):
         scale = self.scaler_state().get("scale", 1.0)
         self.optimizer.step()
         if self._skipped:
-            # Without this, Gemini would add the gradients of the next micro-batch to the non-finite gradients.
+            # Otherwise Gemini would add the gradients of the next micro-batch to the non-finite gradients.
             self.optimizer.chunk_manager.accumulating_grads = False
             return self._on_host(math.inf, scale)
         return self._on_host(self.optimizer._current_grad_norm / scale, scale)
 
     def master(self, name: str) -> Tensor:
-        # Read the fp32 chunk, not the half-precision chunk, whose memory Gemini reuses for gradients.
+        # Read the fp32 chunk. The half-precision chunk is not valid, because Gemini reuses its memory for gradients.
         chunk, where = self._slices[name]
         return chunk.paired_chunk.payload[where].view(self.layout.local(name).shape)
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
         key = self._optimizer_keys[name]
         if key is not None and key not in self.adam.state:
-            key.data = self.master(name)  # the optimizer empties this tensor between steps
+            key.data = self.master(name)  # set again, because the optimizer empties this tensor between steps
             self.adam.init_state(key)
         return super()._moments(name)
 

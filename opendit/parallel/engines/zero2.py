@@ -9,7 +9,7 @@ from opendit.parallel.engines.base import BoosterEngine, OnePassEngine, StepResu
 
 class Zero2Engine(OnePassEngine, BoosterEngine):
     """Engine with ZeRO stage 2. Gradients, masters and moments are flat, even shards; every rank has all working
-    weights in full."""
+    weights."""
 
     plugin = "zero2"
     no_graph = ""
@@ -29,7 +29,7 @@ class Zero2Engine(OnePassEngine, BoosterEngine):
     def master(self, name: str) -> Tensor:
         return cast(Tensor, self._optimizer_keys[name])[
             : self.layout.local(name).numel
-        ]  # without the padding of the last shards
+        ]  # excludes the padding of the last shards
 
     def finish_loading(self) -> None:
         self.optimizer.gather_working_params()

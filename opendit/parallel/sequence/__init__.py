@@ -1,4 +1,6 @@
-"""Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
+"""Sequence parallelism: the ranks of a group divide the tokens of every sample among them; see
+docs/sequence_parallel.md.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -32,8 +34,8 @@ class SequenceParallel:
     :func:`sequence_parallel`.
 
     A strategy has the method ``attention(q, k, v, attend, length)``, or, if its ``takes_projection`` is True,
-    ``project_and_attend(x, qkv, heads, attend, length, float8)``. They do the work of the methods of
-    :class:`SharedSequence` with the same names, for sequences of ``length`` tokens.
+    ``project_and_attend(x, qkv, heads, attend, length, float8)``. :class:`SharedSequence` calls these to implement its
+    methods of the same names, for sequences of ``length`` tokens.
 
     Attributes:
         group: ranks that share sequences.
@@ -50,8 +52,8 @@ class SequenceParallel:
     shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
-        """Return this rank's shard of a sequence of ``length`` tokens. If the model attends along axes, the tokens are
-        a grid of ``sizes``."""
+        """Return this rank's shard of a sequence of ``length`` tokens. If the model attends along axes, ``sizes`` are
+        the sizes of the tokens' grid."""
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
@@ -68,8 +70,8 @@ class SharedSequence:
     """This rank's shard of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
     padding at the end, or only padding.
 
-    Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
-    their gradient is exactly zero.
+    Layers process padding tokens, with arbitrary values. Padding is removed before every attention and from the result,
+    and its gradient is exactly zero.
     """
 
     sequence: SequenceParallel
@@ -79,7 +81,7 @@ class SharedSequence:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, including padding."""
+        """Number of tokens per rank, including padding."""
         return -(-self.length // self.sequence.group.size)
 
     @property
@@ -114,11 +116,11 @@ class SharedSequence:
         return strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, rows, F) of all ranks with :func:`gather_tokens`. Return all (B, length, F)."""
+        """Gather the tokens (B, rows, F) of all ranks with :func:`gather_tokens`. Return all tokens (B, length, F)."""
         return gather_tokens(x, self.length, self.group)
 
     def join(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, rows, F) of all ranks with :func:`join`. Return all (B, length, F)."""
+        """Gather the tokens (B, rows, F) of all ranks with :func:`join`. Return all tokens (B, length, F)."""
         return join(x, 1, self.group)[:, : self.length]
 
     def of_length(self, length: int) -> "SharedSequence":
@@ -136,7 +138,8 @@ class SharedSequence:
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:
-    """Describe the attention in use: ``note``, which describes the model's own, or the attention of the strategy."""
+    """Describe the attention in use: the strategy's attention, or without a strategy, the model's attention, which
+    ``note`` describes."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
     ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
@@ -152,7 +155,8 @@ def sequence_parallel(
     groups: int | None = None,
     direct: bool = True,
 ) -> SequenceParallel | None:
-    """Build the strategy ``kind`` for this rank's sequence group; None if it has one rank. Collective over all ranks.
+    """Build the strategy ``kind`` for this rank's sequence group; return None if the group has only one rank.
+    Collective over all ranks.
 
     Args:
         mesh: mesh of the run.

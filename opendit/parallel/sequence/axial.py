@@ -7,20 +7,20 @@ time needs all frames of a place. P ranks can divide the grid in two layouts:
     by frames   T / P of the frames with all places     attention within frames needs no other rank
     by places   all frames with S / P of the places     attention along time needs no other rank
 
-An all-to-all turns one layout into the other. The whole model keeps its tokens by frames, or by places if that needs
-less padding; norms, MLPs and cross-attention work in both layouts. For the attention that needs the other layout, ranks
-exchange the attention's input before the projection to q, k, v, and its output afterwards. In the forward pass a rank
-receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads. Exchanging the residual stream between the
-two attentions instead would send as much, but would separate a projection, a residual connection and the next norm,
-which are fused.
+A place is a spatial position. An all-to-all turns one layout into the other. Most of the model has its tokens by
+frames, or by places if that needs less padding; norms, MLPs and cross-attention work in both layouts. For the attention
+that needs the other layout, ranks exchange the attention's input before the projection to q, k, v, and its output
+afterwards. In the forward pass a rank receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads.
+Exchanging the residual stream between the two attentions instead would send as much, but would separate a projection, a
+residual connection and the next norm, which are fused.
 
-If P does not divide the number of frames or places, they are padded at the end. Padding frames are cut off before
-attention along time, and padding places before attention within frames. A frame or place that consists of padding
-attends to itself and is cut off afterwards, so its gradient is exactly zero.
+If P does not divide the number of frames or places, they are padded at the end. Padding frames are removed before
+attention along time, and padding places before attention within frames. A frame or place that consists only of padding
+attends to itself and is removed afterwards, so its gradient is exactly zero.
 
 :class:`AllToAll` exchanges tokens with collectives. In :class:`DirectExchange` every rank reads and writes the memory
-of the other ranks (peer_memory.py), as Ulysses does (ulysses.py), with places instead of heads, and the features of a
-token instead of those of a head:
+of the other ranks (peer_memory.py), as in Ulysses (ulysses.py), but for places instead of heads, and with all features
+of a token instead of those of a head:
 
     x by frames in the input buffer ─barrier─▶ own places of all frames read ─▶ q k v, attention along time
       ─▶ the output written to its owners' output buffers ─barrier─▶ own frames, all places
@@ -50,13 +50,13 @@ from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.parallel.sequence.ulysses import Collect, Depart, Layer, unread
 
 FRAMES, PLACES = 0, 1  # axes of the grid
-PARTS = 2  # parts of an exchange; the attention of a part overlaps with the exchange of the next part
+PARTS = 2  # number of parts of an exchange; the attention of one part overlaps with the exchange of the next part
 Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's shard of a grid of T x S tokens, in the order of frames.
+    """A rank's shard of a grid of T x S tokens, which are ordered by frame.
 
     Attributes:
         group: ranks that share the grid.
@@ -75,11 +75,11 @@ class GridShare:
         return 1 - self.home
 
     def share(self, axis: int) -> int:
-        """Return a rank's number of tokens along a divided axis, including padding."""
+        """Return the number of frames or places, including padding, that a rank has along a divided axis."""
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
-        """Return (number of frames, number of places) of a rank when ``axis`` is divided."""
+        """Return (number of frames, number of places) that a rank has when ``axis`` is divided."""
         frames, places = (self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
         return frames, places
 
@@ -91,7 +91,8 @@ class GridShare:
         return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
 
     def leave(self, x: Tensor, parts: int) -> list[Exchange]:
-        """Start to exchange this rank's tokens (B, n, D) to the other layout, in at most ``parts`` exchanges."""
+        """Start the exchange that brings this rank's tokens (B, n, D) to the other layout, in at most ``parts``
+        exchanges."""
         dim, ranks = 1 + self.away, self.group.size
         x = padded(x.unflatten(1, self.local(self.home)), dim, ranks * self.share(self.away))
         x = x.unflatten(dim, (ranks, -1))
@@ -103,19 +104,20 @@ class GridShare:
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
-        """Wait for one exchange of :meth:`leave`. Return its part (B, f, s, D) of this rank's shard in the other
-        layout."""
+        """Wait for one exchange from :meth:`leave`. Return the received part (B, f, s, D) of this rank's shard in the
+        other layout."""
         dim, received = 1 + self.home, exchange.finish()
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """Start to send one part (B, f, s, D) back to the home layout: the inverse of :meth:`leave`."""
+        """Start to send one part (B, f, s, D) of this rank's shard back to the home layout. This is the inverse of
+        :meth:`leave`."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
         return Exchange(self.group).start(x.movedim(dim, 0))
 
     def collect(self, returned: list[Exchange]) -> Tensor:
-        """Wait for the exchanges of :meth:`send_back` of all parts. Return this rank's tokens (B, n, D)."""
+        """Wait until all parts from :meth:`send_back` have arrived. Return this rank's tokens (B, n, D)."""
         dim = 1 + self.away
         x = torch.cat([exchange.finish().movedim(0, dim) for exchange in returned], dim + 1).flatten(dim, dim + 1)
         return x.narrow(dim, 0, self.sizes[self.away]).flatten(1, 2)
@@ -132,8 +134,8 @@ class GridExchange(Protocol):
 
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
         """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` there, and bring the result (B, n,
-        D') back. ``lines`` are tokens of this rank's shard in that layout, and ``which`` is their slice along the
-        divided axis."""
+        D') back. ``lines`` are tokens of this rank's shard in that layout, and ``which`` is the slice of the divided
+        axis that they cover."""
         ...
 
 
@@ -144,7 +146,7 @@ class AllToAll:
 
     parts: int = PARTS
 
-    @not_compiled  # torch's compiler would not keep the order in which parts are sent and awaited
+    @not_compiled  # torch's compiler would change the order in which parts are sent and awaited
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
         """See :meth:`GridExchange.attend`."""
         returned, which = [], slice(0, 0)
@@ -200,8 +202,8 @@ class SharedGrid:
     Attributes:
         grid: this rank's shard.
         exchange: brings tokens to the other layout and back.
-        full: the same tokens for attention to all tokens; None if the model has no such attention. It requires ``grid``
-            to be divided by frames.
+        full: the same tokens as a plain sequence, for attention to all tokens; None if the model has no such attention.
+            With ``full``, ``grid`` must be divided by frames.
     """
 
     grid: GridShare
@@ -215,7 +217,7 @@ class SharedGrid:
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, including padding."""
+        """Number of tokens per rank, including padding."""
         return math.prod(self.grid.local(self.grid.home))
 
     def take(self, x: Tensor) -> Tensor:
@@ -223,7 +225,7 @@ class SharedGrid:
         return self.grid.own(x, self.grid.home).flatten(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, T S, F), on every rank, from the ranks' tokens (B, rows, F); see
+        """Gather the tokens (B, rows, F) of all ranks. Return all tokens (B, T S, F), on every rank; see
         :func:`gather_tokens`."""
         grid = self.grid
         if grid.home == FRAMES:
@@ -241,7 +243,7 @@ class SharedGrid:
         rotary: Tensor | None,
     ) -> Tensor:
         """Return the attention output (B, rows, D) of x (B, rows, D). Each token attends to the tokens along ``axis``:
-        0 for all frames of its place, 1 for all places of its frame."""
+        0 for the tokens at the same place in all frames, 1 for the tokens of the same frame."""
         grid, divided = self.grid, 1 - axis
         if divided == grid.home:
             return attend(x, qkv, TokenGrid(grid.local(divided), self._rotary(rotary, divided)))
@@ -257,7 +259,7 @@ class SharedGrid:
         if rotary is None:
             return None
         key = axis, which.start, which.stop
-        if key not in self._rotations:  # the same for all blocks
+        if key not in self._rotations:  # cached, because all blocks use the same rotations
             own = self.grid.own(rotary.flatten(1).unsqueeze(0), axis)[0]
             part = own[which] if axis == FRAMES else own[:, which]
             self._rotations[key] = part.flatten(0, 1).unflatten(1, (-1, 2))
@@ -306,7 +308,8 @@ class DirectExchange:
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # all ranks use the same buffers in the backward pass, even for frozen x
+            # requires a gradient even if x is frozen, because all ranks must use the same buffers in the backward pass
+            x = x.detach().requires_grad_()
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
         parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)
         places = grid.group.size * own
@@ -325,8 +328,8 @@ class DirectExchange:
 
 
 class _Enter(torch.autograd.Function):
-    """Sends this rank's tokens (B, a, places * D) to the ranks that have their places. Returns this rank's places of
-    all frames as one tensor (B, places, T, D) for every part. The tensors may still be arriving."""
+    """Sends this rank's tokens (B, a, places * D) to the ranks that have their places. Returns, for every part, this
+    rank's places of all frames as a tensor (B, places, T, D). Data may still be arriving in the tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Layer):
@@ -336,7 +339,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # A view of the buffer suffices: the backward pass of the norm that made x reads it before the next exchange.
+        # Return a view of the buffer. The backward pass of the norm that computed x reads the view before the next
+        # exchange.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

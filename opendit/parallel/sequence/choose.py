@@ -1,8 +1,8 @@
 """Choose the strategy of a sequence group: the fastest according to a cost model.
 
-The cost model covers one layer and one micro-batch, forward and backward. It adds the time that a rank waits for
-communication to the time of work that a single rank would not do. A rank receives these volumes in the forward pass, in
-units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
+The cost model covers one layer and one micro-batch, forward and backward. The cost is the time that a rank waits for
+communication, plus the time of work that a single rank would not do. A rank receives these volumes in the forward pass,
+in units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
 (P-1)/P^2 for the output; ring attention 2 (P-1)/P.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
-MOST_GROUPS = 6  # maximum number of groups of heads; each group costs the host about 30 calls per layer
+MOST_GROUPS = 6  # maximum number of groups of heads, because each group costs the host about 30 calls per layer
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One micro-batch of a model's sequences."""
+    """Shape and properties of one micro-batch of a model's sequences."""
 
     tokens: int
     hidden: int
@@ -38,7 +38,7 @@ class StrategyChoice:
         reason: reason for the choice, for the run's log.
         groups: number of groups of heads, see :class:`DirectUlysses`.
         heads_over: number of ranks that share the heads in usp.
-        seconds: cost of a layer by the cost model.
+        seconds: cost of a layer according to the cost model.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class StrategyChoice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Cost model: seconds that the strategies cost in a layer, on one of P ranks."""
+    """Cost model: the time, in seconds, that each strategy costs in a layer on one of P ranks."""
 
     ranks: int
     shape: Shape
@@ -74,34 +74,39 @@ class _Costs:
         return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return the seconds of a transfer that concurrent computation of ``work`` seconds does not hide. The kernels
-        of both share the card, so that only a part is hidden."""
+        """Return how many seconds of a transfer remain visible if it overlaps with computation of ``work`` seconds.
+        Both run on the same card, so only a part of the transfer is hidden."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return the seconds of FastSeq with collectives: the exchange of heads, and the parts of the gathers and of
-        the sum of gradients that computation does not hide."""
+        """Return the seconds of FastSeq with collectives: the exchange of heads, plus the time by which the gathers and
+        the sum of gradients exceed the computation that overlaps with them."""
         s, m, P = self.shape, self.hardware, self.ranks
-        shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
+        # seconds to compute q, k, v of one rank's tokens
+        shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
         hop = self.whole / P + m.latency
         heads = self.whole * (P - 1) / P**2 + m.latency
         again = self.whole * (P - 1) / P + m.latency
         again = self.exposed(again, 2.5 * self.attention_flop / m.attention_backward)
-        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # overlaps with the gradients of input and weight
+        # the reduction overlaps with the gradients of input and weight
+        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def direct_fastseq(self) -> float:
         """Return the seconds of FastSeq with symmetric memory.
 
-        They consist of the transfers of inputs and their gradients that concurrent products do not hide, the exchange
-        of heads, and passes over memory that a single rank would not make: copying and adding rows of tokens, copying
-        the weight's rows of this rank's heads, and writing zeros for other ranks' heads in the weight's gradient.
+        The sum has three parts: transfers of inputs and their gradients that concurrent products do not hide, the
+        exchange of heads, and passes over memory that a single rank would not make. The latter are copying and adding
+        rows of tokens, copying the weight's rows of this rank's heads, and writing zeros for other ranks' heads in the
+        weight's gradient.
         """
         s, m, P = self.shape, self.hardware, self.ranks
-        shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
+        # seconds to compute q, k, v of one rank's tokens
+        shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
-        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # overlaps with other products of the pass
+        # this transfer overlaps with the other products of the backward pass
+        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)
         exchanged = 2 * self.whole * (P - 1) / P**2 + (P + 2) * m.barrier + 2 * (P - 1) * m.part
         rows = (P + 4) * s.samples * s.tokens * s.hidden / P
         weights = (1 + 1 / P) * 3 * s.hidden**2
@@ -109,21 +114,22 @@ class _Costs:
 
     def ulysses(self, ranks: int | None = None) -> float:
         """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward,
-        which nothing hides."""
+        which do not overlap with computation."""
         m, P = self.hardware, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
     def waves(self, heads: int) -> int:
-        """Return the number of waves of thread blocks in which a card computes attention for this number of heads."""
+        """Return the number of waves of thread blocks that a card needs to compute attention for this number of
+        heads."""
         s, m = self.shape, self.hardware
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
         """Return the seconds of Ulysses with symmetric memory.
 
-        The transfers of one group (q, k, v, the attention output, and their gradients) are not hidden; attention hides
-        the transfers of the other groups. The attention output is copied once more, and a group of few heads may leave
-        multiprocessors idle.
+        The transfers of one group (q, k, v, the attention output, and their gradients) do not overlap with computation.
+        Attention hides the transfers of the other groups. The attention output is copied once more, and a group of few
+        heads may leave multiprocessors idle.
         """
         s, m, P = self.shape, self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
@@ -140,7 +146,8 @@ class _Costs:
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
         slower = flop * (1 / m.partial - 1 / m.attention + 2.5 / m.partial_backward - 2.5 / m.attention_backward)
-        merging = 2 * (P - 1) * 16 * s.samples * s.tokens * s.hidden / self.ranks / m.memory  # fp32, read and written
+        # fp32 values are read and written
+        merging = 2 * (P - 1) * 16 * s.samples * s.tokens * s.hidden / self.ranks / m.memory
         return (P - 1) * (self.exposed(hop, forward) + self.exposed(2 * hop, backward)) + slower + merging
 
 
@@ -152,7 +159,7 @@ def _usp_split(ranks: int, heads: int) -> int:
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
     """List the strategies that the number of heads allows, with their costs. ``groups`` is the number of groups of
-    direct Ulysses; None for the cheapest number."""
+    heads for direct Ulysses; None for the cheapest number."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
@@ -183,8 +190,9 @@ def make_plan(
         hardware: hardware of the ranks; None for H200s.
 
     Raises:
-        ValueError: this kind needs a number of heads that the ranks divide; the groups don't divide a rank's heads; or
-            several groups were asked for without symmetric memory. For auto: no type of ``shape.types`` is possible.
+        ValueError: this kind needs a number of heads that is divisible by the number of ranks; the groups don't divide
+            a rank's heads; or several groups were requested without symmetric memory. For auto: no type of
+            ``shape.types`` is possible.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

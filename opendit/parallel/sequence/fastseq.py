@@ -1,4 +1,5 @@
-"""FastSeq, OpenDiT's own method: gather the input of attention, project only this rank's heads, exchange once.
+"""FastSeq, OpenDiT's own method: gather the input of attention, compute q, k and v only for this rank's heads, and
+exchange only the attention output.
 
     x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
 
@@ -15,8 +16,8 @@ the matrix products:
 
 In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all other ranks once more, during
 attention. Then this rank computes its part of the gradients of the other ranks' inputs, in the gradient buffer. After
-the barrier copy engines fetch these parts to the owners of the inputs, during the product that computes the weight's
-gradient. Last, the rank computes its part of the gradient of its own input and adds it to the parts that have arrived.
+the barrier, copy engines fetch these parts to the owners of the inputs, during the product that computes the weight's
+gradient. Last, the rank computes its part of the gradient of its own input, and adds the parts that have arrived.
 """
 
 from collections.abc import Iterator
@@ -57,13 +58,15 @@ class FastSeq:
 
     Attributes:
         group: ranks that share sequences.
-        keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again.
+        keep_gathered: keep the gathered input (N x D numbers per layer) for the backward pass instead of gathering it
+            again.
     """
 
     group: Group
     keep_gathered: bool = False
 
-    takes_projection: ClassVar[bool] = True  # computes q, k, v itself: transfers of inputs overlap with the products
+    # the strategy computes q, k, v itself, so that transfers of inputs overlap with the products
+    takes_projection: ClassVar[bool] = True
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
@@ -81,15 +84,16 @@ class FastSeq:
         return side_by_side(sent.finish())
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has few
-        numbers a token, instead of x (B, n, D)."""
+        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has only a few
+        numbers per token, instead of x (B, n, D)."""
         thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
         own = low_rank._replace(b=own_rows(low_rank.b, self.group))
         return own.add_to(packed.flatten(3), thin).view(packed.shape)
 
 
 class _GatheredAgain:
-    """Holder of a gather that one node of the backward pass starts and another node waits for."""
+    """Holder of a gather in progress. One node of the backward pass starts the gather, and another node waits for
+    it."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -107,8 +111,8 @@ class _GatheredAgain:
 
 
 class _GatherAhead(torch.autograd.Function):
-    """Identity whose backward pass starts the gather that the backward pass of :func:`own_heads` needs. The gather then
-    overlaps with the backward pass of attention."""
+    """Identity function. Its backward pass starts the gather that the backward pass of :func:`own_heads` needs, so that
+    the gather overlaps with the backward pass of attention."""
 
     @staticmethod
     def forward(ctx, output: Tensor, shard: Tensor, gathered: _GatheredAgain):
@@ -139,10 +143,10 @@ def own_heads(
         weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
         num_heads: number of heads of all ranks.
         ring: the ring of this group of ranks.
-        gathered: gives the input of all ranks in the backward pass; None to keep that input from the forward pass.
+        gathered: provides the input of all ranks in the backward pass; None to save that input in the forward pass.
     """
     if has_torch_function((weight, bias)):
-        # Gemini fetches its parameters into memory for one call only, so all of them must be arguments of the call.
+        # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(
             own_heads, (weight, bias), x, weight, bias, sent, products, num_heads, ring, gathered
         )
@@ -187,13 +191,15 @@ class DirectFastSeq:
 
     Attributes:
         memory: symmetric memory of the ranks that share sequences.
-        keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again.
+        keep_gathered: keep the gathered input (N x D numbers per layer) for the backward pass instead of gathering it
+            again.
     """
 
     memory: PeerMemory
     keep_gathered: bool = False
 
-    takes_projection: ClassVar[bool] = True  # computes q, k, v itself: transfers of inputs overlap with the products
+    # the strategy computes q, k, v itself, so that transfers of inputs overlap with the products
+    takes_projection: ClassVar[bool] = True
 
     @not_compiled  # a compiler can't see that other ranks read and write the buffers
     def project_and_attend(
@@ -208,7 +214,8 @@ class DirectFastSeq:
 
 @dataclass
 class _Layer(Layer):
-    events: list[Any] = field(default_factory=list)  # one for each other rank: this rank's input has arrived there
+    # one event for each other rank: this rank's input has arrived there
+    events: list[Any] = field(default_factory=list)
 
     @property
     def others(self) -> list[int]:
@@ -222,7 +229,7 @@ class _Layer(Layer):
         return slice(first, first + self.real(rank))
 
     def inputs(self, buffer: Buffer, dtype: torch.dtype) -> list[Tensor]:
-        """Return, for every rank, its buffer as a tensor (B, N, D) for the inputs of all tokens."""
+        """Return, for every rank, a view of its buffer as a tensor (B, N, D) for the inputs of all tokens."""
         B, _, D = self.shape
         return self.memory.rows(buffer, (B, self.length, D), dtype).of
 
@@ -232,7 +239,7 @@ class _Layer(Layer):
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """Start to copy this rank's inputs to all ranks, itself included, in the backward pass. The inputs go to a
+        """Start to copy this rank's inputs to all ranks, including this rank, in the backward pass. The inputs go to a
         buffer for the inputs of all tokens, and have arrived after the barrier of the gradient buffer."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
@@ -244,8 +251,8 @@ class _Layer(Layer):
         return sample_by_sample(target, shard[:, : self.real(mine)])
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, inputs of its tokens) for every rank: this rank first, each other rank once its inputs have
-        arrived."""
+        """Yield (rank, inputs of the rank's tokens) for every rank: first this rank, then each other rank when its
+        inputs have arrived."""
         rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
         for i, peer in enumerate(reversed(self.others)):  # the previous rank sends to this rank first
@@ -254,14 +261,14 @@ class _Layer(Layer):
             yield peer, buffer[rank][:, self.tokens_of(peer)]
 
     def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
-        """Return the slot (B, tokens of ``owner``, D) in the gradient buffer of rank ``adder`` for its part of the
-        gradient of the input of rank ``owner``."""
+        """Return a slot (B, tokens of ``owner``, D) in the gradient buffer of rank ``adder``. The slot is for the part
+        that ``adder`` contributes to the gradient of ``owner``'s input."""
         slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
         return slots.of[adder][owner][:, : self.real(owner)]
 
     def fetch_gradients(self, like: Tensor) -> Tensor:
-        """Start to fetch the other ranks' parts of the gradient of this rank's input. Return the tensor
-        (P - 1, B, n, D) that the parts are copied to."""
+        """Start to fetch the other ranks' parts of the gradient of this rank's input. Return the tensor (P - 1, B, n,
+        D) that will hold these parts."""
         (B, n, D), rank = self.shape, self.memory.group.rank
         found, groups = like.new_empty(len(self.others), B, n, D), []
         found[:, :, self.real(rank) :].zero_()
@@ -284,7 +291,7 @@ def direct_heads(
         keep_gathered: keep the input of all ranks for the backward pass.
     """
     if has_torch_function((weight, bias)):
-        # Gemini fetches its parameters into memory for one call only, so all of them must be arguments of the call.
+        # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(
             direct_heads, (weight, bias), x, weight, bias, sent, products, layer, keep_gathered
         )
@@ -304,9 +311,9 @@ class _OwnProjection(torch.autograd.Function):
         group = layer.memory.group
         own_bias = None if bias is None else own_rows(bias, group)
         layer.gather(sent)
-        # A copy of the weight's rows, made during the transfer of inputs. Without the copy, the three separate blocks
-        # of rows (q, k, v) would need three products, whose few tiles leave more multiprocessors idle at the end, or
-        # one batched product, which can't add a bias.
+        # A copy of the weight's rows, made during the transfer of inputs. Without the copy, the rows are three separate
+        # blocks (q, k, v). Three products on them have few tiles, which leave more multiprocessors idle at the end. One
+        # batched product can't add a bias.
         own_weight = products.factor(weight, group)
         qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
         for rank, shard in layer.shards(sent):
@@ -316,8 +323,7 @@ class _OwnProjection(torch.autograd.Function):
         if keep_gathered:
             everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
             everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
-        # Save the copied rows (3 D D / P numbers a layer). If only the weight were saved, the backward pass would copy
-        # again.
+        # Save the copied rows (3 D D / P numbers per layer), so that the backward pass need not copy them again.
         ctx.save_for_backward(everyone, *own_weight)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
         return qkv, own_bias
@@ -331,7 +337,7 @@ class _OwnProjection(torch.autograd.Function):
             out = layer.gradient_for(peer, group.rank, dqkv.dtype)
             _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
-        if ctx.needs_input_grad[2]:  # small kernels, which run while other ranks may be late
+        if ctx.needs_input_grad[2]:  # small kernels, which fill the time in which this rank may wait for others
             dbias = whole_rows(cast(Tensor, own_dbias), group)
         if ctx.needs_input_grad[1]:
             dweight = zeros_but_own(own_weight[0], weight, group)
@@ -354,10 +360,11 @@ def _sum(parts: Tensor) -> Tensor:
 
 def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
     """Compute the term of the gradient (B, n, D) of a rank's input that this rank's heads contribute. Write it to
-    ``out``, or add it to ``out`` if ``add``. grad: the gradient (B, n, 3 h d) of q, k, v of that rank's tokens.
+    ``out``, or add it to ``out`` if ``add``. grad: the gradient (B, n, 3 h d) of q, k, v for the tokens of the rank
+    whose input it is.
 
-    The caller computes the gradient even if it is not needed, as for the first block when everything before it is
-    frozen. Otherwise the gradient buffer would not be used, and the input buffer would be used twice in a row.
+    The caller computes the gradient even if it is not needed, for example in the first block if everything before it is
+    frozen. Otherwise the gradient buffer would be skipped, and the input buffer would be used twice in a row.
     """
     for target, rows in zip(out, grad, strict=True):  # sample by sample
         products.input_gradient_into(target, rows, columns, add)

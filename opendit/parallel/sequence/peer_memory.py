@@ -12,8 +12,7 @@ barrier of another buffer, and a rank reaches that barrier only after it has fin
 forward pass uses input, then output. Its backward pass does the same, or uses input, then gradient (FastSeq). A
 recorded graph begins with input and ends with another buffer, so that it can be replayed any number of times.
 
-A barrier may also be enqueued on the copy stream, so that it overlaps with the caller's kernels until they need the
-data.
+A barrier may also be enqueued on the copy stream. It then overlaps with the caller's kernels until these need the data.
 
 Data is transferred either by a kernel on the caller's stream, at the full rate of the links, or by copy engines, which
 run concurrently with the caller's kernels. Copy engines are slower but occupy no multiprocessor. Measured on H200s:
@@ -36,8 +35,9 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.exchange_heads import exchange_heads, send_rows
 from opendit.parallel.collectives import Group
 
-Part = tuple[tuple[Tensor, ...], int]  # (q, k, v or one tensor of heads, index of the first head among all H)
-Pair = tuple[Tensor, Tensor]  # (target, source), each (rows, h, d) and dense within a row
+# (q, k, v or one tensor of heads, index that the first of these heads has among all H heads)
+Part = tuple[tuple[Tensor, ...], int]
+Pair = tuple[Tensor, Tensor]  # (target, source), each (rows, h, d) and contiguous within a row
 
 
 class Buffer(IntEnum):
@@ -66,37 +66,39 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
     rank's memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # unused here, and a scarce resource
+    # multicast is not used here, and is a scarce resource
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    # torch zeroes the memory and the barrier's signals on the current stream, after all work that is enqueued there.
-    # Without this wait, zeroing could erase what a faster rank has written meanwhile. (Attention to 64k tokens takes
-    # 100 ms.)
+    # torch zeroes the memory and the barrier's signals on the current stream, after all work enqueued there. Wait for
+    # this, because zeroing later could erase what a faster rank has written by then. (Attention to 64k tokens takes 100
+    # ms.)
     torch.cuda.synchronize(device)
     return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
 
 
 class PeerMemory:
-    """The buffers of one group of ranks, as large as the largest requested shape. All ranks must make the same calls in
-    the same order.
+    """The buffers of one group of ranks. Their size is that of the largest shape requested so far. All ranks must make
+    the same calls in the same order.
 
     allocate: function that allocates a buffer, with the interface of :func:`allocate`.
     """
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # keeps old buffers for graphs
+        # also keeps old buffers alive, for recorded graphs
+        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last: Buffer | None = Buffer.OUTPUT
         self._capturing = False
-        self._stream = torch.cuda.Stream(device, priority=-1)  # for copy engines, and for barriers of ready_beside
-        self._copies: torch.cuda.Event | None = None  # end of the last copy; None after a wait for it
+        self._stream = torch.cuda.Stream(device, priority=-1)  # for copy engines and for barriers of ready_beside
+        self._copies: torch.cuda.Event | None = None  # end of the last copy; None if awaited
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
         """Return views of the beginning of every rank's buffer. Their shape is (B, n, S, H, d) for an exchange of
         heads."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
-    @torch.inference_mode(False)  # training could not later use a view that was made in inference mode
+    @torch.inference_mode(False)  # training could not use a view that was created in inference mode
     def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PeerRows]:
         """Return views of ``number`` consecutive parts of every rank's buffer."""
         key = (buffer, number, shape, dtype)
@@ -125,15 +127,15 @@ class PeerMemory:
             self._last = None
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``. again: True for a further barrier of the same use. The device
-        waits, the host does not."""
+        """Enqueue the barrier of one use of ``buffer``. again: True for an additional barrier in the same use. Only the
+        device waits, not the host."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
         """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end.
 
         The barrier runs after all copies and all work that the current stream has so far, and concurrently with later
-        work of the current stream. The copies must be nearly done when the barrier is enqueued, because a kernel that
+        work of the current stream. Enqueue the barrier only when the copies are nearly done, because a kernel that
         waits for a copy delays the caller's kernels.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -168,9 +170,9 @@ class PeerMemory:
         The copies start after the work that the current stream has so far, and run concurrently with its later work.
         Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory until then.
 
-        A copy within one card would occupy its multiprocessors, so kernels move the heads that stay on this rank. These
-        kernels run before any copy. A kernel that waits for a copy would delay the caller's kernels by the time of the
-        copy (seen in two traces of CUDA graphs).
+        Kernels copy the heads that stay on this rank, because copies within one card use multiprocessors in any case.
+        These kernels run before any copy. If a kernel waited for a copy, it would delay the caller's kernels by the
+        time of the copy (seen in two traces of CUDA graphs).
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -181,7 +183,7 @@ class PeerMemory:
 
     def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
         """Copy rows between the memories of this rank and other ranks, as :meth:`exchange_beside` does with heads.
-        ``own``: pairs within this card, which are copied before the first group."""
+        ``own``: pairs whose target and source are both on this card. These are copied before the first group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in own:
@@ -209,7 +211,7 @@ class PeerMemory:
         return found
 
     def wait(self, event: torch.Event | torch.cuda.Event | None = None) -> None:
-        """Make the current stream wait for the event of an exchange or copy, or for all of them without an event."""
+        """Make the current stream wait for an event of an exchange or copy, or without an event, for all of these."""
         event = event or self._copies
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -223,8 +225,8 @@ def sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) with a copy engine; Tensor.copy_ would use a kernel. Both tensors must be dense within a
-    row."""
+    """Copy (rows, h, d) with a copy engine, whereas Tensor.copy_ would use a kernel. Both tensors must be contiguous
+    within a row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
@@ -243,7 +245,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return the symmetric memory of the group, or None, and a reason. The first call is collective over the group."""
+    """Return (symmetric memory of the group or None, reason). The first call is collective over the group."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)

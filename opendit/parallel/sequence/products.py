@@ -1,12 +1,13 @@
 """Matrix products of the qkv projection in sequence parallelism, and conversions between layouts of tokens and heads.
 
 The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). A strategy
-determines when inputs and gradients are sent; this module determines what is sent and how it is multiplied.
+determines when inputs and gradients are sent. This module determines which tensors are sent and how they are
+multiplied.
 
 The *packed* layout of q, k, v is (P, B, n, 3, h, d): the n tokens of each of P ranks, with the h = H / P heads of one
 rank. An all-to-all delivers this layout, and FastSeq's projections write it. With one sample, q, k and v are views of
-the packed tensor that attention takes without a copy. The conversions here make no more passes over memory than the
-exchange needs.
+the packed tensor that attention takes without a copy. The conversions in this module make no more passes over memory
+than the exchange needs.
 """
 
 from typing import NamedTuple, cast
@@ -26,10 +27,11 @@ Saved = tuple[Tensor, ...]  # a weight in the form that the backward pass needs
 
 
 class Products:
-    """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
+    """Products in the dtype of the activations. Use a new object for each call of a layer. The object stores no
+    activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """Convert the weight to the form in which all products use it, to be saved for the backward pass. group: take
+        """Convert the weight to the form in which all products use it, to be saved for the backward pass. group: select
         only the rows of this rank's heads in this group; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
@@ -47,7 +49,7 @@ class Products:
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
-        """Return grad W (rows, D) for rows of the result of :meth:`gradient`."""
+        """Return grad W (rows, D), where grad is some rows of the result of :meth:`gradient`."""
         return grad @ columns[0]
 
     def input_gradient_into(self, out: Tensor, grad: Tensor, columns: Saved, add: bool) -> None:
@@ -169,25 +171,25 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
-    """Return the rows (3 h d, ...) of this rank's heads from the rows (3 D, ...) of q, k and v."""
-    # torch.cat, because torch copies contiguous blocks three times as fast as a view with gaps between them.
+    """Select the rows (3 h d, ...) of this rank's heads from the rows (3 D, ...) of q, k and v."""
+    # torch.cat copies contiguous blocks, which torch does three times as fast as copying a view with gaps.
     return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
 
 
 def whole_rows(rows: Tensor, group: Group) -> Tensor:
-    """Invert :func:`own_rows`. Rows of other ranks' heads are zeros."""
+    """Invert :func:`own_rows`, with zeros in the rows of other ranks' heads."""
     whole = rows.new_zeros(3, group.size, len(rows) // 3, *rows.shape[1:])
     whole[:, group.rank] = rows.unflatten(0, (3, -1))
     return whole.flatten(0, 2)
 
 
 def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Allocate the gradient (3, P, h d, D) of a weight, in ``dtype``. This rank's rows of the weight are ``own_weight``
-    (3 h d, D). The rows of other ranks' heads are zeros; the rows of this rank's heads are uninitialised."""
+    """Allocate the gradient (3, P, h d, D) of a weight, in ``dtype``, with zeros in the rows of other ranks' heads and
+    uninitialised rows for this rank's heads. ``own_weight``: this rank's rows of the weight, (3 h d, D)."""
     whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
     if others:
-        torch._foreach_zero_(others)  # one kernel for all of these contiguous parts
+        torch._foreach_zero_(others)  # zeroes all of these contiguous parts with one kernel
     return whole
 
 
@@ -200,8 +202,8 @@ def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Ten
 
 
 class _Unpack(torch.autograd.Function):
-    """:func:`unpack` whose backward pass makes one pass over memory. torch's own backward pass would make three: stack
-    dq, dk, dv, pad the stack, and copy it into the packed order."""
+    """:func:`unpack` with a backward pass that makes one pass over memory. Autograd would make three: stack dq, dk, dv,
+    pad the stack, and copy it into the packed order."""
 
     @staticmethod
     def forward(ctx, packed: Tensor, length: int):
@@ -230,8 +232,8 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has the heads of rank p, p h
-    to (p + 1) h - 1."""
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has rank p's heads, which
+    are p h to (p + 1) h - 1."""
     return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
 
 

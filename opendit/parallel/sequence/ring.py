@@ -1,7 +1,7 @@
 """Ring attention (Liu et al. 2023), bidirectional and exact: every rank keeps its queries, while keys and values travel
 around the ring of ranks.
 
-Any number of heads works. While a rank attends to the keys and values that have arrived, it sends them, packed
+Any number of heads works. While a rank attends to the keys and values that have arrived, it also sends these, packed
 together, to the next rank. In the backward pass the gradients of keys and values travel around the ring, too. Attention
 to a part of the keys also returns the log-sum-exp of its scores, with which the results of all parts are merged.
 """
@@ -29,7 +29,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[in
 
 
 def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), which has the same shape on all ranks. Rows from n on are
+    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), which has the same shape on all ranks. Rows after the n-th are
     uninitialised and never read."""
     B, H, n, d = k.shape
     packed = k.new_empty(2, B, rows, H, d)
@@ -44,7 +44,8 @@ def _unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_shared(grad: Tensor, heads: int) -> Tensor:
-    """Sum the gradient of keys or values of every head (B, H, n, d) over the heads that share them."""
+    """Add up the gradients of keys or values (B, H, n, d), one for each query head, over the query heads that share a
+    key-value head."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -87,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
             if rank == ring.group.rank:
                 return own
             source, part = next_part()
-            assert source == rank  # keys arrive in the order in which the ring asks for their gradients
+            assert source == rank  # keys arrive in the order in which the ring requests their gradients
             return part
 
         dk, dv = _unpack(ring.reduce_scatter(piece), lengths[ring.group.rank])
@@ -134,10 +135,10 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of attention to these keys. dq is only these keys' term of the gradient of q. ``out`` (B, H,
-    N, d) and ``lse`` (B, H, N) must be the results over all keys."""
+    """Return (dq, dk, dv) of attention to these keys. dq is only the term of q's gradient that comes from these keys.
+    ``out`` (B, H, N, d) and ``lse`` (B, H, N) must be the results over all keys."""
     if _flash(q):
-        # The forward pass returns seed and offset for dropout; without dropout they are not read.
+        # These are the forward pass's seed and offset for dropout. Without dropout, they are not read.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(

@@ -1,15 +1,15 @@
 """Expert-choice routing over several ranks (EC-DiT): experts choose tokens, which are sent to the experts' ranks.
 
-An expert takes the k tokens of a sample with the highest affinity to the expert, no matter which rank has them. Ranks
-that share a sequence gather its affinities (B x N x E numbers, without a gradient), so that every rank knows all
-choices. The weight of a chosen token is its affinity, whose gradient is computed on the token's own rank. Only chosen
-tokens are sent:
+An expert takes the k tokens of a sample with the highest affinity to the expert, regardless of the ranks that have
+these tokens. Ranks that share a sequence gather the affinities (B x N x E numbers, without a gradient), so that every
+rank knows all choices. The weight of a chosen token is its affinity, whose gradient is computed on the token's own
+rank. Only chosen tokens are sent:
 
     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
 
 Every expert takes the same number of tokens of a sample. If each rank has whole samples, all sizes are therefore known
-in advance. If ranks share a sequence, a rank may have any number of an expert's k tokens. The host then reads that
-number from the device while the device computes the shared MLP.
+in advance. If ranks share a sequence, a rank may have any number of an expert's k tokens. In this case, the host reads
+the number from the device while the device computes the shared MLP.
 """
 
 import functools
@@ -45,7 +45,7 @@ class RoutingByRanks:
         mlp: the layer, with this rank's experts if ``experts`` is not None, otherwise with all experts.
         y: the tokens.
         shared: this rank's shard of the sequence; None if y has all tokens of its samples.
-        experts: ranks among which the experts are divided evenly, in order; None if this rank has all experts.
+        experts: group of ranks that divide the experts evenly, in order; None if this rank has all experts.
     """
 
     @not_compiled
@@ -109,8 +109,8 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices of experts among the tokens of several ranks. The host does not yet know how many chosen tokens are on
-    this rank."""
+    """Choices of experts among the tokens of several ranks, before the host knows how many chosen tokens are on this
+    rank."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: OwnTokens, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
@@ -130,8 +130,8 @@ class _Pending:
             self._copied.record()
 
     def chosen(self) -> tuple[Chosen, list[list[int]]]:
-        """Wait for the counts. Return this rank's chosen tokens, and for every rank of the group the number of its
-        tokens that each expert has chosen."""
+        """Wait for the counts. Return this rank's chosen tokens, and the counts: for every rank of the group, the
+        number of its tokens that each expert has chosen."""
         if self._copied is not None:
             self._copied.synchronize()
         counts = self._counts.tolist()
@@ -144,11 +144,11 @@ class _Pending:
 # ------------------------------------------------------------------------------------------------------ rows by expert
 
 
-@functools.lru_cache(maxsize=32)  # if ranks have whole samples, the arguments are always the same
+@functools.lru_cache(maxsize=32)  # a cache, because ranks with whole samples always pass the same arguments
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
-    by expert for each rank. Return these indices and the number of rows of the stack, which is the largest number of
-    any expert."""
+    by expert for each rank. Return these indices and the stack's number of rows, which is the number for the expert
+    with the most."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:
@@ -176,7 +176,7 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing would
-    accumulate rows, which distinct places do not need."""
+    accumulate rows, which is unnecessary for distinct places."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor):

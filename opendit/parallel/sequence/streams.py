@@ -1,8 +1,8 @@
 """Sequence parallelism for sequences of two streams, caption tokens and media tokens.
 
-Each stream is divided evenly among the ranks, so every rank has the same number of tokens of a stream. The layers of a
-stream get tokens of that stream only. For attention the tokens of all ranks are put into the order of the sequence,
-which drops padding.
+Each stream is divided evenly among the ranks, so every rank has the same number of tokens of a stream. A stream's
+layers process only tokens of this stream. For attention, the tokens of all ranks are arranged in the order of the
+sequence, without padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from opendit.models.layers import Attend
 
 @dataclass(frozen=True)
 class SharedStreams:
-    """A sequence of several streams.
+    """This rank's shards of a sequence of several streams.
 
     Attributes:
         parts: this rank's shard of every stream.
         lengths: number of tokens of every stream.
         ranks: number of ranks that share the sequence.
-        exchange: attention method of a strategy. It takes q, k, v (B, H, rows, d) of this rank's tokens, ``attend``,
-            and the number of tokens of all ranks, including padding. None if projections return the tokens of all
-            ranks.
+        exchange: method of a strategy that computes attention. Its arguments are q, k, v (B, H, rows, d) of this rank's
+            tokens, ``attend``, and the number of tokens of all ranks, including padding. None if projections return the
+            tokens of all ranks.
     """
 
     parts: tuple[Any, ...]
@@ -39,12 +39,12 @@ class SharedStreams:
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
-        """Number of tokens of every stream on a rank, including padding."""
+        """Number of tokens per rank of every stream, including padding."""
         return tuple(part.rows for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Number of tokens of a rank, including padding."""
+        """Number of tokens per rank, including padding."""
         return sum(self.rows_of_streams)
 
     def take_stream(self, number: int, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class SharedStreams:
         ]
 
     def _order(self, device: torch.device) -> Tensor:
-        """Return the index of every token of the sequence in the concatenation of all ranks' tokens."""
+        """Return, for every token of the sequence, its index in the concatenation of all ranks' tokens."""
         found, start = [], 0
         for length, rows in zip(self.lengths, self.rows_of_streams, strict=True):
             at = torch.arange(length, device=device)

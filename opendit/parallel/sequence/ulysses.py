@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", 2023), alone or combined with ring attention.
 
 An all-to-all turns all heads of this rank's tokens into this rank's heads of all tokens. Attention is then local, and
-another all-to-all turns the result back. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, the
-ranks of a sequence are a grid: ``heads.size`` neighbouring ranks exchange heads, so that each has some of the heads for
-all tokens of these ranks, and ring attention covers the other dimension of the grid.
+another all-to-all reverses the exchange for the result. :class:`UlyssesRing` sends q, k and v in one packed exchange.
+With a ring, the ranks of a sequence are a grid: ``heads.size`` neighbouring ranks exchange heads, so that each has some
+of the heads for all tokens of these ranks. Ring attention connects the ranks along the other dimension of the grid.
 
 :class:`DirectUlysses` needs no collectives: every rank reads and writes the memory of the other ranks (peer_memory.py).
 
@@ -43,8 +43,8 @@ from opendit.parallel.sequence.ring import ring_attention
 
 @dataclass(frozen=True)
 class UlyssesRing:
-    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank does
-    nothing."""
+    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. With a group of one rank,
+    the corresponding part does nothing."""
 
     heads: Group
     ring: Group
@@ -67,7 +67,7 @@ class UlyssesRing:
 
     def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:
         """Return a function for attention to the keys of all ranks of the ring. ``first`` is the index of this rank's
-        first token in the sequence; ``lengths`` has the number of tokens of every rank of the ring."""
+        first token in the sequence; ``lengths`` holds the number of tokens of every rank of the ring."""
 
         def attend_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ring_attention(*attend.prepare(q, k, v, first), ring=Ring(self.ring), lengths=lengths)
@@ -81,13 +81,14 @@ class DirectUlysses:
 
     Attributes:
         memory: symmetric memory of the ranks that share sequences.
-        groups: number of groups of a rank's heads, which are exchanged one after the other.
+        groups: number of groups into which a rank's heads are divided. Groups are exchanged one after the other.
     """
 
     memory: PeerMemory
     groups: int = 1
 
-    takes_projection: ClassVar[bool] = True  # writes q, k, v where the other ranks read them
+    # the strategy writes q, k, v directly to the buffers from which the other ranks read
+    takes_projection: ClassVar[bool] = True
 
     @not_compiled  # a compiler can't see that other ranks read and write the buffers
     def project_and_attend(
@@ -128,7 +129,7 @@ class Layer:
     doutput: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> PeerRows:
-        """Return every rank's buffer as rows (B, n, parts, H, d) of its own tokens with all heads."""
+        """Return views of every rank's buffer as rows (B, n, parts, H, d): that rank's tokens with all heads."""
         B, n, D = self.shape
         return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
 
@@ -165,7 +166,8 @@ class Layer:
             heads = self.memory.rows(Buffer.INPUT, (B, self.length, number, d), grad.dtype)
             self.memory.send(grad.contiguous().view(B, n, self.num_heads, d), heads, self.length)
             self.memory.ready(Buffer.INPUT)
-            found = [heads.of[self.memory.group.rank].transpose(1, 2)]  # only the backward pass of attention reads it
+            # only the backward pass of attention reads this view
+            found = [heads.of[self.memory.group.rank].transpose(1, 2)]
         self.doutput.update(enumerate(found))
 
     def real(self, rank: int) -> int:
@@ -194,8 +196,8 @@ class Layer:
         self.push(grads, rows, first, beside=group > 0)
 
     def gradients(self, dtype: torch.dtype, parts: int = 3) -> Tensor:
-        """Return the complete gradient (B, n, parts * D) of q, k, v, with zeros for padding. It is valid until the next
-        exchange. parts: 3 for q, k, v; 1 for a single tensor."""
+        """Return the complete gradient (B, n, parts * D) of q, k, v, with zeros for padding. The result is valid until
+        the next exchange. parts: 3 for q, k, v; 1 for a single tensor."""
         self._all_there()
         own = self.rows(Buffer.OUTPUT, parts, dtype).of[self.memory.group.rank].flatten(2)
         own[:, self.real(self.memory.group.rank) :].zero_()
@@ -203,8 +205,8 @@ class Layer:
 
     def push_output(self, output: Tensor, group: int) -> None:
         """Write the attention output of a group of heads to the slot of this rank and group in the buffers of all ranks
-        that own tokens. The slots are joined later, in a pass that is needed anyway. Contiguous rows cross the links
-        faster than rows with gaps: 29 us instead of 41 us, in a loop of 20 on 4 H200s."""
+        that own tokens. A later pass over memory, which is needed anyway, joins the slots. Slots are used because
+        contiguous rows are sent faster than rows with gaps: 29 us instead of 41 us, in a loop of 20 on 4 H200s."""
         slot = self._slots(output.dtype)[self.memory.group.rank * self.groups + group]
         self.push((output,), slot, 0, beside=group < self.groups - 1)
 
@@ -229,8 +231,8 @@ class Layer:
 
 
 def unread(like: Tensor) -> Tensor:
-    """Return a placeholder of the shape of ``like``. The next node does not read the placeholder; it reads the ranks'
-    buffers."""
+    """Return a placeholder with the shape of ``like``. The next autograd node reads the ranks' buffers instead of the
+    placeholder."""
     return like.new_empty(1).expand(like.shape)
 
 
@@ -247,7 +249,7 @@ def project(
     """
     parameters = (weight, bias)
     if has_torch_function(parameters):
-        # Gemini fetches its parameters into memory for one call only, so all of them must be arguments of the call.
+        # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(project, parameters, x, *parameters, sent, products, layer)
     return _Project.apply(x, weight, bias, sent, products, layer)
 
@@ -306,8 +308,9 @@ class Depart(torch.autograd.Function):
 class Collect(torch.autograd.Function):
     """Collects the attention output of all heads.
 
-    shard: tensor that the layer gathers again in the backward pass, after it has sent the gradient (fastseq.py); None
-    to gather nothing."""
+    shard: tensor to gather again in the backward pass, after the gradient has been sent (fastseq.py); None to gather
+    nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Check the flags, and set a password if one is needed. Raises ValueError, naming the flag and the fix."""
+    """Check the flags. Set a password if one is needed. Raises ValueError, naming the flag and the fix."""
     options["ckpt"], options["lora"] = options["ckpt"] or [], options["lora"] or []
     root = options["allow_train"]
     if root is not None:

@@ -1,7 +1,7 @@
 """List the files that the page may read: the runs in one folder, and the checkpoints named on the command line.
 
-A browser can only choose names that this module lists. The names that a browser sends are looked up in a listing and
-never become part of a path. Listed files are inside the folder of runs; symbolic links that lead out of this folder are
+A browser can only choose names that this module lists. A name from a browser is looked up in a listing and never
+becomes part of a path. Listed files are inside the folder of runs; symbolic links that lead out of this folder are
 refused.
 
 :class:`Catalog` lists runs, sample grids and weights. The functions after the class read the history of a run: the
@@ -47,7 +47,7 @@ class WeightsChoice:
     Attributes:
         name: text for users, such as "000-DiT-Ti-2, step_0001000, ema".
         path, which, lora: arguments ``path``, ``weights`` and ``lora`` of ``opendit.load``.
-        mark: value that changes when the file changes.
+        mark: value that changes whenever the file of the weights changes.
     """
 
     name: str
@@ -106,7 +106,7 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs in ``outputs`` and the checkpoints in ``extra``. Every call lists the files again.
+    """The runs in ``outputs`` and the checkpoints in ``extra``. Every method call lists the files again.
 
     Attributes:
         outputs: the folder of runs; it may not exist yet.
@@ -244,14 +244,15 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # Load the newest checkpoint by its run's path, so that loading can fall back to an older checkpoint.
+        # Refer to the newest checkpoint by its run's path, so that loading can fall back to an older checkpoint.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
         name, mark = f"{source}, {folder.name}, {average}", (folder.name, _mark(folder))
         if average in ("ema", "model"):
             return WeightsChoice(name, self.run(source) if by_run else folder, average, mark)
-        return WeightsChoice(name, find_weights(folder, average), "ema", mark)  # other averages are named by their file
+        # the path of the file selects any other average
+        return WeightsChoice(name, find_weights(folder, average), "ema", mark)
 
     def loras(self) -> list[str]:
         """Return the names of the LoRAs: those named on the command line, and the runs of ``train.py --lora``."""
@@ -261,7 +262,7 @@ class Catalog:
         try:
             choice = self.weights(run, NEWEST, self.averages(run, NEWEST)[0])
             return "lora" in read_info(find_weights(choice.path, choice.which))
-        except (ValueError, OSError):  # a damaged checkpoint is reported when a user chooses it
+        except (ValueError, OSError):  # ignored here; the damage is reported when a user chooses the checkpoint
             return False
 
     def with_loras(self, choice: WeightsChoice, chosen: list[tuple[str, float]]) -> WeightsChoice:
@@ -276,7 +277,7 @@ class Catalog:
         return replace(choice, name=named, mark=(choice.mark, marks), lora=tuple(found)) if found else choice
 
     def _refuse_links_out(self, checkpoint: Path) -> None:
-        """Raise ValueError if a checkpoint, or a file of it that is read, is a link out of the folder of runs."""
+        """Raise ValueError if a checkpoint, or one of its files to read, is a link out of the folder of runs."""
         if not self.inside(checkpoint):
             raise ValueError(f"{checkpoint.name} leads out of the folder of runs, and is not read")
         for path in checkpoint.iterdir():
@@ -296,7 +297,7 @@ class Catalog:
 
 
 def _is_text(name: str) -> bool:
-    """Return False if a file name is not UTF-8, because a browser could not send the name back."""
+    """Return True if a file name is valid UTF-8; a browser can't send other names back."""
     try:
         return bool(name.encode())
     except UnicodeEncodeError:
@@ -331,7 +332,7 @@ def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float
 
 
 class LogReader:
-    """Reads the lines that were added to a run's log since the last call."""
+    """Reads those lines of a run's log that were added since the last call."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -370,7 +371,7 @@ class LogReader:
             return
         for metric, points in self._points.items():
             value = entry.get(metric)
-            with contextlib.suppress(OverflowError):  # an integer outside the range of floats
+            with contextlib.suppress(OverflowError):  # the value is an integer outside the range of floats
                 if type(value) in (int, float) and math.isfinite(float(value)):
                     points.append((step, float(value)))
             if len(points) > MOST_POINTS:
@@ -386,7 +387,8 @@ def log_reader(log: Path) -> LogReader:
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
     """Reduce a curve to at most ``most`` points.
 
-    Each new point is the mean of neighbouring values, at the last of their steps. The last point does not change.
+    Each new point is the mean of neighbouring values, at the last of these values' steps. The last point does not
+    change.
     """
     if len(points) <= most:
         return points
@@ -441,7 +443,7 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
     """Return the starts of a run, in order, from its config.json. Raises ValueError for a damaged file.
 
-    A start that was written by an early version of OpenDiT has only flags.
+    A start written by an early version of OpenDiT has only flags.
     """
     if (path := catalog.file(run, "config.json")) is None:
         return []

@@ -6,7 +6,8 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_SILENT = 128  # maximum number of open connections that wait for a request
-REQUEST_S = 10  # seconds to send a request's headers, from the opening of the connection or the last answer
+# seconds within which a request's headers must arrive, from the opening of the connection or the last answer
+REQUEST_S = 10
 
 
 class PatientProtocol(H11Protocol):
@@ -35,7 +36,8 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        """Start the timer, unless a request is being answered. A slow request gets no extra time."""
+        """Start the timer, unless a request is being answered. A request whose headers arrive slowly gets no extra
+        time."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return self._stop_waiting()
         if self._silence is not None:
@@ -44,7 +46,8 @@ class PatientProtocol(H11Protocol):
         silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
         if len(silent) > MOST_SILENT:
             longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
-            longest._stop_waiting()  # do not choose this connection again before its loss is reported
+            # stop its timer now, so that this connection is not chosen again before its closing is reported
+            longest._stop_waiting()
             longest.transport.abort()
 
     def _stop_waiting(self) -> None:

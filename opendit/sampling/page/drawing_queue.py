@@ -42,7 +42,7 @@ class DrawingRequest:
 
     Attributes:
         weights: the weights.
-        what: classes or captions, one per sample; or a number of samples without class or caption.
+        what: one class or caption per sample; or the number of samples to draw without a class or caption.
         settings: the sampling settings.
         image: the picture that clips begin with.
     """
@@ -60,7 +60,7 @@ class DrawingRequest:
 
 @dataclass(frozen=True)
 class LabelledRequest:
-    """A request with a label for every sample and the settings to write into the samples' files."""
+    """A request to draw, with a label for every sample, and with the settings to write into the samples' files."""
 
     request: DrawingRequest
     labels: list[str]
@@ -130,7 +130,8 @@ class DrawingQueue:
     ):
         self._load, self._batch_size, self._most = load, batch_size, most_waiting
         self._pipe: Pipeline | None = None
-        self._choice: WeightsChoice | None = None  # the weights in ``_pipe``; None if the pipeline must not be reused
+        # weights of the pipeline ``_pipe``; None if the pipeline must not be reused
+        self._choice: WeightsChoice | None = None
         self._waiting: deque[PendingDrawing] = deque()
         self._drawn: PendingDrawing | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -180,9 +181,11 @@ class DrawingQueue:
             except Exception as error:
                 if not is_for_people(error):
                     traceback.print_exc(file=sys.stderr)
-                    self._choice = None  # the GPU may be out of memory, so the next request loads the model again
+                    # forget the model, because the GPU may be out of memory; the next request loads it again
+                    self._choice = None
                 pending.end(error=error)
-            self._drawn = pending = None  # otherwise the samples would stay in memory until the next request
+            # drop references, because the samples would stay in memory until the next request
+            self._drawn = pending = None
         self._free()
 
     def _next(self) -> PendingDrawing | None:
@@ -231,12 +234,12 @@ class DrawingQueue:
 
 
 def is_for_people(error: BaseException) -> bool:
-    """Return True if the message of an error is for the user; any other error is a bug in the program."""
+    """Return True if the error's message is meant for users. Any other error is a bug in the program."""
     return isinstance(error, CancelledError | ValueError | OSError)
 
 
 def without_traceback(error: BaseException) -> BaseException:
-    """Remove the traceback of an error, because it would keep the model and its activations in memory."""
+    """Remove an error's traceback, which would keep the model and its activations in memory."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__, cause = None, cause.__cause__ or cause.__context__

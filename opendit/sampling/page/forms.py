@@ -1,4 +1,5 @@
-"""Convert the fields that a browser sends into a drawing request. This module or the ``Pipeline`` checks them."""
+"""Convert the fields that a browser sends into a drawing request. This module or the ``Pipeline`` checks every
+field."""
 
 import base64
 import math
@@ -16,17 +17,18 @@ from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingRequest, LabelledRequest
 from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, DrawSettings
 
-MOST_TEXT = 20_000  # characters of all captions together
+MOST_TEXT = 20_000  # maximum number of characters of all captions together
 MOST_CAPTION = 2_000
 MOST_LORAS = 8
-MOST_PICTURE, PICTURE_S = 800_000, 5.0  # characters of a picture after the browser has reduced it; seconds to decode it
+# maximum number of characters of a picture, which the browser has reduced before; seconds allowed to decode it
+MOST_PICTURE, PICTURE_S = 800_000, 5.0
 CACHES = (
     "taylor:2",
     "taylor:3",
     "taylor:4",
     "first_block:0.06",
     "first_block:0.1",
-)  # docs/sampling.md lists all caches
+)  # other caches are described in docs/sampling.md
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def read_forms(
     if not card.guided:
         guidance = 1.0
     if guidance == 1:
-        interval, negative, every = None, None, 1  # these settings have no effect without guidance
+        interval, negative, every = None, None, 1  # without guidance, these settings have no effect
     if card.captions:
         items: list[Any] = _captions(what.captions)
         labels = items
@@ -146,7 +148,7 @@ def another_seed() -> int:
 
 
 def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
-    """Return the names and weights of the LoRAs. Without any weights, every weight is 1."""
+    """Return the names and weights of the LoRAs. If no weights are set, every weight is 1."""
     names = names if isinstance(names, list) else []
     words = text_of(weights).replace(",", " ").split()
     if len(names) > MOST_LORAS or (words and len(words) != len(names)):

@@ -58,7 +58,7 @@ class SampleStore:
     The constructor also deletes the folders of pages that were killed. As a context manager, the store deletes its own
     folder on exit.
 
-    most_bytes: maximum size of all files together. The most recent batch is always kept.
+    most_bytes: maximum size of all files together. The most recent batch is kept even if it is larger.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
@@ -79,8 +79,8 @@ class SampleStore:
     def add(self, samples: list[Any], labels: list[str], settings: dict[str, Any]) -> tuple[str, list[StoredSample]]:
         """Write the samples that a ``Pipeline`` has returned. Return a token for the batch, and the stored samples.
 
-        settings: settings to write into every file, together with the sample's "label" and "number". Raises OSError,
-        and then keeps none of the samples.
+        settings: settings to write into every file, together with the sample's "label" and "number". If writing fails,
+        none of the samples is kept, and OSError is raised.
         """
         stored: list[StoredSample] = []
         try:
@@ -123,7 +123,7 @@ class SampleStore:
     def _write(self, sample: Any, number: int, label: str, settings: dict[str, Any]) -> StoredSample:
         is_clip, token = isinstance(sample, VideoClip), secrets.token_urlsafe(16)
         path = self._folder / f"{token}.{'mp4' if is_clip else 'png'}"
-        text = json.dumps(settings)  # ASCII, whatever a caption contains
+        text = json.dumps(settings)  # json.dumps returns ASCII for any caption
         if is_clip:
             write_mp4(path, sample.frames, sample.fps, comment=text)
             size = sample.frames.shape[1:3]
@@ -145,7 +145,7 @@ def delete_abandoned() -> None:
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
                 continue
             file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # another process has just created or just deleted the folder
+        except OSError:  # another process has just created or deleted the folder
             continue
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +158,7 @@ def _hold(path: Path) -> int:
     beside = path.with_suffix(".new")
     file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
-    os.rename(beside, path)  # no process can see the file unlocked
+    os.rename(beside, path)  # locked before it gets this name, so that no process can see the file unlocked
     return file
 
 

@@ -34,12 +34,12 @@ from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
-MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
+MOST_REQUESTS = 256  # maximum number of running requests, one of which every browser keeps open while it shows the page
 BODY_S = 30  # seconds for the body of a request to arrive
-GOODBYE_S = 2  # seconds that running answers get when the page stops
+GOODBYE_S = 2  # seconds that running answers have left when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
-# All requests that the page makes. Gradio also answers other requests (uploads, files, a proxy, calls of programs); the
-# guard refuses them.
+# All requests that the page makes. The guard refuses all other requests, although Gradio would answer them (uploads,
+# files, a proxy, calls of programs).
 GET = re.compile(
     r"/|/config|/theme\.css|/manifest\.json|/favicon\.ico|/robots\.txt|/(assets|static|svelte)/[\w./@-]+"
     r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
@@ -69,8 +69,8 @@ class Guard:
     Args:
         app: the page.
         password: password for HTTP basic authentication, with any user name; None if no password is needed.
-        hosts: host names by which a browser may address the page; None for any name. Restricting the names to this
-            machine's own prevents DNS rebinding, where another site makes its name resolve to this machine.
+        hosts: host names by which a browser may address the page; None for any name. Allowing only this machine's own
+            names prevents DNS rebinding, in which another site makes its name resolve to this machine.
     """
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
@@ -149,7 +149,7 @@ def _bounded(receive: Receive) -> Receive:
 
     async def limited() -> dict[str, Any]:
         nonlocal seen, complete
-        if complete:  # no timeout here, because Gradio polls this to notice a disconnection
+        if complete:  # no timeout after the body, because Gradio polls this function to notice a disconnection
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), latest - asyncio.get_running_loop().time())
@@ -224,7 +224,7 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
             raise HTTPException(404)
         sample, path = found
         kind = "video/mp4" if sample.is_clip else "image/png"
-        # The file name is in the form of RFC 5987, because a caption may contain any script.
+        # File name in the form of RFC 5987, because a caption may contain any script.
         place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
         return FileResponse(path, media_type=kind, headers={"Content-Disposition": place})
 
@@ -302,7 +302,7 @@ def opened(options: dict[str, Any]):
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
         if catalog.card(choice) is None:
-            pipe = loader(choice)  # files of Meta and diffusers lack our metadata, so load the model
+            pipe = loader(choice)  # files of Meta and diffusers lack our metadata, so load the model to get a card
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
@@ -342,7 +342,8 @@ class PageServer(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for connection in list(self.server_state.connections):  # a browser keeps one open while it shows the page
+        # close connections, because a browser keeps one open while it shows the page
+        for connection in list(self.server_state.connections):
             connection.transport.close()
         await super().shutdown(sockets)
 
@@ -350,13 +351,13 @@ class PageServer(uvicorn.Server):
 def serve(options: dict[str, Any], listening: socket.socket, hosts: tuple[str, ...] | None) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, then delete the samples.
 
-    hosts: see :class:`Guard`. Raises as :func:`opened`.
+    hosts: see :class:`Guard`. Raises the same errors as :func:`opened`.
     """
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)  # uvicorn stops at SIGTERM and then raises the signal again
+    signal.signal(signal.SIGTERM, leave)  # uvicorn stops at SIGTERM, and then sends the signal to the process again
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with opened(options) as page:
         server = PageServer(application(page, options["password"], hosts))

@@ -1,5 +1,6 @@
-"""Three tabs of the page in Gradio: Sample, Runs and Compare. Sample and Compare share the fields that choose weights
-and what to draw."""
+"""Create three tabs of the page in Gradio: Sample, Runs and Compare. Sample and Compare share the fields that choose
+weights and what to draw.
+"""
 
 import asyncio
 import itertools
@@ -28,17 +29,18 @@ from opendit.sampling.page.forms import (
 )
 from opendit.sampling.pipeline import MOST_STEPS
 
-# PRIVATE: options of all events, which are not part of a public API. HTML: no scripts, and only our styles.
+# PRIVATE: options of all events, which keep them out of a public API. HTML: options that allow no scripts and only our
+# styles.
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 FIRST_CLASSES = 10  # number of classes that are selected when a user chooses a model
-FIRST_RUNS = 8  # number of newest runs whose curves are shown until a user chooses runs
+FIRST_RUNS = 8  # number of the newest runs whose curves are shown until a user chooses runs
 REFRESH_S = 10
 EXACT = (
     "<b>exact</b> evaluates the whole network, and guidance, at every step: the samples that sample.py draws. "
     "What leaves blocks or guidance out is faster, and draws other samples: Compare shows by how much."
 )
-# The browser reads the picture and reduces it; no file is uploaded.
+# The browser itself reads the picture and reduces it, so no file is uploaded.
 PICTURE_HTML = (
     '<label>Clips begin with a picture <input type="file" accept="image/*"></label>'
     '${value ? `<img class="begins" alt="the first frame" src="${value}">` : ""}'
@@ -223,7 +225,7 @@ def _class_label(number: int, name: str) -> str:
 def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
     """Create the tab Sample, which draws pictures or clips from one checkpoint.
 
-    tab: the tab to fill. Whenever a user selects it, the list of runs is updated.
+    tab: the tab to fill. Whenever a user selects the tab, the list of runs is updated.
     """
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
@@ -357,7 +359,7 @@ def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
     colors = dict(zip(runs, itertools.cycle(COLORS), strict=False))
     try:
         found = curves(catalog, runs)
-    except (ValueError, OSError):  # a run was deleted while it was read
+    except (ValueError, OSError):  # a run was deleted while its files were read
         found = curves(catalog, [])
     return [views.plot(title, found[metric], colors) for metric, title in METRICS.items()], views.legend(colors)
 
@@ -408,7 +410,7 @@ def _number(value: Any) -> str:
     """Format a number with four digits, and any other value by ``str``."""
     try:
         return f"{value:.4g}" if isinstance(value, int | float) else str(value)
-    except OverflowError:  # an integer outside the range of floats
+    except OverflowError:  # the value is an integer outside the range of floats
         return str(value)
 
 

@@ -25,10 +25,10 @@ TABLES = (".csv", ".jsonl", ".parquet")
 SPEED_UPS = {"mixed_precision": "bf16", "enable_flashattn": True, "enable_layernorm_kernel": True}
 SPEED_UPS |= {"enable_modulate_kernel": True}
 MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
-# Flags that a new run copies from the run whose weights it starts from: they define the network and the latents.
+# Flags that define the network and the latents. A new run copies them from the run whose weights it starts from.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
 KEPT += ("cross_attention", "objective", *(setting.flag for kind in KINDS.values() for setting in kind.settings))
-BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # other values are paths
+BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # every other value is a path
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def read_training_form(
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return a title, the flags for ``train.py --config``, and extra flags for a plan.
 
-    has_gpu: if True and no recipe is chosen, turn on the speed-ups that the shell scripts use.
+    has_gpu: if True and no recipe is chosen, turn on the speed-ups that the repository's shell scripts use.
 
     Raises:
         ValueError: a field is invalid, or a path is not below ``root``; one line for the user.
@@ -95,8 +95,8 @@ def read_training_form(
     if "batch_size" in flags and "--global_batch_size" in words:
         flags["global_batch_size"] = flags["batch_size"]
     if "max_steps" in flags:
-        flags["epochs"] = 10**6  # max_steps ends the run
-        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # so that a short run has a curve
+        flags["epochs"] = 10**6  # no limit, because max_steps ends the run
+        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # a short run logs often enough to have a curve
     if "num_frames" in flags:
         flags["use_video"] = True
     if trains_lora(flags):
@@ -140,7 +140,8 @@ def below(root: Path, written: str, what: str) -> Path:
     written: path relative to ``root``, or absolute. what: name of the field, for messages.
 
     Raises:
-        ValueError: the path doesn't exist, leads out of ``root``, or has a character with a meaning in --data_path.
+        ValueError: the path doesn't exist, leads out of ``root``, or contains a character that has a special meaning in
+            --data_path.
     """
     if not written or len(written) > MOST_PATH or not written.isprintable():
         raise ValueError(f"{what}: choose a folder below {root}")

@@ -38,9 +38,9 @@ JOB, CONFIG, OUTPUT, RUN = "job.json", "config.yaml", "output.txt", "run"
 MOST_WAITING = 32  # maximum number of waiting jobs
 MOST_SHOWN = 200  # number of newest jobs that are listed
 TICK_S = 1.0  # seconds between two checks of the running jobs
-PROGRAM_S = 300  # time limit in seconds of a plan or of a look at data
-TAIL_BYTES = 16 * 1024  # size of the end of a program's output that is shown
-# Same value as in opendit/training/run_end.py, which this package must not import.
+PROGRAM_S = 300  # time limit in seconds for making a plan or looking at data
+TAIL_BYTES = 16 * 1024  # number of bytes at the end of a program's output that are shown
+# The same value as in opendit/training/run_end.py, which this package must not import.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
 
@@ -77,7 +77,7 @@ class Busy(Exception):
 
 
 class TrainingQueue:
-    """Queue of training runs. At most one run per GPU is running; the others wait.
+    """Queue of training runs. At most one run per GPU is running; other runs wait.
 
     As a context manager, the queue closes on exit, and the running runs continue.
 
@@ -126,7 +126,7 @@ class TrainingQueue:
             if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
                 raise Busy(f"{MOST_WAITING} runs wait already: drop one of them first")
             name = f"{max(map(int, self._jobs), default=0) + 1:04d}"
-            while (self._folder / name).exists():  # the folder of a job that can't be read
+            while (self._folder / name).exists():  # a job that can't be read may have a folder
                 name = f"{int(name) + 1:04d}"
             self._write_config(name, config)
             self._keep(name, Job(title=title[:64], state="waiting"))
@@ -142,7 +142,7 @@ class TrainingQueue:
             if job.state == "waiting":
                 self._keep(name, job.model_copy(update={"state": "dropped"}))
                 return "dropped from the queue"
-            if job.stopped and alive(job):  # a second signal would end the run before it has saved
+            if job.stopped and alive(job):  # a second signal would end the run before it has saved a checkpoint
                 raise ValueError(f"{name} is stopping already: it saves and ends; kill {job.pid} ends it at once")
             if not send(job, signal.SIGTERM):
                 raise ValueError(f"{name} does not run")
@@ -162,7 +162,7 @@ class TrainingQueue:
             config.pop("load", None)
             if (run := self.run_of(name)) is not None and self._catalog.has_checkpoint(run):
                 config["load"] = str(self._catalog.run(run).resolve())
-                if not trains_lora(config):  # a LoRA run does not contain its base, so it keeps the flag
+                if not trains_lora(config):  # keep the flag for a LoRA run, whose checkpoints do not contain the base
                     config.pop("pretrained", None)
             self._write_config(name, config)
             self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))
@@ -245,7 +245,7 @@ class TrainingQueue:
         return found
 
     def output(self, name: str) -> str:
-        """Return the end of the output of the job's program."""
+        """Return the last part of the output of the job's program."""
         return tail(self._folder / self._known(name) / OUTPUT, self.root)
 
     # ------------------------------------------------------------------------------------------ files
@@ -264,7 +264,7 @@ class TrainingQueue:
         found = {}
         for folder in self._folder.iterdir():
             if folder.name.isascii() and folder.name.isdecimal() and not folder.is_symlink():
-                with contextlib.suppress(OSError, ValueError):  # a damaged job is not shown
+                with contextlib.suppress(OSError, ValueError):  # skip a job whose files are damaged
                     found[folder.name] = Job(**read_file(folder / JOB, JOB_FILE))
         return found
 
@@ -302,22 +302,23 @@ class TrainingQueue:
         for name, gpu in zip(waiting, [gpu for gpu in self._gpus if gpu not in taken], strict=False):
             job = self._jobs[name].model_copy(update={"state": "started", "gpu": gpu, "began": time.time(), "pid": 0})
             try:
-                self._keep(name, job)  # written before the start, so that no page starts the run twice
+                self._keep(name, job)  # write the job before its start, so that no page starts the run twice
                 folder = self._folder / name
                 more = {RUN_FOLDER_FILE: str(folder / RUN)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
                 with self._appending(f"{name}/{OUTPUT}") as output:
                     child = _start(["train", "--config", str(folder / CONFIG)], output, **more)
                 self._children.append(child)
-                # The child has not been waited for, so no other process can have its number yet.
+                # The child has not been waited for, so no other process can have the same process ID.
                 of_process = {"pid": child.pid, "started": start_time(child.pid) or 0, "boot": boot()}
                 self._keep(name, job.model_copy(update=of_process))
-            except OSError as error:  # for example a full disk; the job's status is then "failed"
+            except OSError as error:  # for example because of a full disk; the status of the job is then "failed"
                 self._jobs[name] = job
                 print(f"{name}: {error}", file=sys.stderr)
 
 
 def alive(job: Job) -> bool:
-    """Return True if the job's process is running. Another process that has reused its number does not count."""
+    """Return True if the job's process is running. A different process that has reused the process ID does not
+    count."""
     return job.pid > 0 and job.started > 0 and job.boot == boot() and start_time(job.pid) == job.started
 
 
@@ -326,7 +327,7 @@ def send(job: Job, number: int) -> bool:
     if job.pid <= 0:
         return False
     try:
-        process = os.pidfd_open(job.pid)  # the descriptor refers to one process, even if the number is reused
+        process = os.pidfd_open(job.pid)  # the descriptor refers to this process, even if its process ID is reused
     except OSError:
         return False
     try:
@@ -341,7 +342,7 @@ def send(job: Job, number: int) -> bool:
 
 
 def trains_lora(config: dict[str, Any]) -> bool:
-    """Return True if the flags of train.py, or the recipe among them, train a LoRA."""
+    """Return True if these flags of train.py, or the recipe that they name, train a LoRA."""
     recipe = RECIPES.get(str(config.get("recipe")))
     return "lora" in config or recipe is not None and "--lora" in recipe.flags
 

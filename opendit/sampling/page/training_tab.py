@@ -35,13 +35,13 @@ from opendit.sampling.page.training_form import (
 from opendit.sampling.page.training_queue import FOLDER, Busy, TrainingQueue, tail
 
 REFRESH_S = 3
-LOOKED, SHOWN = 200, 24  # number of rows that "Look" opens, and number of pictures that it shows
-LOOK_BYTES = 16 << 20  # maximum size of the contact sheet of a look
+LOOKED, SHOWN = 200, 24  # number of rows that the button "Look" opens, and number of pictures that it shows
+LOOK_BYTES = 16 << 20  # maximum size of the contact sheet that "Look" shows
 ERRORS = (ValueError, OSError, Busy)
 
 
 def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Train in ``tab``. Refreshing starts when a user first selects the tab."""
+    """Create the tab Train in ``tab``. The tab is refreshed regularly after a user has first selected it."""
     queue, catalog = page.training, page.catalog
     assert queue is not None, "the page was started without --allow_train"
     root, skipped = queue.root, (FOLDER, catalog.outputs.name)

@@ -11,9 +11,9 @@ from urllib.parse import quote
 from opendit.sampling.page.catalog import ModelCard
 from opendit.sampling.page.sample_store import StoredSample
 
-SHOWN = 132  # approximate side in pixels to which smaller samples are magnified
+SHOWN = 132  # approximate side in pixels to which smaller samples are enlarged
 LONGEST_VALUE = 500
-PAGE_ROWS, MOST_PAGES = 100, 20  # rows on a page of a table, and maximum number of pages
+PAGE_ROWS, MOST_PAGES = 100, 20  # number of rows per page of a table, and maximum number of pages
 LOG_LINES = 40
 LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # sizes of a plot in units of its SVG; number of labels on an axis
 
@@ -190,7 +190,7 @@ class Axis:
 
 def _axis(low: float, high: float) -> Axis:
     """Return an axis that contains both numbers."""
-    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # a single value: put it in the middle
+    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # for a single value, put it in the middle of the axis
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high / TICKS - low / TICKS) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
@@ -214,7 +214,7 @@ def grid(run: str, name: str | None) -> str:
 
 
 def log(text: str, lines: int = LOG_LINES) -> str:
-    """Render the end of a program's output. Of each line, keep the text after the last carriage return."""
+    """Render the end of a program's output. In each line, only the text after the last carriage return is kept."""
     shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
     text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
     return f'<div class="log"><pre>{text}</pre></div>' if text else ""
@@ -226,7 +226,7 @@ def sheet(jpeg: bytes) -> str:
 
 
 def table(rows: list[list[str]], heads: list[str]) -> str:
-    """Render a table. All pages but the first are folded, and rows after ``MOST_PAGES`` pages are left out."""
+    """Render a table. All pages except the first are collapsed, and rows after ``MOST_PAGES`` pages are left out."""
     pages = [rows[first : first + PAGE_ROWS] for first in range(0, len(rows), PAGE_ROWS)] or [[]]
     shown = [_page(pages[0], heads)]
     for number, page in enumerate(pages[1:MOST_PAGES], start=1):
