@@ -6,10 +6,13 @@ import torch
 from opendit.diffusion.sampling import sample_latents
 from opendit.diffusion.token_routing import draw_kept_tokens
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, VDiTConfig
+from opendit.parallel.mesh import init_mesh
 from opendit.sampling import fused_steps, sampling_engine
 from opendit.sampling.approximate_steps import weak_route
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CLIP, EXPERTS, PICTURE, TEXT
+from tests.parallel.test_sequence import strategy
+from tests.ranks import run_ranks
 from tests.sampling.tape import TapeRecorder
 from tests.sampling.test_sampling_engine import OBJECTIVES, SPRINT, conditions, fresh, off_by
 
@@ -22,6 +25,7 @@ CONFIGS = {
     "tread of clips with captions": (VDiTConfig(**CLIP | {"depth": 4}, text=TEXT), "1:4:0.5"),
     "tread with positions in blocks": (MovieGenConfig(**CLIP | {"depth": 3}, num_classes=5), "1:2:0.5"),
 }
+INDEX = torch.arange(3)
 WAYS = {
     "plain": {},
     "first block": {"cache": "first_block:1e-9"},
@@ -83,6 +87,25 @@ def test_fused_steps_and_two_evaluations_a_step(monkeypatch):
     for name in ("sprint", "tread"):
         engine = compare(name, "ddpm", "ddpm")
         assert all(loop.fused is not None for loop in engine.loops.values())
+
+
+def shared(mesh) -> list[tuple[bool, float]]:
+    """Whether ranks divide the tokens, and how far their latents are from those of one process."""
+    mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
+    for name in ("sprint", "tread"):
+        config, by = CONFIGS[name]
+        drawn, model = [], fresh(config, OBJECTIVES["flow"])
+        for sequence in (None, strategy(mesh, "fastseq", config)):
+            model.use(sequence=sequence)
+            how = {"steps": 3, "sampler": "euler", "cfg_scale": 3.0, "guidance_by": by}
+            drawn.append(SamplingEngine(model, OBJECTIVES["flow"], **how).sample(*conditions(config, 3), INDEX, 0))
+        found.append((model.sequence(config.tokens, config.grid).rows < config.tokens, off_by(*drawn)))
+    return found
+
+
+def test_ranks_that_share_sequences_draw_what_one_process_does():
+    for found in run_ranks(2, shared):
+        assert all(divided and off < 1e-5 for divided, off in found), found
 
 
 def test_what_can_not_be_guided_so_is_named():
