@@ -28,7 +28,7 @@ fi
 ready() {
   "$python" - "$extra" <<'PY'
 import importlib.util as u, pathlib, sys
-needed = "torch torchvision timm diffusers transformers decord av einops safetensors tensorboard sklearn tqdm colossalai opendit"
+needed = "torch torchvision timm diffusers transformers av einops safetensors tensorboard sklearn tqdm colossalai opendit"
 if sys.argv[1] == "test":
     needed += " pytest pytest_timeout xdist hypothesis ruff peft gradio playwright webdataset shtab braceexpand s3fs moto flask flask_cors mkdocs material mkdocstrings basedpyright"
 missing = [name for name in needed.split() if not u.find_spec(name)]

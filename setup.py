@@ -68,7 +68,6 @@ setup(
         "timm>=1.0",
         "diffusers>=0.30",
         "transformers>=4.51",
-        "decord2>=3.0",
         "av>=14",
         "einops",
         "safetensors>=0.4",

@@ -38,7 +38,7 @@ def train(run: Run) -> None:
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
             # Launch the passes of EagerPasses (below) kernel by kernel, replay them from CUDA graphs, or run the stages
-            # of a pipeline by a schedule, depending on the runner that build() has chosen.
+            # of a pipeline by a schedule, as the runner does that build() chose from opendit/training/runners.py.
             loss = run.runner.passes(micro_batches(run))
             run.interrupt.ask()  # collective, before weights change: did a rank get a signal or run out of data?
         run.result = result = run.engine.step()

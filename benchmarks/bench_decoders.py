@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_decoders [--rounds 5] [--sizes 64x64 320x240] [--codecs h264 mpeg4 vp9 av1]
 
-torchcodec needs FFmpeg's shared libraries. A decoder that can't be loaded, or crashes, is reported and left out. Every
-decoder runs in a separate process, like a loader's worker. The decoders take turns, and each round reverses their
-order. Each opens the file and reads 16 frames, every third one, as full-size RGB. Times are the processor seconds of
-the process.
+decord is ``pip install decord2``, and torchcodec needs FFmpeg's shared libraries. A decoder that can't be loaded, or
+crashes, is reported and left out. Every decoder runs in a separate process, like a loader's worker. The decoders take
+turns, and each round reverses their order. Each opens the file and reads 16 frames, every third one, as full-size RGB.
+Times are the processor seconds of the process.
 """
 
 import argparse

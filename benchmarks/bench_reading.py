@@ -3,7 +3,8 @@
     python benchmarks/bench_reading.py [--rounds 30] [--only 320x240] [--save]
     python benchmarks/bench_reading.py --soak 20000
 
-All variants open the same files and read the same frames with one decoding thread.
+The comparison needs ``pip install decord2``. All variants open the same files and read the same frames with one
+decoding thread.
 
 decord alone returns full-size RGB frames. With "resized" it resizes frames during decoding (shorter side at the
 training size, not cropped). With "cropped" its frames get the loader's crop and resize only; this is the baseline for

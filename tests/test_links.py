@@ -27,11 +27,10 @@ from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import LinkRefused, make_folder
 from opendit.common.tensor_files import write_file, write_tensors
 from opendit.data.digits import make_demo
-from opendit.data.latents import FILES
 from opendit.data.latents_index import index_locked
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.row_arrays import kept_file
-from opendit.data.shards.latents import tars_of
+from opendit.data.shards.latents import CachedSample, write_shard
 from opendit.data.shards.program import index_tars, make_shards
 from opendit.data.shards.store import FileCache
 from opendit.data.tables import TableRow, write_csv
@@ -54,11 +53,7 @@ from tests.sampling.small import write as write_weights_of_a_model
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
 CLIP = np.zeros((2, 8, 8, 3), np.uint8)
-MOMENTS = {
-    "moments": torch.zeros(1, 1, 2, 1, 1).half(),
-    "labels": torch.zeros(1).long(),
-    "rows": torch.zeros(1).long(),
-}
+LATENTS = [CachedSample(0, {"moments": torch.zeros(1, 2, 1, 1).half()}, label=0)]
 FIGURE = Measurement("fid", 1.0, 2, "8 x 8", "x", "0" * 64)
 JOB = SamplingJob({"--seed": "0"}, 2, 2, (8, 8, 3), 1)
 PID = os.getpid()
@@ -101,7 +96,7 @@ class Raises(WriteFailures):
 
 
 def index_lock(folder: Path) -> None:
-    with index_locked(folder, tars_of(8)):
+    with index_locked(folder):
         pass
 
 
@@ -193,15 +188,11 @@ CASES = {
         ("w-00001-of-00002.safetensors", "w-00002-of-00002.safetensors", "w.safetensors.index.json"),
     ),
     "latents": Case(
-        lambda folder: FILES.write(folder / "l.safetensors", MOMENTS, {}, []),
-        ("l.safetensors", "l.safetensors.partial"),
-    ),
-    "latents in tars": Case(
-        lambda folder: tars_of(8).write(folder / "l.tar", MOMENTS, {}, []),
+        lambda folder: write_shard(folder / "l.tar", LATENTS, {}, []),
         ("l.tar", "l.tar.partial", "l.tar.index"),
     ),
     "index of latents": Case(
-        lambda folder: write_latents_index(folder, 2, [{"image_size": 8}]), ("index.json", "index.json.partial")
+        lambda folder: write_latents_index(folder, [{"image_size": 8}]), ("index.json", "index.json.partial")
     ),
     "its lock": Case(index_lock, (".index.lock",)),
     "shards": Case(packed, ("shard-00000-of-00001.tar", "shard-00000-of-00001.tar.index", "class_names.json")),

@@ -192,27 +192,26 @@ def latents(lab: Lab) -> Path:
 
 
 def shard(folder: Path) -> Path:
-    return sorted(folder.glob("*.safetensors"))[1]
+    return sorted(folder.glob("*.tar"))[1]
 
 
 def in_index(**changes: object) -> Callable[[Path], None]:
-    return lambda folder: with_config(folder / "index.json", **changes)
+    def harm(folder: Path) -> None:
+        path = folder / "index.json"
+        (index,) = json.loads(path.read_text())["sizes"]
+        with_config(path, sizes=[index | changes])
 
-
-def shard_elsewhere(folder: Path) -> None:
-    """Replace a shard by a link to a file outside the folder."""
-    path = shard(folder)
-    path.symlink_to(path.rename(folder.parent / "outside.safetensors"))
+    return harm
 
 
 LATENTS = {
-    "shard_flipped": ("a bit of a shard flipped", lambda folder: flip(shard(folder)), "latents-00001"),
-    "shard_cut": ("a truncated shard", lambda folder: truncate(shard(folder)), "latents-00001"),
-    "shard_missing": ("a shard missing", lambda folder: shard(folder).unlink(), "latents-00001"),
+    "shard_flipped": ("a bit of a shard flipped", lambda folder: flip(shard(folder)), "latents-16-00001"),
+    "shard_cut": ("a truncated shard", lambda folder: truncate(shard(folder)), "latents-16-00001"),
+    "shard_missing": ("a shard missing", lambda folder: shard(folder).unlink(), "latents-16-00001"),
     "index_image_size": ("an index with a word for its size", in_index(image_size="x"), "index.json|image_size"),
     "index_counts": ("an index that counts 1e12 pictures", in_index(count=10**12, total=10**12, rows=10**12), "index"),
     "index_scaling": ("a scaling factor of null", in_index(scaling_factor=None), "index.json|scaling_factor"),
-    "index_shards": ("an index whose shards are ../x", in_index(shards=["../x.safetensors"]), "index.json|shard"),
+    "index_shards": ("an index whose shards are ../x", in_index(shards=["../x.tar"]), "index.json|shard"),
     "index_no_json": (
         "an index of half a line",
         lambda folder: truncate(folder / "index.json"),

@@ -140,8 +140,8 @@ class FileId(NamedTuple):
 def file_id(path: Path, root: Path) -> FileId:
     """Return the identity of a regular file inside ``root``.
 
-    Raises ValueError, naming the file, for anything else. A symbolic link must not lead out of ``root``. A FIFO or a
-    device could block the program when it is opened.
+    Raises ValueError, naming the file, for anything else: a symbolic link that leads out of ``root``, or a FIFO or a
+    device, because opening one could block the program.
     """
     try:
         real = path.resolve(strict=True)

@@ -1,9 +1,9 @@
 """Concatenate or split the tensors of one set into the tensors of another (opendit.models.families.base.Match).
 
-One class serves both directions, because a match has no direction: reading a public model's weights by OpenDiT's names,
-and writing OpenDiT's weights by the published names. A shard of a tensor is read without the rest of the tensor, by its
-runs of consecutive elements in the stored tensors (opendit/parallel/layout.py). A rank therefore reads only the rows,
-or parts of rows, that it needs from mapped files.
+One class serves both directions: reading a public model's weights under OpenDiT's names, and writing OpenDiT's weights
+under the published names. A shard of a tensor is read without the rest of the tensor: a layout
+(opendit/parallel/layout.py) lists the ranges of consecutive elements that the shard has in the stored tensors. A rank
+therefore reads only the rows, or parts of rows, that it needs from mapped files.
 """
 
 import math

@@ -541,7 +541,7 @@ def _with_lora(
     if notes is not None:
         notes += table_notes(found, base.state, base.path)
     merged = Merged(base.state, products, full)
-    if isinstance(base.state, MatchedTensors):  # these weights need no adaptation, so shards can be read
+    if isinstance(base.state, MatchedTensors):  # no adaptation is needed, so each rank reads only its slices
         model = empty_model(config, parameters=False)
         layout = _divide(model, mesh)
         fill(model, base.state, device, dtype, layout)

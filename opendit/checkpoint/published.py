@@ -317,7 +317,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # Without a dynamic shift, the schedule's shift is a constant.
+            # These families compute a dynamic shift by FLUX.2's formula. A constant shift stays as it is.
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}

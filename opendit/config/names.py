@@ -218,7 +218,7 @@ PLUGINS = {
 
 
 def plugin_help() -> str:
-    """Return the help of --plugin: one line with what every plugin shards."""
+    """Return the help of --plugin: one line that says, for each plugin, what it shards."""
     return "Colossal-AI plugin; " + "; ".join(f"{name}: {plugin.summary}" for name, plugin in PLUGINS.items())
 
 

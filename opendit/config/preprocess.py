@@ -140,7 +140,7 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option(
         "--shard_size",
         Value(unit="size"),
-        "of a tar; or a number: pictures of a safetensors file, as before",
+        "of a tar; or a number of pictures or clips",
         "1GB",
     )
     latents.heading("Encoding: what is made of a picture")
@@ -329,8 +329,6 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
         if not 1 <= int(size[:9]) <= 1_000_000 or len(size) > 7:
             raise ValueError(f"--shard_size {size[:40]}: no number of pictures up to 1,000,000; give one, or 1GB")
         options["shard_size"] = int(size)
-        if options["bucket_tokens"] is not None:
-            raise ValueError(f"--shard_size {size}: latents of several shapes are in tars; give their size, 1GB")
     else:
         options["tar_bytes"], options["shard_size"] = read_size(size, "--shard_size"), 4096
     if vae == "none":

@@ -22,8 +22,7 @@ from torch.nn.functional import interpolate
 
 from opendit.data.animations import AnimationReader
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.colours import is_high_definition
-from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
+from opendit.data.container_header import read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.medium import (
     MAX_FRAMES,
@@ -39,7 +38,6 @@ from opendit.data.picture_file import start_of_crop
 from opendit.data.video_readers import (
     OPENERS,
     Contents,
-    DecordReader,
     NoVideo,
     PyAVReader,
     Reader,
@@ -59,9 +57,6 @@ MAX_FRAME_PIXELS = 2**26  # about twice the largest frame that H.264 and H.265 a
 WINDOW = 2**28  # maximum bytes of full-size frames in memory at once
 SHORT_CLIPS = ("skip", "interval")
 REMEMBERED = 4096  # maximum number of files per ``FileMemory``
-
-# By default decord tries 10,240 times to decode a damaged end, which takes minutes. Intact files need a few tries.
-os.environ.setdefault("DECORD_EOF_RETRY_MAX", "128")
 
 Result = TypeVar("Result")
 
@@ -92,7 +87,7 @@ class FileMemory(OrderedDict[str, tuple[Any, ...]]):
 
 
 # Each process remembers files that hung, files that it could not open, and frame counts that needed decoding.
-# Otherwise a file that hangs would cost its time limit in every epoch, and decord leaks 1 KB per file it can't open.
+# Otherwise a file that hangs would cost its time limit in every epoch.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
@@ -261,7 +256,7 @@ def clip_size(
 
 def colours_in(path: str) -> str:
     """Return a name such as "HDR (PQ)" if a clip's colours need conversion, else "". May raise any exception."""
-    if read_header(path).codec == ANIMATION:
+    if read_header(path).animation:
         return ""
     with name_for_ffmpeg(path) as name, open_container(name) as file:
         return colours_of(video_stream(file))
@@ -408,7 +403,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
             raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
-    if header.codec == ANIMATION:
+    if header.animation:
         return AnimationReader(path, MAX_FRAME_PIXELS), True
 
     def count(name: str, contents: Contents) -> Contents:
@@ -422,10 +417,10 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 
     try:
         with name_for_ffmpeg(path) as name:
-            file, by_number = _open_with(reader, name, header, whole, count)
+            file, by_number = _open_with(reader, name, whole, count)
         if not file.length:
             raise ValueError("no frames")
-    except Exception as error:  # RuntimeError, AssertionError, libav's and decord's own types
+    except Exception as error:  # RuntimeError, AssertionError and libav's own types
         if _is_final(error):
             raise
         if not os.path.exists(path):  # deleted meanwhile
@@ -440,24 +435,14 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
     return file, by_number
 
 
-def _open_with(
-    reader: str, name: str, header: ContainerHeader, whole: bool, count: Callable[[str, Contents], Contents]
-) -> tuple[Reader, bool]:
+def _open_with(reader: str, name: str, whole: bool, count: Callable[[str, Contents], Contents]) -> tuple[Reader, bool]:
     """Open a file with ``reader``, or with PyAV if ``reader`` is not known to read the file correctly.
 
     count: counts the frames by decoding, if the file does not declare their number."""
-    if reader == "decord" and DecordReader.finds(header):
-        try:
-            file = OPENERS[reader](name, header.track)
-            if header.codec != IN_ORDER or not is_high_definition(*file.size()[::-1]):  # AVI names no matrix
-                return file, True
-        except Exception as error:
-            if _is_final(error):
-                raise
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
-            return OPENERS["pyav" if reader == "decord" or contents.converted else reader](name, contents), True
+            return OPENERS["pyav" if contents.converted else reader](name, contents), True
         except Exception as error:
             if _is_final(error):
                 raise
@@ -486,8 +471,7 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a name that FFmpeg can only interpret as the file's path (a file may be called "concat:a|b"). The name is
-    UTF-8, because decord needs that."""
+    """Yield a name in UTF-8 that FFmpeg can only interpret as the file's path (a file may be called "concat:a|b")."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path

@@ -91,7 +91,7 @@ class Conversion:
         self._ootf = gain.astype(np.float32) if hlg else None
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        """Convert (H, W, 3) uint8 or uint16 to uint8. The dtype's largest number is a signal of 1."""
+        """Convert (H, W, 3) uint8 or uint16 to uint8. The largest value of the dtype is the signal 1.0."""
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:

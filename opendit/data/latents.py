@@ -1,90 +1,54 @@
-"""Read and write cached latents in safetensors files. For latents in tars see ``shards.latents``.
-
-``preprocess.py latents --shard_size 4096`` writes this format. Caches from before tars were added have it too.
-
-A folder holds ``latents-00000-of-00012.safetensors``, ... and ``index.json``. A shard has the tensors
-
-    moments  (n, F, 2C, h, w) float16   mean and standard deviation of every picture and, if F = 2, of its mirror image
-    labels   (n,) int64
-    rows     (n,) int64                 the picture's row in the source data set
-    features (n, F, N, W) float16       with --repa: a vision encoder's features of the picture's N tokens
-
-A shard's metadata holds the settings and the files that couldn't be read. A shard holds either pictures or clips.
-Moments of clips have an axis of latent frames: (n, F, 2C, t, h, w). For captions see ``text_cache``. The index has the
-size and SHA-256 of every shard (caches of early versions have no checksums). It is written last, so a folder without an
-index is unfinished.
-"""
+"""The data set of cached latents. For their tars see ``shards.latents``, for their index ``latents_index``."""
 
 import json
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors.torch import load
 from torch import Tensor
 
-from opendit.common.json_models import parse_text
-from opendit.common.safe_files import replacing
-from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, Description, Embedding, Fingerprint, Item, Shapes, Size, View
-from opendit.data.contents import Checksums, hash_files
-from opendit.data.folders import Ignored, files_below
-from opendit.data.latents_index import (
-    FILES_VERSION,
-    INDEX,
-    SHARD,
-    CachedLatents,
-    ShardForm,
-    choose_index,
-    layout_of,
-    read_indexes,
-    read_shard,
+from opendit.data.base import (
+    PLAIN,
+    BadSample,
+    CachedFeatures,
+    Description,
+    Embedding,
+    Fingerprint,
+    Item,
+    Shapes,
+    Size,
+    View,
+    flip_note,
 )
-from opendit.data.medium import Medium
+from opendit.data.contents import Checksums
+from opendit.data.folders import Ignored, files_below
+from opendit.data.latents_index import INDEX, OLD_FILES, REPAIR, VERSION, choose_index, read_indexes
+from opendit.data.medium import Medium, of_moments
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.row_arrays import TextTable
-from opendit.data.shards.latents import TarLatents, open_tars
+from opendit.data.row_arrays import kept_array
+from opendit.data.shards.dataset import IndexedTar, ShardDataset
+from opendit.data.shards.latents import open_tars, read_moments
+from opendit.data.shards.store import LocalTars, RemoteTars
 from opendit.data.sources import Request
 from opendit.data.text_cache import open_empty_caption, padded
 
-_KEY = "opendit"  # the only metadata key of a shard, because safetensors writes several keys in random order
 
-
-def shard_name(shard: int, shards: int) -> str:
-    return f"latents-{shard:05d}-of-{shards:05d}.safetensors"
-
-
-def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Write a shard under a temporary name and rename it, so that an existing shard is always complete.
-
-    Return its SHA-256, computed from the bytes in memory."""
-    metadata = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True)
-    aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    with replacing(path, temporary=path.name + ".partial") as new:
-        return write_tensors(new, aligned, {_KEY: metadata})["sha256"]
-
-
-def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (pictures, settings, skipped files) of a shard, or None for any other or incomplete file."""
-    try:
-        with open_safetensors(path) as shard:
-            header = parse_text((shard.metadata() or {}).get(_KEY, ""), SHARD, path)
-            return shard.get_slice("labels").get_shape()[0], header["settings"], header["skipped"]
-    except (SafetensorError, OSError, IndexError, ValueError):
-        return None
-
-
-FILES = ShardForm("latents-*.safetensors", shard_name, read_shard_header, write_shard)
-
-
-class LatentDataset(CachedLatents):
-    """Data set of cached latents in safetensors files.
+class LatentDataset(ShardDataset):
+    """Data set of cached latents in tars.
 
     A sample ``x`` holds the means and standard deviations of a picture (2C, h, w) or of a clip (2C, t, h, w), float32.
 
     Args:
+        index: index of one picture size.
+        tars: the index's tars.
+        empty_caption: embedding of the empty string; None without an encoder.
         of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads the latents.
 
     Attributes:
@@ -94,134 +58,289 @@ class LatentDataset(CachedLatents):
         max_tokens: length of the padded embeddings.
 
     Raises:
-        ValueError: the latents were made for another ``image_size`` or other clips, lack the mirror images that
-            ``random_flip`` requests, or lack a shard; or the index or a shard's header is inconsistent.
+        ValueError: the latents were made for other clips, or lack the mirror images that ``random_flip`` requests. The
+            message begins with ``name``.
     """
 
-    def __init__(self, folder: str | Path, image_size: int, *, seed: int = 0, **of_run: Any):
-        self.folder = Path(folder)
-        indexes = read_indexes(self.folder)
-        if indexes is None:
-            raise FileNotFoundError(
-                f"--data_path {folder}: holds no {INDEX} of cached latents; make them with preprocess.py latents"
+    empty_captions = True  # a table's rows may have such
+    names_file = INDEX
+
+    def __init__(
+        self,
+        name: str,
+        index: dict[str, Any],
+        tars: Sequence[IndexedTar],
+        *,
+        store: LocalTars | RemoteTars | None = None,
+        empty_caption: Embedding | None = None,
+        seed: int = 0,
+        max_bad: float = 0.05,
+        **of_run: Any,
+    ):
+        pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
+        kept = [tar for tar, _ in pairs]
+        if store is None:
+            store = LocalTars([tar.path for tar in kept], [tar.index.header.tar_bytes for tar in kept])
+        names = index["class_names"]
+        super().__init__(name, kept, index["image_size"], store=store, class_names=names, seed=seed, max_bad=max_bad)
+        if self.conditioning != (told := index.get("conditioning", "label")):
+            words = {"text": "captions", "label": "classes"}
+            raise ValueError(
+                f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
             )
-        index = choose_index(indexes, f"--data_path {folder}", image_size)
-        self.seed = seed
-        self._take(index, f"--data_path {folder}", **of_run)
-        counts = [shard["count"] for shard in index["shards"]]
-        self.starts = np.cumsum([0, *counts])
-        self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)
-        arrays = [read_shard(self.folder, shard, layout_of(index)) for shard in index["shards"]]
-        self.labels = np.concatenate([shard["labels"] for shard in arrays])
-        if self.conditioning == "text":
-            pairs = [(shard["captions"], shard["caption_ends"]) for shard in arrays]
-            self.captions = TextTable.joined(pairs, "surrogatepass")
-        self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
-        self.empty_caption = open_empty_caption(self.folder, index["text"]) if self.text_encoder else None
-        self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened at the first read
+        self._take(index, name, **of_run)
+        self.random_window, self.use_video = False, of_run.get("use_video", False)
+        self.empty_caption = empty_caption
+        self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
+        self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    def _take(
+        self,
+        index: dict[str, Any],
+        name: str,
+        *,
+        random_flip: bool | None = None,
+        use_video: bool = False,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+        fps: float | None = None,
+    ) -> None:
+        """Set the fields that follow from the index, after comparing it with the settings of the run.
 
-    def _find(self, row: int) -> tuple[int, int, dict[str, Any]]:
-        """Return (shard, row in the shard, mapped tensors of the shard)."""
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        if shard not in self._open:
-            file = safe_open(self.folder / self.index["shards"][shard]["file"], "pt")
-            names = ("moments", "tokens", "pooled") if self.text_encoder else ("moments",)
-            names += ("features",) if self.features else ()
-            self._open[shard] = {name: file.get_slice(name) for name in names}
-        return shard, row - int(self.starts[shard]), self._open[shard]
+        Raises ValueError, which begins with ``name``, if the latents don't fit the run's settings."""
+        made = index.get("video")
+        if use_video != (made is not None):
+            what = (
+                "clips; add --use_video"
+                if made
+                else ("pictures; make them again with preprocess.py latents --use_video, or leave --use_video out")
+            )
+            raise ValueError(f"{name}: holds latents of {what}")
+        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval), ("fps", fps)):
+            if not made or (of_made := made.get(flag)) == value:
+                continue
+            if of_made is None or value is None:  # only the index or only the run has the flag
+                there, here, fix = (
+                    ("without", f"has --{flag} {value:g}", "leave it out")
+                    if of_made is None
+                    else (f"at --{flag} {of_made:g}", "does not have it", f"pass --{flag} {of_made:g}")
+                )
+                raise ValueError(
+                    f"{name}: holds latents made {there}, but this run {here}; {fix} or make latents for it"
+                )
+            raise ValueError(
+                f"{name}: holds latents made at --{flag} {of_made:g}, but this run has --{flag} {value:g}; pass "
+                f"--{flag} {of_made:g} or make latents for {value:g}"
+            )
+        if random_flip and not index["flips"]:
+            raise ValueError(f"{name}: holds no mirrored latents; make them again with --flip")
+        self.index, self.vae = index, index["vae"]
+        self.random_flip = index["flips"] if random_flip is None else random_flip
+        self.class_names = index["class_names"]
+        # Each is one number, or one number per channel, which JSON stores as a list.
+        scale, shift = index["scaling_factor"], index["shift_factor"]
+        self.scaling_factor: float | tuple[float, ...] = tuple(scale) if isinstance(scale, list) else scale
+        self.shift_factor: float | tuple[float, ...] = tuple(shift) if isinstance(shift, list) else shift
+        channels, *sides = index["latent_shape"]
+        self.sample_shape = (2 * channels, *sides)
+        self.conditioning = index.get("conditioning", "label")
+        text = index.get("text")
+        self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
+        stored, self.features = index.get("features"), None
+        if stored is not None:
+            rows, columns = stored["grid"]
+            self.features = CachedFeatures(stored["encoder"], (rows, columns), stored["width"])
 
-    def source(self, row: int) -> str:
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return f"{self.folder / self.index['shards'][shard]['file']} (row {row - int(self.starts[shard])})"
+    def _tensors(self, row: int) -> dict[str, Tensor]:
+        """Read a sample's tensors. Raises BadSample if they do not match the index."""
+        try:
+            tensors = self._read_tensors(row)
+            shape = list(tensors["moments"].shape)
+            wanted, own = [2 if self.index["flips"] else 1, *self.sample_shape], self._own_shape(row)
+            if own is not None:
+                wanted[2:] = own[1:]
+            elif len(wanted) == len(shape) == 5 and shape[2] == 1:
+                wanted[2] = 1  # pictures among clips have one frame
+            if shape != wanted:
+                raise ValueError(f"moments of shape {shape}, not {wanted}")
+            if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
+                raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
+            if self.features is not None:
+                stored = tensors["features"].shape, tensors["features"].dtype
+                right = torch.Size([wanted[0], math.prod(self.features.grid), self.features.width]), torch.half
+                if stored != right:
+                    raise ValueError(f"features of {list(stored[0])} {stored[1]}, not {list(right[0])} {right[1]}")
+        except BadSample:
+            raise
+        except Exception as error:  # files of other programs may raise any type
+            raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
+        return tensors
+
+    def _own_shape(self, row: int) -> list[int] | None:
+        """Return (C, [t,] h, w) of a row's latents if its tar's entry in the index has it."""
+        return self._latent_shapes[self.find_record(row)[0]]
+
+    def _read_tensors(self, row: int) -> dict[str, Tensor]:
+        content, foreign = self.read_medium(row), self.index.get("foreign")
+        if foreign is None:
+            return load(content)
+        number, _, record = self.find_record(row)
+        suffix = self._index(number).header.suffixes[record.suffix]
+        return {"moments": read_moments(content, suffix, foreign, self.sample_shape)}
 
     def read(self, row: int, view: View = PLAIN) -> Item:
-        shard, place, tensors = self._find(row)
-        moments = tensors["moments"][place, int(view.flip)]
-        embedding, size = self._embedding(shard, place, tensors)
-        features = tensors["features"][place, int(view.flip)] if self.features else None
-        return Item(
-            moments.float(),
-            int(self.labels[row]),
-            self.caption(row),
-            embedding=embedding,
-            features=features,
-            bytes_read=moments.nbytes + size + (0 if features is None else features.nbytes),
-        )
-
-    def label(self, row: int) -> int:
-        return int(self.labels[row])
+        tensors, embedding = self._tensors(row), None
+        if self.text_encoder is not None:
+            embedding = padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
+        features = tensors["features"][int(view.flip)] if self.features else None
+        moments = tensors["moments"][int(view.flip)].float()
+        return self._labelled(row, Item(moments, embedding=embedding, features=features))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._shown(self.read(row).x)
 
     def shapes(self) -> Shapes:
-        return Shapes(keys=self.keys, latents=self._sizes, frame_rates=self._recorded_rates)
+        return Shapes(keys=self._shape_keys(), latents=self._sizes, frame_rates=self._recorded_rates)
+
+    def _shape_keys(self) -> np.ndarray | int:
+        if len(set(self._keys)) < 2:
+            return self._keys[0]
+        if self._kinds is None:
+            make = partial(np.repeat, np.array(self._keys, np.int16), [len(shard) for shard in self.shards])
+            self._kinds = kept_array(len(self), lambda: hash_parts("keys of latents", self._identity()), make)
+        return self._kinds
 
     def _sizes(self) -> list[tuple[int, Size]]:
-        """Return (end of the rows, (frames, height, width) of the latents) for each shard."""
-        sizes = []
-        for first, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
-            if first < end:
-                frames, height, width = (1, *self._find(first)[2]["moments"].get_shape()[3:])[-3:]
-                sizes.append((end, (frames, height, width)))
-        return sizes
+        """Return, for each tar, (the end of its rows, (frames, height, width) of their latents)."""
+        lengths: dict[int, int] = {}
+        sizes: list[Size] = []
+        for key, own in zip(self._keys, self._latent_shapes, strict=True):
+            if own is None:
+                if key not in lengths:
+                    lengths[key] = self._frames(key)
+                own = [0, lengths[key], *self.sample_shape[-2:]]
+            frames, height, width = (1, *own[1:])[-3:]
+            sizes.append((frames, height, width))
+        return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
-    def caption(self, row: int) -> str | None:
-        return self.captions[row] if self.conditioning == "text" else None
-
-    def _embedding(self, shard: int, place: int, tensors: dict[str, Any]) -> tuple[Embedding | None, int]:
-        """Return (a row's embedding or None, bytes read)."""
-        if self.text_encoder is None:
-            return None, 0
-        ends = self.token_ends[shard]
-        tokens = tensors["tokens"][int(ends[place - 1]) if place else 0 : int(ends[place])]
-        pooled = tensors["pooled"][place]
-        return padded(tokens, pooled, self.max_tokens), tokens.nbytes + pooled.nbytes
-
-    def _largest_label(self) -> tuple[int, str] | None:
-        row = int(self.labels.argmax())
-        return int(self.labels[row]), self.source(row)
+    def _frames(self, key: int) -> int:
+        """Return the number of latent frames in tars with this shape key, if index.json does not record it; 1 for
+        pictures in a data set of clips."""
+        frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
+        first = self._keys.index(key)
+        for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
+            with suppress(BadSample):
+                return self._tensors(row)["moments"].shape[2]
+        return frames
 
     def fingerprint(self) -> Fingerprint:
-        checksums = Checksums(self.folder, self.checksums, f"--data_path {self.folder}")
-        return Fingerprint(self._identity, self._contents, checksums)
+        return Fingerprint(self._identity, self._contents, self._checksums())
 
     def _contents(self) -> str:
-        if all("sha256" in shard for shard in self.index["shards"]):
-            return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
-        return hash_files([str(self.folder / shard["file"]) for shard in self.index["shards"]])
+        return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
+
+    def _checksums(self) -> Checksums | None:
+        if not isinstance(self.store, LocalTars):
+            return None
+        return Checksums(Path(self.shards[0].path).parent, self.checksums, self.shown)
+
+    def _recorded_rates(self) -> list[float]:
+        return [self.index["data_fps"]] if "data_fps" in self.index else []
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 by file name, for the tars and the empty caption."""
+        return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
+
+    def _identity(self) -> str:
+        # Checksums and counts are left out, so that adding them to a cache of an earlier version keeps its identity.
+        shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
+        index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
+        return hash_parts(json.dumps({**index, "version": VERSION, "shards": shards}, sort_keys=True))
+
+    def _cut_captions(self) -> tuple[str, ...]:
+        if self.text_encoder is None:
+            return ()
+        most = f"the {self.max_tokens:,} tokens of --text_encoder {self.text_encoder}"
+        if (found := self.index.get("captions")) is None:
+            return (f"captions: an earlier version embedded them, and did not count those that it cut to {most}",)
+        if not found["cut"]:
+            return ()
+        among = f"of the {found['counted']:,} looked at among {found['rows']:,}"
+        return (
+            f"captions: {found['cut']:,} {among} were cut to {most} when they were embedded; the longest had "
+            f"{found['longest']:,}",
+        )
+
+    def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
+        """Return the picture or clip that the latents were made from, as a Medium, and the latents in false colours."""
+        video, size, along = self.index.get("video"), self.index["image_size"], 1
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first frame has its own latent
+            along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
+        height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
+        return Medium(along, height, width), of_moments(moments)[1]
 
     def describe(self) -> Description:
-        clips = int((self.keys == self.keys.max()).sum())
-        about = self._description(str(self.folder), clips, self.empty_caption)
-        # All captions can be counted, because they are in memory.
-        return replace(about, counted_captions=((len(self), 1_000_000),), largest_label=self._largest_label)
+        of_tars = zip(self.shards, self._keys, self._latent_shapes, strict=True)
+        clips = sum(len(tar) for tar, key, own in of_tars if (own[1] > 1 if own else key == max(self._keys)))
+        return Description(
+            text=self._text_of(clips),
+            kind="latents",
+            conditioning=self.conditioning,
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            random_flip=self.random_flip,
+            seed=self.seed,
+            max_bad=self.max_bad,
+            vae=self.vae,
+            scaling_factor=self.scaling_factor,
+            shift_factor=self.shift_factor,
+            text_encoder=self.text_encoder,
+            max_tokens=self.max_tokens,
+            empty_caption=self.empty_caption,
+            features=self.features,
+            cut_captions=self._cut_captions(),
+            counted_captions=((len(self), self.counted_captions),),
+            largest_label=self._find_largest_label,
+        )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # mapped files can't be pickled for a worker that isn't forked
+    def _text_of(self, clips: int) -> str:
+        shape, size = "x".join(map(str, self.index["latent_shape"])), self.index["image_size"]
+        what = f"{len(self):,} pictures"
+        if self.index.get("video"):
+            what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
+        text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
+        words = text if self.conditioning == "text" else f"of {len(self.class_names):,} classes"
+        tokens = self.index.get("settings", {}).get("bucket_tokens")
+        size = f"{size}x{size}" if tokens is None else f"of shapes near {size}x{size}, --bucket_tokens {tokens}"
+        features = f", features by {self.features.encoder}" if self.features else ""
+        return (
+            f"{self.shown.removeprefix('--data_path ')}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, "
+            f"{size}, {flip_note(self.random_flip)}{features}{self.note}"
+        )
 
 
-def open_source(asked: Request) -> LatentDataset | TarLatents | None:
-    if not asked.located.is_dir():
+def open_source(asked: Request) -> LatentDataset | None:
+    folder = asked.located
+    if not folder.is_dir():
         return None
-    indexes = read_indexes(asked.located)
+    indexes = read_indexes(folder)
     if indexes is None:
-        if any(asked.located.glob("latents-*.safetensors")) or any(asked.located.glob("latents-*-of-*.tar")):
+        if any(folder.glob(OLD_FILES)):
+            raise ValueError(
+                f"{asked.shown}: holds unfinished latents in safetensors files of an earlier version; make them again "
+                "with preprocess.py latents in another folder"
+            )
+        if any(folder.glob("latents-*-of-*.tar")):
             raise ValueError(
                 f"{asked.shown}: holds unfinished latents; run the preprocess.py command that made them again"
             )
         return None
     asked.check_split()
-    if indexes[0]["version"] == FILES_VERSION:
-        latents = LatentDataset(asked.located, asked.image_size, **asked.of_latents())
-    else:
-        index = choose_index(indexes, asked.shown, asked.image_size)
-        text, tars = index.get("text"), open_tars(asked.located, index)
-        empty = open_empty_caption(asked.located, text) if text else None
-        latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
-    if next(files_below(str(asked.located), picture_suffixes(), Ignored(), visits=1), None) is not None:
+    index = choose_index(indexes, asked.shown, asked.image_size)
+    text, tars = index.get("text"), open_tars(folder, index)
+    empty = open_empty_caption(folder, text) if text else None
+    latents = LatentDataset(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
+    if next(files_below(str(folder), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"
     return latents

@@ -225,7 +225,9 @@ class ReadAhead:
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=1)  # so that the watcher does not free the batches
+            self._watcher.join(
+                timeout=1
+            )  # if it held the last reference to the batches, it would free them: see not_ended
         if results is None or not self._workers:
             self.reading.end()
             return

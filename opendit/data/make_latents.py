@@ -26,21 +26,18 @@ from opendit.config.parallel_sizes import find_place
 from opendit.config.public_models import family_in, name_of_folder
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset, Size
 from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
-from opendit.data.latents import FILES
-from opendit.data.latents_index import INDEX, LOCK, ShardForm, complete_shards, index_locked, put_index, take_index
+from opendit.data.latents_index import INDEX, LOCK, VERSION, index_locked, put_index, take_index
 from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.shaped import ShapedDataset, crop_media, token_size
-from opendit.data.shards.latents import HEADERS, tars_of
+from opendit.data.shards.latents import HEADERS, CachedSample, complete_tars, read_header, tar_name, write_shard
 from opendit.data.sources import build_dataset
 from opendit.data.text_cache import (
     EMPTY,
     AnyEncoder,
     embed,
     form_of,
-    pack_captions,
-    pack_embeddings,
     write_empty_caption,
 )
 from opendit.encoders.published_text import load_published_text
@@ -104,11 +101,10 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Write the latents of ``dataset`` to ``output``, and keep the complete shards that are there already.
+    """Write the latents of ``dataset`` to ``output`` in tars, and keep the complete tars that are there already.
 
-    With ``tar_bytes`` the shards are tars (``opendit.data.shards.latents``). One folder can hold tars of the same data
-    at several picture sizes. Without ``tar_bytes`` the shards are safetensors files (``opendit.data.latents``). With
-    several ranks the default process group must exist.
+    One folder can hold tars of the same data at several picture sizes. For their format see
+    ``opendit.data.shards.latents``. With several ranks the default process group must exist.
 
     Args:
         dataset: with ``bucket_tokens``, a ShapedDataset.
@@ -116,9 +112,9 @@ def make_latents(
         flips: also encode the mirror image of every picture.
         encoder: frozen text encoder, or the encoders of a public model. Without one, captions are stored as text.
         counted: rank 0's count of the captions by the encoder's tokens, which is stored in the index.
-        shard_size: samples of a safetensors file.
-        tar_bytes: approximate bytes of a tar.
-        bucket_tokens: most tokens of a sample of a ShapedDataset; for tars only.
+        shard_size: samples of a tar.
+        tar_bytes: approximate bytes of a tar, instead of ``shard_size``.
+        bucket_tokens: most tokens of a sample of a ShapedDataset.
         teacher: vision encoder whose features of the pictures are stored, too.
         max_bad: largest tolerated share of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
@@ -131,18 +127,17 @@ def make_latents(
         DataError: more than ``max_bad`` of the files can't be read, or a latent doesn't fit float16.
     """
     output = Path(output)
-    form = FILES if tar_bytes is None else tars_of(image_size)
     work = _Encoding(dataset, codec, encoder, image_size, flips, teacher)
-    settings = work.settings(tar_bytes or shard_size, form.version, bucket_tokens)
+    settings = work.settings(tar_bytes or shard_size, bucket_tokens)
     plan = _plan(dataset, lambda rows: work.samples_of_a_tar(tar_bytes, rows) if tar_bytes else shard_size)
-    shards = len(plan)
+    all_names = [tar_name(image_size, shard, len(plan)) for shard in range(len(plan))]
     make_folder(output)
-    refuse_links(output, [INDEX, LOCK, EMPTY, *(form.name(shard, shards) for shard in range(shards))], "--output")
-    kept = complete_shards(output, settings, form)
-    before = _take_index(output, settings, form, world_size, rank)
-    mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
+    refuse_links(output, [INDEX, LOCK, EMPTY, *all_names], "--output")
+    kept = complete_tars(output, settings)
+    before = _take_index(output, settings, world_size, rank)
+    mine = {shard: plan[shard] for shard in range(rank, len(plan), world_size)}
     # Every kept shard is read once for its checksum. A shard whose checksum differs from the index is recomputed.
-    names = {shard: form.name(shard, shards) for shard in mine}
+    names = {shard: all_names[shard] for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
     todo = {
@@ -161,8 +156,8 @@ def make_latents(
         ReadAhead(_RowReader(dataset), requests, **how, patience=patience, on_hang=on_hang) as batches,
     ):
         for shard, jobs in todo.items():
-            tensors, skipped = work.encode(islice(batches, len(jobs)), plan[shard], counter, bar)
-            checksums[names[shard]] = form.write(output / names[shard], tensors, settings, skipped)
+            samples, skipped = work.encode(islice(batches, len(jobs)), counter, bar)
+            checksums[names[shard]] = write_shard(output / names[shard], samples, settings, skipped)
 
     everyone = [checksums]
     if world_size > 1:
@@ -171,21 +166,21 @@ def make_latents(
     checksums = {name: found for part in everyone for name, found in part.items()}
     if rank > 0:
         return None
-    with index_locked(output, form):
-        entries, skipped = work.entries(output, settings, plan, checksums, form)
+    with index_locked(output):
+        entries, skipped = work.entries(output, settings, plan, checksums)
         BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(skipped), skipped)
         index = work.index(settings, entries, skipped, counted)
         if encoder:
             index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
-        put_index(output, settings, form, index)
+        put_index(output, settings, index)
     return index
 
 
-def _take_index(output: Path, settings: dict[str, Any], form: ShardForm, world_size: int, rank: int) -> dict[str, str]:
+def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: int) -> dict[str, str]:
     """Call ``take_index`` on rank 0, and return its result on every rank."""
     found: list[Any] = [{}]
     if rank == 0:
-        found[0] = take_index(output, settings, form)
+        found[0] = take_index(output, settings)
     if world_size > 1:
         dist.broadcast_object_list(found, src=0, group=dist.group.WORLD)
     return found[0]
@@ -256,11 +251,11 @@ class _Encoding:
             numbers += (2 if self.flips else 1) * math.prod(self.teacher.grid) * self.teacher.width
         return max(1, tar_bytes // (2 * numbers + HEADERS))
 
-    def settings(self, shard_size: int, version: int, bucket_tokens: int | None) -> dict[str, Any]:
+    def settings(self, shard_size: int, bucket_tokens: int | None) -> dict[str, Any]:
         """Return all settings that determine the bytes of a shard."""
         about, data = self.dataset.describe(), self.dataset.fingerprint().identity
         settings = {
-            "version": version,
+            "version": VERSION,
             "data": data,
             "pictures": len(self.dataset),
             "image_size": self.image_size,
@@ -282,15 +277,10 @@ class _Encoding:
         return settings
 
     def encode(
-        self, batches: Iterable[tuple[Any, ...]], of_shard: list[int], counter: BadFileCounter, bar: Progress
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Encode the rows of a shard. Return the shard's tensors and the skipped files."""
-        views, (channels, *sides) = 2 if self.flips else 1, self.latent_shape(of_shard)
-        moments = [torch.empty(0, views, 2 * channels, *sides, dtype=torch.half)]  # used if no picture is readable
-        all_labels, all_rows, all_captions, embedded, all_skipped = [], [], [], [], []
-        teacher, features = self.teacher, []
-        if teacher is not None:
-            features.append(torch.empty(0, views, math.prod(teacher.grid), teacher.width, dtype=torch.half))
+        self, batches: Iterable[tuple[Any, ...]], counter: BadFileCounter, bar: Progress
+    ) -> tuple[list[CachedSample], list[str]]:
+        """Encode the rows of a shard. Return its samples and the skipped files."""
+        samples, all_skipped = [], []
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
             all_skipped += skipped
@@ -303,33 +293,35 @@ class _Encoding:
                         f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
                         "bf16 or fp32, and check the VAE's weights if that doesn't help"
                     )
-                moments = [*moments, made.cpu()] if len(moments[0]) else [made.cpu()]
-                if teacher is not None:
-                    seen = torch.stack([teacher.features(view) for view in shown], dim=1).half()
-                    if not seen.isfinite().all():
-                        raise DataError(
-                            f"the features of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass "
-                            "--mixed_precision bf16 or fp32, or leave --repa out"
-                        )
-                    features.append(seen.cpu())
-                embedded += embed(self.encoder, captions) if self.encoder else []
-                all_labels, all_rows, all_captions = all_labels + labels, all_rows + rows, all_captions + captions
+                embedded = embed(self.encoder, captions) if self.encoder else [()] * len(rows)
+                seen = self._features(shown, rows)
+                parts = zip(rows, made.cpu(), embedded, seen, labels, captions or [None] * len(rows), strict=True)
+                for row, moments, words, features, label, caption in parts:
+                    tensors = {"moments": moments, **dict(zip(("tokens", "pooled"), words, strict=False)), **features}
+                    samples.append(CachedSample(row, tensors, label, caption))
             bar.update(len(rows) + len(skipped))
-        of = {"labels": torch.tensor(all_labels, dtype=torch.int64), "rows": torch.tensor(all_rows, dtype=torch.int64)}
-        tensors = {"moments": torch.cat(moments), **of}
-        tensors |= {"features": torch.cat(features)} if features else {}
-        tensors |= pack_captions(all_captions) if self.has_captions else {}
-        tensors |= pack_embeddings(embedded, form_of(self.encoder)) if self.encoder else {}
-        return tensors, all_skipped
+        return samples, all_skipped
+
+    def _features(self, views: Sequence[Tensor], rows: list[int]) -> list[dict[str, Tensor]]:
+        """Return {"features": (F, N, W) fp16} of each of these pictures; {} without a vision encoder."""
+        if self.teacher is None:
+            return [{}] * len(rows)
+        found = torch.stack([self.teacher.features(view) for view in views], dim=1).half()
+        if not found.isfinite().all():
+            raise DataError(
+                f"the features of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision bf16 "
+                "or fp32, or leave --repa out"
+            )
+        return [{"features": features.contiguous()} for features in found.cpu()]
 
     def entries(
-        self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str], form: ShardForm
+        self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str]
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the index entries of all shards, and the skipped files. Raises DataError for a missing shard."""
         entries, all_skipped = [], []
         for shard, rows in enumerate(plan):
-            name = form.name(shard, len(plan))
-            header = form.header(output / name)
+            name = tar_name(self.image_size, shard, len(plan))
+            header = read_header(output / name)
             if header is None or name not in checksums:
                 raise DataError(f"{output / name} is missing or damaged; run the same command again")
             size = (output / name).stat().st_size

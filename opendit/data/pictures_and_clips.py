@@ -113,10 +113,10 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """Function that counts a clip's frames at ``fps``; None counts all frames of the file.
+        """Function that returns the number of frames that a clip has at ``fps``; None to count every frame of the file.
 
-        With ``short_clips="interval"`` the count is at least the number of the clip's frames, because a clip that is
-        too short is read at a higher rate."""
+        With ``short_clips="interval"`` the number is never below the number of frames in the file, because a clip that
+        is too short is read at a higher rate."""
         if self.fps is None:
             return None
         return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")

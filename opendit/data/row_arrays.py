@@ -55,24 +55,16 @@ class TextTable(Sequence[str]):
 
     If forked workers shared a million Python strings, changing reference counts would copy the strings page by page,
     gigabytes over an epoch. Two numpy arrays stay shared.
+    """
 
-    errors: error handler of ``bytes.decode`` for bytes that are not UTF-8."""
-
-    def __init__(self, text: np.ndarray, ends: np.ndarray, errors: str = "surrogateescape"):
-        self.text, self.ends, self.errors = text, ends, errors
+    def __init__(self, text: np.ndarray, ends: np.ndarray):
+        self.text, self.ends = text, ends
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "TextTable":
         encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
         ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
-
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]], errors: str) -> "TextTable":
-        """Join several tables, each a pair (text, ends)."""
-        starts = np.cumsum([0, *(len(text) for text, _ in parts)])
-        ends = [ends + start for (_, ends), start in zip(parts, starts, strict=False)]
-        return cls(np.concatenate([text for text, _ in parts]), np.concatenate(ends), errors)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -85,7 +77,7 @@ class TextTable(Sequence[str]):
         if isinstance(row, slice):
             return [self[each] for each in range(len(self))[row]]
         row = range(len(self))[row]
-        return self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes().decode("utf-8", self.errors)
+        return self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes().decode("utf-8", "surrogateescape")
 
     def encoded(self) -> Iterator[bytes]:
         """Yield each string as UTF-8 bytes."""

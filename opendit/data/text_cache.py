@@ -1,25 +1,14 @@
-"""Store captions with cached latents: their text and, with a frozen text encoder, their embeddings.
+"""Embed captions for a cache of latents, and read and write the embedding of the empty string.
 
-A shard of n rows with captions has, besides its latents, the tensors
-
-    captions    (bytes,) uint8          the captions in UTF-8, concatenated
-    caption_ends (n,) int64             the end of each caption in ``captions``
-    tokens      (sum of L_i, D) float16  the tokens of all captions, without padding, concatenated
-    token_ends  (n,) int64              the end of each caption's tokens in ``tokens``
-    pooled      (n, P) float16
-
-The last three exist only with an encoder. A folder's ``empty-caption.safetensors`` has tokens (L, D) and pooled (P,) of
-the empty string, which replaces dropped captions. P equals D unless the index records another width: the pooled vector
-of a public model comes from a separate encoder, or the model has none (P = 0). Embeddings that an encoder of a public
-model computes in bfloat16 are stored in bfloat16, without loss of precision or range. The index records this dtype.
+A folder's ``empty-caption.safetensors`` has tokens (L, D) and pooled (P,) of the empty string, which replaces dropped
+captions. P equals D unless the index records another width: the pooled vector of a public model comes from a separate
+encoder, or the model has none (P = 0). Embeddings that an encoder of a public model computes in bfloat16 are stored in
+bfloat16, without loss of precision or range. The index records this dtype.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -57,16 +46,6 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
     return EmbeddingForm(encoder.width, encoder.width)
 
 
-def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors ``captions`` and ``caption_ends`` of a shard."""
-    encoded = [caption.encode("utf-8", "surrogatepass") for caption in captions]
-    text = np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()
-    return {
-        "captions": torch.from_numpy(text),
-        "caption_ends": torch.tensor(list(accumulate(map(len, encoded))), dtype=torch.int64),
-    }
-
-
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
     """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU.
 
@@ -80,16 +59,6 @@ def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[T
             name = str(dtype).removeprefix("torch.")
             raise DataError(f"the embedding of the caption {caption!r} overflows {name}; take another --text_encoder")
     return parts
-
-
-def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> dict[str, Tensor]:
-    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. form: used if the shard has no rows."""
-    tokens, pooled = [row for row, _ in parts], [vector for _, vector in parts]
-    return {
-        "tokens": torch.cat(tokens) if parts else torch.empty(0, form.width, dtype=DTYPES[form.dtype]),
-        "token_ends": torch.tensor(list(accumulate(map(len, tokens))), dtype=torch.int64),
-        "pooled": torch.stack(pooled) if parts else torch.empty(0, form.pooled, dtype=DTYPES[form.dtype]),
-    }
 
 
 def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:

@@ -1,4 +1,4 @@
-"""Write clips as H.264 MP4 files that browsers, media players and decord can read."""
+"""Write clips as H.264 MP4 files that browsers and media players can read."""
 
 import os
 from fractions import Fraction

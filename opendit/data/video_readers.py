@@ -1,10 +1,9 @@
-"""Decode clips with torchcodec, decord or PyAV behind one interface, with the same pixels.
+"""Decode clips with torchcodec or PyAV behind one interface, with the same pixels.
 
-FFmpeg, when it decodes a file from the start, defines the frames of the file and their number. Each reader silently
-returns other frames for some files. For example, decord ignores edit lists, frames that are stored after a key frame
-but shown before it, and key frames after which the picture is complete only some frames later. So the contents of a
-file are looked up first. Only files that a reader is known to get right are read by seeking to key frames. PyAV decodes
-all other files from the start (``opendit.data.clips``).
+FFmpeg, when it decodes a file from the start, defines the frames of the file and their number. A reader that seeks
+returns other frames for some files, for example if an edit list hides frames, or if frames that are stored after a key
+frame are shown before it. So the contents of a file are looked up first. Only files that a reader is known to get right
+are read by seeking to key frames. PyAV decodes all other files from the start (``opendit.data.clips``).
 """
 
 import struct
@@ -32,9 +31,6 @@ from opendit.data.colours import (
     unknown_matrix,
 )
 from opendit.data.container_header import (
-    IN_ORDER,
-    ContainerHeader,
-    PlainTrack,
     begins_anew,
     clean_apertures,
     read_movie,
@@ -182,11 +178,10 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
         at += size
 
 
-READERS = ("torchcodec", "decord", "pyav")  # the order that ``auto`` tries them in, the fastest first
-CHOICES = ("auto", *READERS)
+READERS = ("torchcodec", "pyav")  # the order that ``auto`` tries them in, the fastest first
+CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: of earlier versions, now PyAV
 # Containers that hold a clip themselves, unlike playlists, descriptions and devices, which name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
-_OF_DECORD = ("avc1", "vp09", "av01")  # MP4's names of the codecs that decord reads
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # number of a matrix in H.273; number of a colour range in FFmpeg
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
@@ -391,9 +386,10 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         holds = not packet.is_corrupt
         only_keys &= packet.is_keyframe
         if codec == "h264" and only_keys:
-            holds &= (whole or not found) and begins_anew(bytes(packet), length, intra=True)
+            holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            holds &= whole and not _is_unseen(codec, packet)
+            # Without its contents, only a packet of an MP4 is known to be shown: by the format each has a shown frame.
+            holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
         found.append(Packet(packet.pts, packet.dts, packet.is_keyframe, packet.is_discard, holds))
@@ -441,13 +437,16 @@ def _is_unseen(codec: str, packet: Any) -> bool:
 
 
 class ToRgb:
-    """Converter of PyAV frames to RGB, with the same pixels as decord and torchcodec.
+    """Converter of PyAV frames to RGB, with the same pixels as torchcodec.
 
     HDR and wide gamuts are converted as in ``opendit.data.colours``. Transparent frames are blended onto white."""
 
     def __init__(self):
+        from av.video.reformatter import VideoReformatter
+
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
+        self._reformatter = VideoReformatter()  # keeps its tables: a frame's own one makes them anew, in 0.2 ms
 
     def __call__(self, frame: Any) -> np.ndarray:
         """Return (H, W, 3) uint8 pixels, not yet cropped, stretched or rotated."""
@@ -461,7 +460,8 @@ class ToRgb:
                 frame.colorspace = _BT709
             wanted = "rgba" if alpha else "rgb24"
             # For more than 8 bits, PyAV's own conversion gives other colours.
-            pixels = (self._scaled(frame, wanted) if deep else frame).to_ndarray(format=wanted)
+            pixels = self._scaled(frame, wanted) if deep else self._reformatter.reformat(frame, format=wanted)
+            pixels = pixels.to_ndarray()
             shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
         if mask is None:
             return shown
@@ -604,51 +604,6 @@ class PyAVReader:
         raise ValueError("frames are missing")
 
 
-class DecordReader:
-    """Reader based on decord, for files whose header describes all of their frames, see ``finds``.
-
-    decord misreads the frame width if the bytes of a row, padded for the processor, are a whole number of frame widths
-    other than three. With rows padded to 32 pixels these are widths 8, 12, 16, 24, 48 and 72; with rows padded to 64
-    also 32, 96 and 144. decord reports the misread width, and such a file is decoded from the start.
-
-    track: the track in an MP4's header, if known."""
-
-    def __init__(self, name: str, track: PlainTrack | None = None):
-        self._reader = import_decord().VideoReader(name, num_threads=1)
-        self.length, self._track = len(self._reader), track
-        if track is not None and len(track.times) != self.length:
-            raise ValueError(f"{self.length} frames, {len(track.times)} in the header")
-        height, width = self.size()
-        self.declared = height * width
-
-    def timeline(self) -> Timeline:
-        if self._track is not None:
-            return Timeline(self._track.times * float(self._track.time_base))
-        return Timeline(np.arange(self.length) / self._reader.get_avg_fps())
-
-    def size(self) -> tuple[int, int]:
-        height, width = self._reader.get_batch([]).shape[1:3]
-        return height, width
-
-    def read(self, indices: Sequence[int]) -> Tensor:
-        # Convert to a tensor without a copy; asnumpy() would copy the full-size frames.
-        return import_decord().bridge.to_torch(self._reader.get_batch(list(indices)))
-
-    @staticmethod
-    def finds(header: ContainerHeader) -> bool:
-        """Return True if decord is known to find the frames of a file with this header by their numbers."""
-        return header.codec == IN_ORDER or (header.track is not None and header.codec in _OF_DECORD)
-
-
-@cache
-def import_decord():
-    """Import decord on first use, so that a run on pictures works without it."""
-    import decord
-
-    decord.logging.set_level(decord.logging.QUIET)  # the caller reports a broken file once, by its name
-    return decord
-
-
 @cache
 def import_torchcodec() -> Any:
     """Import torchcodec's decoders on first use."""
@@ -657,7 +612,7 @@ def import_torchcodec() -> Any:
     return torchcodec.decoders
 
 
-OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "decord": DecordReader, "pyav": PyAVReader}
+OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "pyav": PyAVReader}
 
 
 @cache
@@ -665,10 +620,9 @@ def problem_of(reader: str) -> str:
     """Return a short reason why a reader can't be used here, or "" if it reads a small clip as PyAV does."""
     from opendit.data.video_file import write_mp4
 
-    # decord reads frames of this width, 40, on any processor, see DecordReader.
     frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)
     try:
-        {"torchcodec": import_torchcodec, "decord": import_decord, "pyav": lambda: None}[reader]()
+        {"torchcodec": import_torchcodec, "pyav": lambda: None}[reader]()
     except ImportError:
         return "not installed"
     except Exception:  # without FFmpeg's libraries, torchcodec raises a RuntimeError with a very long text
@@ -679,8 +633,7 @@ def problem_of(reader: str) -> str:
             write_mp4(path, frames, 24)
             contents = look_up(path)
             expected = PyAVReader(path, contents).read([1, 3])
-            found = DecordReader(path) if reader == "decord" else OPENERS[reader](path, contents)
-            if torch.equal(found.read([1, 3]), expected):
+            if torch.equal(OPENERS[reader](path, contents).read([1, 3]), expected):
                 return ""
             return "other pixels than PyAV's"
     except Exception as error:
@@ -694,6 +647,8 @@ def choose_reader(asked: str = "auto") -> tuple[str, str]:
     Raises ValueError, which names the flag, if the reader doesn't work here."""
     if asked not in CHOICES:
         raise ValueError(f"--video_reader {asked}: no such reader; give one of {', '.join(CHOICES)}")
+    if asked == "decord":
+        return "pyav", "decord is no longer used, and PyAV gives the same pixels"
     if asked != "auto":
         if problem := problem_of(asked):
             raise ValueError(f"--video_reader {asked}: {problem}; install it, or give auto")
@@ -703,4 +658,4 @@ def choose_reader(asked: str = "auto") -> tuple[str, str]:
         if not (problem := problem_of(reader)):
             return reader, "; ".join(passed_over) or "the fastest"
         passed_over.append(f"{reader}: {problem}")
-    raise ValueError(f"--video_reader auto: none works here ({'; '.join(passed_over)}); install decord2 and av")
+    raise ValueError(f"--video_reader auto: none works here ({'; '.join(passed_over)}); install av")

@@ -222,10 +222,11 @@ class DDPM:
 
 
 class DDPMTrajectory(Trajectory):
-    """The trajectory over all timesteps of ``schedule``, from the noisiest to the clean data.
+    """The trajectory over the timesteps of ``schedule``, from the noisiest to the clean data.
 
-    The model is called with timesteps of the full schedule, (B,) int64. It returns eps (B, C, ...), or eps and v (B,
-    2C, ...). ``eps_model`` wraps models that predict velocity. A ``point`` is an index of the schedule.
+    ``schedule`` may have only some of the timesteps that the model was trained with. A ``point`` is an index into it.
+    The model gets the timestep of training that belongs to a point, (B,) int64. It returns eps (B, C, ...), or eps and
+    the learned variance (B, 2C, ...). ``eps_model`` wraps models that predict velocity.
     ``clip_denoised`` clips each predicted x_0 to [-1, 1], which suits pixels but not latents.
     """
 
@@ -264,7 +265,7 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """A wrapped model that predicts eps; see :func:`eps_model`."""
+    """A model of velocities, wrapped so that it predicts eps; see :func:`eps_model`."""
 
     model: Model
     schedule: DDPM

@@ -84,7 +84,7 @@ def cfg_model(
         null_y: the null condition, with y's shape or a shape that expands to y's.
         scale: a float, or (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always evaluated.
         guided_channels: number of leading eps channels that are guided; all by default. Meta's DiT guides 3 of its 4
-            channels. Other channels, and v, come from the conditional prediction.
+            channels. Other channels, and those of a learned variance, come from the conditional prediction.
         rescaled: "row" or "patch" to restore norms of the conditional prediction; see :func:`rescale_to`.
 
     Returns:

@@ -175,8 +175,8 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
-    """Replace the checkpoint's example captions by captions that ask for all digits, and for clips also for all
-    directions."""
+    """Replace the checkpoint's example captions by captions that ask for every digit. If the model makes clips, they
+    also ask for every direction."""
     digits = all_captions(sampling.model.config.is_video)
     assert isinstance(sampling.conditioner, CaptionConditioner)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)

@@ -83,8 +83,10 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the additional last arguments for operations with a shift, a scale or a gate: (sample_of_row,) for packs,
-    the vector indices (B, n) for samples with several modulation vectors, otherwise ()."""
+    """Return the last arguments for operations with a shift, a scale or a gate, which tell the modulation of each row.
+
+    For packs this is the row's sample, for samples with several modulation vectors the index of its vector, (B, n).
+    Otherwise there is no such argument."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)

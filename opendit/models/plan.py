@@ -368,8 +368,8 @@ def _input(config: DiTConfig, execution: Execution) -> Kept:
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of the outputs of norm and modulation.
 
-    Without fusion, the norm's output is kept as well, and an RMSNorm keeps two products. Mean and rstd are always
-    counted for two norms.
+    Without fusion, a LayerNorm also keeps its output, and an RMSNorm its output and x / rms. With recomputation only
+    the statistics are kept. Mean and rstd are counted for two norms, whatever the number of branches.
     """
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":

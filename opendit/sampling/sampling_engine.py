@@ -206,9 +206,9 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Fraction of the blocks' work that was evaluated in all batches so far, including both halves of guidance.
-
-        If ranks share batches, this is the work of this rank divided by the work of all ranks."""
+        """Work of the blocks that this rank evaluated in all batches so far, divided by the full work of these batches:
+        without approximations, and with both halves of guidance. If ranks share batches, the full work is that of all
+        ranks."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(

@@ -214,8 +214,8 @@ class SkippedSteps:
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.
-        failing: True if a fault caused the skip. In fp16, skips are no fault while the loss scale is above 1, because
-            they lower the scale.
+        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale is above 1: the scale
+            was too large, and the skip lowers it.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class EagerPasses(Protocol):
-    """Interface for the passes of one micro-batch, kernel by kernel. train.py implements it.
+    """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel.
 
     Attributes:
         micro_batches: number of micro-batches in a step. The loss of a step is the mean of their losses.

@@ -21,8 +21,8 @@ from opendit.checkpoint.files import damage, read_state, write_manifest
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.checkpoint.run_folders import MANIFEST
 from opendit.data import SampleKey, build_dataset
-from opendit.data.latents import read_shard_header
 from opendit.data.make_latents import make_latents
+from opendit.data.shards.latents import read_header
 from opendit.encoders import VAECodec, codec_geometry, load_codec
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.export.conversion import import_weights
@@ -296,17 +296,17 @@ def test_index(latents):
 
 def test_shard(latents):
     """With its size in the index, as a shard that was made so."""
-    index, path = latents / "index.json", latents / "latents-00001-of-00002.safetensors"
+    index, path = latents / "index.json", latents / "latents-8-00001-of-00002.tar"
     originals = index.read_bytes(), path.read_bytes()
 
     def put(content):
         path.write_bytes(content)
         said = json.loads(originals[0])
-        said["shards"][1]["bytes"] = len(content)
+        said["sizes"][0]["shards"][1]["bytes"] = len(content)
         index.write_text(json.dumps(said))
 
     def read():
-        header = read_shard_header(path)
+        header = read_header(path)
         assert header is None or isinstance(header[1], dict)
         read_latents(latents)
 

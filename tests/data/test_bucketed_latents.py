@@ -175,7 +175,6 @@ def test_an_index_of_other_shapes_is_refused(root, made, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--shard_size", "16"], "--shard_size 16: latents of several shapes are in tars; give their size, 1GB"),
         (["--bucket_tokens", "8"], "--bucket_tokens 8: a picture of --image_size 64 has 16 tokens"),
         (["--model", "vDiT-XL/222"], "--model vDiT-XL/222: takes clips; add --use_video"),
         (["--model", "DiT-XXL/2"], "--model DiT-XXL/2: no such model"),

@@ -164,7 +164,7 @@ def test_frames_go_by_number_at_a_variable_rate_and_in_other_containers(tmp_path
     ("degrees", "expected"), [(90, [80, 250, 0, 160]), (180, [0, 80, 160, 250]), (270, [160, 0, 250, 80])]
 )
 def test_clips_are_upright(tmp_path, width, height, degrees, expected):
-    """Turned, 48 and 96 are among the widths that decord fails on: both decoders are tested here."""
+    """Narrow frames too, whose rows are padded."""
     path = encode(tmp_path / "plain.mp4", [quadrants(width, height)] * 3)
     assert np.allclose(corners(read_clip(str(path), 2, 1, 32, start=None)), [250, 160, 80, 0], atol=4)
     turned = rotate(path, tmp_path / "turned.mp4", degrees)
@@ -185,7 +185,7 @@ def test_odd_sizes(tmp_path, width, height):
 
 
 def test_containers_are_known_without_their_suffix(tmp_path):
-    """decord misses the first frames of a transport stream, so one must be told from the rest by its contents."""
+    """A transport stream is told from the rest by its contents."""
     for ending in ("mp4", "mkv", "ts"):
         path = encode(tmp_path / f"clip.{ending}", grey(40), gop=7).rename(tmp_path / f"{ending}-clip")
         assert numbers(read_clip(str(path), 4, 5, 16, start=0.0)) == [0, 5, 10, 15]

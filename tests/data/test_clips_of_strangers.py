@@ -55,7 +55,7 @@ def test_fragments_of_more_frames_than_bytes(tmp_path):
 
 @pytest.mark.parametrize("reader", ["auto", "pyav"])
 def test_a_damaged_time_of_a_fragment(tmp_path, reader):
-    """decord takes memory for it, and then ends the process."""
+    """FFmpeg takes memory for it, and then the process may end."""
     path = encode(tmp_path / "clip.mp4", grey(30), movflags="frag_keyframe+empty_moov")
     late = table(path, tmp_path / "late.mp4", b"tfdt", 4, 2**40, ">Q")
     assert numbers(read_clip(str(late), 4, 1, 16, start=0.0, reader=reader)) == [0, 1, 2, 3]

@@ -223,14 +223,7 @@ def test_hdr_is_found_by_the_stream_where_the_container_says_nothing(tmp_path, r
     data = path.read_bytes()
     assert b"colr" in data
     path.write_bytes(data.replace(b"colr", b"free"))
-    assert read_header(str(path)).track is None
     assert read(path, reader)[0, 30, 64, 0] > 180  # and not the number in the file, which is near 128
-
-
-def test_sdr_is_left_to_the_fastest_reader(tmp_path):
-    for tags in ((1, 1, 1), (2, 2, 2), (6, 6, 6), (1, 13, 1)):
-        path = encode(tmp_path / "sdr.mp4", grey_planes(np.linspace(0, 1, 96), 8), "yuv420p", colours_=tags)
-        assert read_header(str(path)).track is not None, tags
 
 
 def test_what_other_readers_would_show_otherwise_is_left_to_pyav(tmp_path):

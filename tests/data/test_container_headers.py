@@ -1,4 +1,4 @@
-"""The codec read from a file's header is never anything that FFmpeg does not find."""
+"""Headers of sound files are accepted, and those of damaged files raise nothing."""
 
 from pathlib import Path
 
@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data import clips
-from opendit.data.clips import read_clip
-from opendit.data.container_header import IN_ORDER, ContainerHeader, read_header
-from opendit.data.video_readers import DecordReader, look_up
+from opendit.data.container_header import ContainerHeader, read_header
+from opendit.data.video_readers import look_up
 
 
 def write(path, codec, length=12, size=(48, 64), sound=False, tracks=1, **options):
@@ -39,59 +37,18 @@ def write(path, codec, length=12, size=(48, 64), sound=False, tracks=1, **option
 
 
 @pytest.mark.parametrize(
-    "name, codec, options, found",
+    "name, codec, options",
     [
-        ("plain.avi", "mpeg4", {}, True),
-        ("key.avi", "mpeg4", {"g": 1}, True),
-        ("sound.avi", "mpeg4", {"sound": True}, True),
-        ("b.avi", "mpeg4", {"bf": 2}, False),
-        ("two.avi", "mpeg4", {"tracks": 2}, False),
-        ("h264.avi", "libx264", {}, False),
-        ("mjpeg.avi", "mjpeg", {}, False),
+        ("plain.avi", "mpeg4", {}),
+        ("h264.mp4", "libx264", {"bf": 2}),
+        ("two.mp4", "libx264", {"tracks": 2}),
+        ("sound.mov", "libx264", {"sound": True}),
+        ("h264.mkv", "libx264", {}),
     ],
 )
-def test_avi_files(tmp_path, name, codec, options, found):
+def test_sound_files_have_no_problem(tmp_path, name, codec, options):
     path = write(tmp_path / name, codec, **options)
-    assert read_header(path) == ContainerHeader(None, IN_ORDER if found else "")
-    assert DecordReader.finds(read_header(path)) == found
-
-
-@pytest.mark.parametrize(
-    "name, codec, options, letters, plain",
-    [
-        ("h264.mp4", "libx264", {}, "avc1", True),
-        ("h264.mov", "libx264", {"bf": 2}, "avc1", True),
-        ("vp9.mp4", "libvpx-vp9", {}, "vp09", True),
-        ("mpeg4.mp4", "mpeg4", {}, "mp4v", True),
-        ("hevc.mp4", "libx265", {}, "hev1", False),
-        ("two.mp4", "libx264", {"tracks": 2}, "", False),
-        ("sound.mp4", "libx264", {"sound": True}, "avc1", True),
-        ("h264.mkv", "libx264", {}, "", False),
-    ],
-)
-def test_mp4_files(tmp_path, name, codec, options, letters, plain):
-    path = write(tmp_path / name, codec, **options)
-    header = read_header(path)
-    assert header._replace(track=None) == ContainerHeader(None, letters)
-    if plain:
-        found = look_up(path)
-        assert header.track.time_base == found.time_base
-        # FFmpeg shifts the times by the edit list, so that the first frame is shown at 0.
-        assert np.array_equal(np.diff(header.track.times), np.diff(found.times))
-    assert DecordReader.finds(header) == (plain and codec != "mpeg4")
-
-
-@pytest.mark.parametrize("name, codec", [("a.avi", "mpeg4"), ("a.mp4", "libx264")])
-def test_ffmpeg_is_not_asked_where_the_file_says_it(tmp_path, name, codec, monkeypatch):
-    path = write(tmp_path / name, codec)
-    wanted = read_clip(path, 4, 2, 32, start=0.3, as_bytes=True, reader="pyav").pixels
-
-    def asked(*_, **__):
-        raise AssertionError("looked up")
-
-    monkeypatch.setattr(clips, "look_up", asked)
-    found = read_clip(path, 4, 2, 32, start=0.3, as_bytes=True, reader="decord").pixels
-    assert (found == wanted).all()
+    assert read_header(path) == ContainerHeader() and look_up(path).length == 12
 
 
 @pytest.fixture(scope="module")
@@ -113,28 +70,6 @@ def test_damaged_headers_raise_nothing(sound_files, tmp_path_factory, which, len
         content[at % len(content)] = value
     path = tmp_path_factory.getbasetemp() / "damaged"
     path.write_bytes(content)
-    codec = read_header(str(path)).codec
-    assert codec in ("", IN_ORDER) or len(codec) == 4
-
-
-def test_what_later_headers_say_counts_too(tmp_path):
-    """A second header that allows B frames makes it no plain file, wherever it stands."""
-    path = write(tmp_path / "a.avi", "mpeg4")
-    content = Path(path).read_bytes()
-    layer = content.index(b"\0\0\1\x20")
-    bits = "".join(f"{byte:08b}" for byte in content[layer + 4 : layer + 12])
-    at = 10 + (7 if bits[9] == "1" else 0) + 4
-    assert bits[at] == "1" and bits[at + 3] == "1"
-    changed = int(bits[: at + 3] + "0" + bits[at + 4 :], 2).to_bytes(8, "big")
-    (tmp_path / "b.avi").write_bytes(content[: layer + 4] + changed + content[layer + 12 :])
-    assert read_header(path).codec == IN_ORDER and not read_header(str(tmp_path / "b.avi")).codec
-
-
-def test_a_first_frame_out_of_sight_is_no_answer(tmp_path):
-    """Such as of a file whose frames are grouped in lists: its description alone may be that of another stream."""
-    path = write(tmp_path / "a.avi", "mpeg4")
-    content = Path(path).read_bytes()
-    frames = content.index(b"movi")
-    hidden = content[:frames] + content[frames:].replace(b"00dc", b"00pc")
-    (tmp_path / "b.avi").write_bytes(hidden)
-    assert read_header(path).codec == IN_ORDER and not read_header(str(tmp_path / "b.avi")).codec
+    header = read_header(str(path))
+    assert header.problem is None or header.problem.isprintable()
+    assert header.animation is False

@@ -65,6 +65,20 @@ def test_of_an_mp4_its_tables_and_its_beginning_are_read(first, where, reader, m
     assert stored.share < 0.25 and len(stored.reads) <= 2
 
 
+@pytest.mark.parametrize("codec", ["libvpx-vp9", "libsvtav1"])
+def test_other_codecs_in_an_mp4_too(tmp_path, codec):
+    path, random = tmp_path / "clip.mp4", np.random.default_rng(0)
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as file:
+        stream = file.add_stream(codec, rate=24)
+        stream.height, stream.width, stream.pix_fmt = 192, 256, "yuv420p"
+        for _ in range(16):
+            pixels = random.integers(0, 256, (192, 256, 3), dtype=np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode())
+    stored = Stored(path.read_bytes())
+    assert len(stored.content) > 5 * HEAD and stored.size() == (16, 192, 256) and stored.share < 0.25
+
+
 @pytest.mark.parametrize("name, options", [("fragments.mp4", {"movflags": "frag_keyframe"}), ("clip.mkv", {})])
 def test_other_files_are_read_whole(first, name, options):
     path = remuxed(first, name, **options)

@@ -66,7 +66,7 @@ def test_latents_among_pictures_say_so(tmp_path, monkeypatch):
         def __init__(self, *args, **options):
             pass
 
-    monkeypatch.setattr(latents, "read_indexes", lambda path: [{"version": latents.FILES_VERSION}])
+    monkeypatch.setattr(latents, "read_indexes", lambda path: [{"image_size": 8, "shards": []}])
     monkeypatch.setattr(latents, "LatentDataset", Latents)
     assert build_dataset(str(tmp_path), 8, seed=0).note == ""
     (tmp_path / "cats").mkdir()

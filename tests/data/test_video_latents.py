@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors.torch import load_file
 
 import preprocess
 from opendit.data import (
@@ -24,11 +23,11 @@ from opendit.data import (
     build_schedule,
 )
 from opendit.data.make_latents import make_latents
-from opendit.data.row_arrays import TextTable
-from opendit.data.text_cache import EmbeddingForm, pack_captions, pack_embeddings, padded
+from opendit.data.text_cache import padded
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
+from tests.data.shards.tars import latents_in, latents_of
 
 CLIPS, PICTURES, FRAMES = 9, 5, 4
 VIDEO = dict(use_video=True, num_frames=FRAMES, frame_interval=2)
@@ -112,7 +111,7 @@ def contents(folder):
 def test_round_trip(csv, codec, made):
     source = build_dataset(str(csv), 16, seed=0, **VIDEO)
     data = build_dataset(str(made), 16, seed=0, **VIDEO)
-    rows = torch.cat([load_file(path)["rows"] for path in sorted(made.glob("latents*"))]).tolist()
+    rows = list(latents_of(made))
     assert (
         isinstance(data, LatentDataset) and data.describe().conditioning == "text" and data.describe().num_classes == 0
     )
@@ -133,7 +132,7 @@ def test_round_trip(csv, codec, made):
 
 
 def test_the_files_are_as_documented(made):
-    index = json.loads((made / "index.json").read_text())
+    (index,) = json.loads((made / "index.json").read_text())["sizes"]
     assert [shard["shape_key"] for shard in index["shards"]] == [0, 1, 1, 1]
     assert [shard["count"] for shard in index["shards"]] == [4, 4, 2, 2]
     assert index["video"] == {"num_frames": FRAMES, "frame_interval": 2, "short_clips": "skip"}
@@ -141,9 +140,11 @@ def test_the_files_are_as_documented(made):
     empty = (made / "empty-caption.safetensors").read_bytes()
     assert index["checksums"] == {"empty-caption.safetensors": hashlib.sha256(empty).hexdigest()}
     assert len(index["skipped"]) == 2 and "too short" in index["skipped"][0]
-    shard = load_file(made / "latents-00001-of-00004.safetensors")
-    assert shard["moments"].shape == (4, 1, 8, FRAMES, 8, 8) and shard["moments"].dtype == torch.float16
-    assert shard["tokens"].shape == (shard["token_ends"][-1], 3) and shard["pooled"].shape == (4, 3)
+    samples = latents_in(made / "latents-16-00001-of-00004.tar")
+    assert len(samples) == 4
+    for tensors, caption in samples.values():
+        assert tensors["moments"].shape == (1, 8, FRAMES, 8, 8) and tensors["moments"].dtype == torch.float16
+        assert tensors["tokens"].shape == (min(12, 1 + len(caption.decode())), 3) and tensors["pooled"].shape == (3,)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -176,7 +177,7 @@ def test_captioned_pictures_of_an_image_run(csv, codec, tmp_path):
 def test_a_lost_shard_is_made_again_with_the_same_bytes(csv, codec, made, tmp_path):
     for name, data in contents(made).items():
         (tmp_path / name).write_bytes(data)
-    (tmp_path / "latents-00002-of-00004.safetensors").unlink()
+    (tmp_path / "latents-16-00002-of-00004.tar").unlink()
     (tmp_path / "index.json").unlink()
     encoder = Letters()
     make(csv, codec, tmp_path, num_workers=2, encoder=encoder)
@@ -253,24 +254,9 @@ def test_preprocess_encodes_a_csv(csv, vae, tmp_path, capsys, monkeypatch):
         assert error.startswith("error: ") and message in error, error
 
 
-# ---------------------------------------------------------------- captions in shards
-
-captions = st.lists(st.text(max_size=12), max_size=6)
-
-
-@given(st.lists(captions, min_size=1, max_size=4))
-def test_captions_come_back(shards):
-    table = TextTable.joined([tuple(t.numpy() for t in pack_captions(s).values()) for s in shards], "surrogatepass")
-    assert list(table) == [caption for shard in shards for caption in shard]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=6))
-def test_embeddings_come_back(lengths):
-    parts = [(torch.randn(n, 2).half(), torch.randn(2).half()) for n in lengths]
-    packed = pack_embeddings(parts, EmbeddingForm(2, 2))
-    for row, (tokens, pooled) in enumerate(parts):
-        start = int(packed["token_ends"][row - 1]) if row else 0
-        whole = padded(packed["tokens"][start : int(packed["token_ends"][row])], packed["pooled"][row], 5)
-        assert torch.equal(whole.tokens[whole.mask], tokens) and torch.equal(whole.pooled, pooled)
-        assert not whole.tokens[~whole.mask].any() and len(whole.mask) == 5
+@given(st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=2), max_size=6))
+def test_embeddings_are_padded(rows):
+    tokens, pooled = torch.tensor(rows).reshape(-1, 2), torch.randn(2)
+    found = padded(tokens, pooled, 7)
+    assert torch.equal(found.tokens[found.mask], tokens) and torch.equal(found.pooled, pooled)
+    assert not found.tokens[~found.mask].any() and len(found.mask) == 7 and int(found.mask.sum()) == len(rows)

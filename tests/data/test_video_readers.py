@@ -80,7 +80,6 @@ def write(path, codec="libx264", pix_fmt="yuv420p", colours=(1, 1), count=30, wi
 
 
 OPEN_GOP = {"x264-params": "open-gop=1:keyint=9:bframes=3:scenecut=0"}
-# Of these decord mixes up frames of HEVC, and of MPEG-2 and MPEG-4 with B frames.
 CODECS = {
     "H.264": ("libx264", {}),
     "H.264, open GOPs": ("libx264", OPEN_GOP),
@@ -175,14 +174,14 @@ def test_errors_are_in_the_same_words(tmp_path, reader):
 
 
 def test_auto_takes_the_fastest_that_works(monkeypatch, fresh):
-    problems = {"torchcodec": "not installed", "decord": "", "pyav": ""}
+    problems = {"torchcodec": "not installed", "pyav": ""}
     monkeypatch.setattr(video_readers, "problem_of", problems.get)
-    assert choose_reader() == ("decord", "torchcodec: not installed")
+    assert choose_reader() == ("pyav", "torchcodec: not installed")
     choose_reader.cache_clear()
     problems["torchcodec"] = ""
     assert choose_reader() == ("torchcodec", "the fastest")
     choose_reader.cache_clear()
-    problems.update(decord="broken", torchcodec="broken", pyav="broken")
+    problems.update(torchcodec="broken", pyav="broken")
     with pytest.raises(ValueError, match="--video_reader auto: none works here"):
         choose_reader()
 
@@ -199,15 +198,24 @@ def test_one_that_is_asked_for_and_missing_is_an_error(monkeypatch, fresh):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match="--video_reader torchcodec: not installed; install it, or give auto"):
         choose_reader("torchcodec")
-    assert choose_reader()[0] == "decord"
+    assert choose_reader()[0] == "pyav"
     with pytest.raises(ValueError, match="--video_reader fast: no such reader; give one of auto, torchcodec"):
         choose_reader("fast")
 
 
 def test_one_with_other_pixels_is_not_taken(monkeypatch, fresh):
-    read = video_readers.DecordReader.read
-    monkeypatch.setattr(video_readers.DecordReader, "read", lambda self, indices: 0 * read(self, indices))
-    assert problem_of("decord") == "other pixels than PyAV's"
+    class Black(video_readers.PyAVReader):
+        def read(self, indices):
+            return 0 * super().read(indices)
+
+    monkeypatch.setattr(video_readers, "import_torchcodec", lambda: None)
+    monkeypatch.setitem(video_readers.OPENERS, "torchcodec", Black)
+    assert problem_of("torchcodec") == "other pixels than PyAV's" and choose_reader()[0] == "pyav"
+
+
+def test_decord_of_earlier_runs_is_pyav():
+    name, why = choose_reader("decord")
+    assert name == "pyav" and "decord is no longer used" in why
 
 
 def test_a_reader_that_fails_is_helped_out(tmp_path, monkeypatch, reader):

@@ -457,7 +457,8 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (pool, position in the pool) of the samples [start, stop) of a shape."""
+        """Return, for samples number ``start`` to ``stop`` - 1 of a shape in this order, their pools and positions in
+        these pools. A pool has the samples of one shape and one source."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers

@@ -23,9 +23,10 @@ from pydantic import FailFast, Field
 
 from opendit.common.json_file import MIB, open_regular
 from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text, read_file
-from opendit.common.safe_files import replacing
+from opendit.common.safe_files import refuse_links, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError
+from opendit.data.base import name_few
 from opendit.data.files import printable, retried_disk
 from opendit.data.folders import CLIPS
 from opendit.data.row_arrays import Complement
@@ -347,3 +348,10 @@ class KeptRows:
 
     def identity(self) -> str:
         return f"{self.first}-{self.last} without {self.without.tolist()}"
+
+
+def claim_output(output: Path, tars: list[str], beside: list[str]) -> None:
+    """Raise ValueError if the output folder holds tars other than ``tars``, or links where files will be written."""
+    refuse_links(output, [*beside, *tars], "--output")
+    if others := sorted({tar.name for tar in output.glob("*.tar")} - set(tars)):
+        raise ValueError(f"--output {printable(output)}: holds other tars: {name_few(others)}; name another folder")

@@ -8,7 +8,6 @@ import builtins
 import json
 import os
 import re
-import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,34 +15,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from opendit.common.json_file import open_regular
-from opendit.common.safe_files import make_folder, refuse_links, remove, replacing
-from opendit.common.tensor_files import open_safetensors, write_file
-from opendit.common.utils import DataError, hash_parts, sha256_of
+from opendit.common.safe_files import refuse_links, remove, replacing
+from opendit.common.tensor_files import write_file
+from opendit.common.utils import DataError, hash_parts
 from opendit.data.base import name_few
 from opendit.data.captioned_folder import find_captions
+from opendit.data.convert_latents import convert_latents, holds_old_latents
 from opendit.data.energon.cooked import load_cooker
 from opendit.data.energon.prepared import all_tars, check_count, is_prepared
 from opendit.data.files import in_threads, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
-from opendit.data.latents import read_shard_header
-from opendit.data.latents_index import FORMAT, INDEX, REPAIR, TARS_VERSION, ShardForm, check_indexes, read_indexes
+from opendit.data.latents_index import FORMAT, INDEX, VERSION, check_indexes, read_indexes
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.pictures_and_clips import CLIP
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.dataset import WORDS, IndexedTar, classes_of, conditioning_of
-from opendit.data.shards.index import CLASS_NAMES, Header, TarIndex, index_of, read_class_names, write_index
-from opendit.data.shards.latents import HEADERS, SUFFIXES, arrays_of, choose_arrays, tars_of
+from opendit.data.shards.index import (
+    CLASS_NAMES,
+    Header,
+    TarIndex,
+    claim_output,
+    index_of,
+    read_class_names,
+    write_index,
+)
+from opendit.data.shards.latents import SUFFIXES, arrays_of, choose_arrays
 from opendit.data.shards.scan import BLOCK, Fields, member_header, padded, scan
 from opendit.data.tables import read_table
-from opendit.data.text_cache import EMPTY
 from opendit.encoders.vae import HUB, PerChannel
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry
 
@@ -176,142 +178,21 @@ def _blocks(entries: list[Entry]) -> Iterator[bytes]:
     yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
-# ------------------------------------------------------------------------------------------ latents
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Samples [first, end) of a safetensors file. sha256: the file's checksum, or "" if the index records none."""
-
-    file: Path
-    first: int
-    end: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class PackedTar:
-    """A tar of latents to write. All samples have one shape. The first member holds ``settings`` and ``skipped``."""
-
-    path: Path
-    pieces: tuple[Piece, ...]
-    shape_key: int
-    settings: dict[str, Any]
-    skipped: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        return sum(piece.end - piece.first for piece in self.pieces)
-
-
-def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_size: int, num_workers: int) -> None:
-    """Copy the latents of a folder into tars of about ``shard_size`` bytes in ``output``, without encoding anything
-    again.
-
-    Existing tars are kept, so repeating an interrupted command continues it and gives the same bytes. Raises ValueError
-    if the latents are already in tars or ``output`` holds other tars, and DataError for files that differ from the
-    index."""
-    if index["version"] == TARS_VERSION:
-        raise ValueError(f"--data_path {printable(folder)}: these latents lie in tars already; train with them")
-    form = tars_of(index["image_size"])
-    plans = list(_plan(folder, index, output, shard_size, form))
-    make_folder(output)
-    _claim(output, [plan.path.name for plan in plans], [INDEX, EMPTY])
-    done = [plan for plan in plans if (found := form.header(plan.path)) is not None and found[1] == plan.settings]
-    todo = [plan for plan in plans if plan not in done]
-    with Progress(index["count"], "samples", initial=sum(plan.count for plan in done), title="packing") as bar:
-        for count in in_processes(partial(_write, form=form), todo, num_workers):
-            bar.update(count)
-    checksums: dict[str, str] = {}
-    if "text" in index:
-        with replacing(output / EMPTY) as new, open(folder / EMPTY, "rb") as old:
-            shutil.copyfileobj(old, new)
-        checksums = {EMPTY: sha256_of(output / EMPTY)}
-    shards = [_entry(plan, "video" in index) for plan in plans]
-    packed = {**index, "settings": plans[0].settings, "shards": shards} | (
-        {"checksums": checksums} if checksums else {}
-    )
-    write_latents_index(output, TARS_VERSION, [packed])
-    print(f"{index['count']:,} latents in {len(plans):,} tars: train with --data_path {printable(output)}")
-
-
-def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int, form: ShardForm) -> Iterator[PackedTar]:
-    headers = [read_shard_header(folder / shard["file"]) for shard in index["shards"]]
-    if None in headers:
-        name = index["shards"][headers.index(None)]["file"]
-        raise DataError(f"{folder / name} is missing or damaged; {REPAIR}")
-    settings = {**headers[0][1], "version": TARS_VERSION, "shard_size": shard_size}  # pyright: ignore[reportOptionalSubscript]
-    skipped = [file for header in headers if header for file in header[2]]
-    groups: list[tuple[int, list[Piece]]] = []
-    for key in sorted({shard.get("shape_key", 0) for shard in index["shards"]}):
-        left = 0
-        for shard in (each for each in index["shards"] if each.get("shape_key", 0) == key):
-            at, file = 0, folder / shard["file"]
-            while at < shard["count"]:
-                if not left:
-                    groups.append((key, []))
-                    left = max(1, shard_size // _bytes_of_a_sample(file, index))
-                end = min(shard["count"], at + left)
-                groups[-1][1].append(Piece(file, at, end, shard.get("sha256", "")))
-                left, at = left - (end - at), end
-    for number, (key, pieces) in enumerate(groups):
-        path = output / form.name(number, len(groups))
-        yield PackedTar(path, tuple(pieces), key, settings, () if number else tuple(skipped))
-
-
-def _bytes_of_a_sample(file: Path, index: dict[str, Any]) -> int:
-    """Return the size in bytes of a sample whose caption has the maximum length."""
-    with open_safetensors(file) as shard:
-        numbers = int(np.prod(shard.get_slice("moments").get_shape()[1:]))
-        if "text" in index:
-            numbers += (index["text"]["max_tokens"] + 1) * shard.get_slice("pooled").get_shape()[1]
-    return 2 * numbers + HEADERS
-
-
-def _write(plan: PackedTar, form: ShardForm) -> int:
-    """Write a tar of latents and return the number of its samples."""
-    for piece in plan.pieces:
-        if piece.sha256 and sha256_of(piece.file) != piece.sha256:
-            raise DataError(f"{piece.file} is damaged: its checksum is not the index's; {REPAIR}")
-    form.write(plan.path, _tensors(plan.pieces), plan.settings, list(plan.skipped))
-    return plan.count
-
-
-def _tensors(pieces: tuple[Piece, ...]) -> dict[str, Tensor]:
-    """Return the concatenated tensors of the pieces, named and laid out as in one safetensors file."""
-    parts: dict[str, list[Tensor]] = {}
-    for piece in pieces:
-        with open_safetensors(piece.file) as file:
-            for name in ("moments", "labels", "rows", "pooled"):
-                if name in file.keys():  # noqa: SIM118
-                    parts.setdefault(name, []).append(file.get_slice(name)[piece.first : piece.end])
-            for name, ends in (("captions", "caption_ends"), ("tokens", "token_ends")):
-                if name in file.keys():  # noqa: SIM118
-                    where = file.get_slice(ends)[max(0, piece.first - 1) : piece.end]
-                    start = int(where[0]) if piece.first else 0
-                    where = where[1:] if piece.first else where
-                    before = sum(len(part) for part in parts.get(name, []))
-                    parts.setdefault(name, []).append(file.get_slice(name)[start : int(where[-1])])
-                    parts.setdefault(ends, []).append(where - start + before)
-    return {name: torch.cat(tensors) for name, tensors in parts.items()}
-
-
-def _entry(plan: PackedTar, of_clips: bool) -> dict[str, Any]:
-    entry = {"file": plan.path.name, "count": plan.count, "bytes": plan.path.stat().st_size}
-    entry["sha256"] = sha256_of(plan.path)
-    return entry | ({"shape_key": plan.shape_key} if of_clips else {})
+# ------------------------------------------------------------------------------------------ the commands
 
 
 _TRIED = 100  # maximum number of samples that are read to find the array's name
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
-    """Pack a folder of pictures, a CSV, or cached latents in safetensors files into tars of up to ``shard_size`` bytes.
+    """Pack a folder of pictures or a CSV into tars of up to ``shard_size`` bytes, or convert latents of version 1.
 
     Tars that exist are kept. Raises ValueError, OSError or DataError."""
     path = Path(data_path)
-    if path.is_dir() and (indexes := read_indexes(path)) is not None:
-        return repack_latents(path, indexes[0], Path(output), shard_size=shard_size, num_workers=num_workers)
+    if path.is_dir() and holds_old_latents(path):
+        return convert_latents(path, Path(output), shard_size=shard_size, num_workers=num_workers)
+    if path.is_dir() and read_indexes(path) is not None:
+        raise ValueError(f"--data_path {printable(data_path)}: these latents lie in tars already; train with them")
     entries, class_names, left_out = find_entries(data_path)
     if left_out:
         print(f"left out {len(left_out):,} files: {name_few(left_out)}")
@@ -323,7 +204,7 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     folder = Path(output)
     jobs = plan_jobs(entries, folder, shard_size)
     names = [job.tar.name for job in jobs]
-    _claim(folder, names, [CLASS_NAMES, *(index_of(name).name for name in names)])
+    claim_output(folder, names, [CLASS_NAMES, *(index_of(name).name for name in names)])
     todo = [job for job in jobs if not is_done(job)]
     _remove_partial(folder)
     if class_names:
@@ -334,13 +215,6 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
         for count in in_processes(write_job, todo, num_workers):
             bar.update(count)
     print(f"{len(entries):,} samples in {count_tars(len(jobs))}: train with --data_path {printable(output)}")
-
-
-def _claim(output: Path, tars: list[str], beside: list[str]) -> None:
-    """Raise ValueError if the output folder holds tars other than ``tars``, or links where files will be written."""
-    refuse_links(output, [*beside, *tars], "--output")
-    if others := sorted({tar.name for tar in output.glob("*.tar")} - set(tars)):
-        raise ValueError(f"--output {printable(output)}: holds other tars: {name_few(others)}; name another folder")
 
 
 def index_folder(
@@ -508,8 +382,8 @@ def index_latents(
     if use_video:
         index["video"] = {"num_frames": num_frames, "frame_interval": frame_interval, "short_clips": "skip"}
         index["video"] |= {} if fps is None else {"fps": fps}
-    check_indexes({"format": FORMAT, "version": TARS_VERSION, "sizes": [index]}, str(folder / INDEX))
-    write_latents_index(folder, TARS_VERSION, [index])
+    check_indexes({"format": FORMAT, "version": VERSION, "sizes": [index]}, str(folder / INDEX))
+    write_latents_index(folder, [index])
     size, arrays = "x".join(map(str, index["latent_shape"])), " and ".join(map(printable, names)) or ".npy files"
     what, words = "clips" if use_video else "pictures", "captions" if conditioning == "text" else "classes"
     print(

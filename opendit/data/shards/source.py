@@ -9,11 +9,12 @@ from opendit.common.utils import DataError
 from opendit.data.base import name_few
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, list_folder
-from opendit.data.latents_index import TARS_VERSION, choose_index
+from opendit.data.latents import LatentDataset
+from opendit.data.latents_index import choose_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of, read_class_names
-from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
+from opendit.data.shards.latents import check_tar, fetch_latents_indexes
 from opendit.data.shards.store import FileCache, Remote, RemoteTars, expand, fetch_indexes, size_problem
 from opendit.data.sources import Request
 from opendit.data.text_cache import EMPTY, MOST_EMPTY, read_empty_caption
@@ -71,15 +72,13 @@ def _open_remote(asked: Request) -> ShardDataset:
     return _dataset(asked, shards, names, RemoteTars(tars, contents, sizes, remote, cache))
 
 
-def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatents | None:
+def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> LatentDataset | None:
     """Open cached latents in tars behind an address. Return None if their folder has no index.json.
 
     Raises ValueError, DataError or OSError."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
     if indexes is None:
         return None
-    if indexes[0]["version"] != TARS_VERSION:
-        raise ValueError("holds latents in safetensors files, which are read from disks alone; copy them here")
     index = choose_index(indexes, asked.shown, asked.image_size)
     addresses = [f"{folder}/{shard['file']}" for shard in index["shards"]]
     found, tars = [TarIndex(path) for path in fetch_indexes(addresses, remote, cache)], []
@@ -92,7 +91,7 @@ def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatent
         name = f"{folder}/{EMPTY}"
         empty = read_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
     options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
-    return TarLatents(asked.shown, index, tars, store=store, **options)
+    return LatentDataset(asked.shown, index, tars, store=store, **options)
 
 
 def _dataset(

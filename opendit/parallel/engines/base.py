@@ -183,7 +183,8 @@ class Engine(ABC):
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
         """Run a backward pass, which adds to the gradients. The pass starts from a loss. On a pipeline stage without
         the loss, it starts from the stage's output, passed as ``loss``, and its ``gradient``, which has the scale of
-        the loss."""
+        the loss. The optimizers that call autograd are in parallel/colossal/zero.py (zero2) and parallel/optimizer.py
+        (ddp, fsdp)."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:

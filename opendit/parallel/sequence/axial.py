@@ -201,7 +201,7 @@ class SharedGrid:
 
     Attributes:
         grid: this rank's shard.
-        exchange: brings tokens to the other layout and back.
+        exchange: moves tokens from the division by frames to the division by places, and back.
         full: the same tokens as a plain sequence, for attention to all tokens; None if the model has no such attention.
             With ``full``, ``grid`` must be divided by frames.
     """

@@ -239,8 +239,8 @@ class _Layer(Layer):
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """Start to copy this rank's inputs to all ranks, including this rank, in the backward pass. The inputs go to a
-        buffer for the inputs of all tokens, and have arrived after the barrier of the gradient buffer."""
+        """In the backward pass, start to copy this rank's inputs to every rank, including this one. They go to
+        ``Buffer.EVERYONE``, which may be read only after the barrier of ``Buffer.GRADIENT``."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)

@@ -441,9 +441,10 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 
 
 def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return the starts of a run, in order, from its config.json. Raises ValueError for a damaged file.
+    """Return a record for each time the run was started or resumed, in order, from its config.json. Raises ValueError
+    for a damaged file.
 
-    A start written by an early version of OpenDiT has only flags.
+    Records by early versions of OpenDiT have only flags.
     """
     if (path := catalog.file(run, "config.json")) is None:
         return []

@@ -41,7 +41,7 @@ class DrawingRequest:
     """A request to draw samples.
 
     Attributes:
-        weights: the weights.
+        weights: the checkpoint or model to draw with.
         what: one class or caption per sample; or the number of samples to draw without a class or caption.
         settings: the sampling settings.
         image: the picture that clips begin with.

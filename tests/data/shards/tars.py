@@ -4,7 +4,9 @@ import io
 import tarfile
 
 import numpy as np
+import torch
 from PIL import Image
+from safetensors.torch import load
 
 from opendit.data.shards.index import Header, empty_header
 
@@ -36,3 +38,20 @@ def header_of(**told) -> Header:
     return empty_header(0, "", "").model_copy(
         update={"checked": False, "conditioning": "label", "num_classes": 1, **told}
     )
+
+
+def latents_in(tar) -> dict[int, tuple[dict[str, torch.Tensor], bytes]]:
+    """Return row -> (tensors, class or caption) of the samples in a tar of latents."""
+    found: dict[int, list] = {}
+    with tarfile.open(tar) as members:
+        for member in members:
+            key, ending = member.name.split(".", 1)
+            if key.isdigit():
+                content = members.extractfile(member).read()
+                found.setdefault(int(key), []).append(load(content) if ending == "safetensors" else content)
+    return {row: tuple(parts) for row, parts in found.items()}
+
+
+def latents_of(folder) -> dict[int, tuple[dict[str, torch.Tensor], bytes]]:
+    """Return the samples of all tars in a folder, in the order of the tars; see :func:`latents_in`."""
+    return {row: parts for tar in sorted(folder.glob("*.tar")) for row, parts in latents_in(tar).items()}

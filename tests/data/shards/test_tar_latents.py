@@ -1,4 +1,6 @@
-"""Latents in tars against the same latents in safetensors files, which other tests compare with the codec itself."""
+"""Cached latents in tars as data sets: their views, shapes and sizes, damage, and tars behind addresses.
+
+Other tests compare the latents with the codec itself."""
 
 import json
 import pickle
@@ -17,11 +19,11 @@ from safetensors.torch import load
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.base import View
 from opendit.data.make_latents import make_latents
+from opendit.data.medium import Medium
 from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards import store
 from opendit.data.shards.index import index_of
 from opendit.data.shards.latents import ABOUT
-from opendit.data.shards.program import make_shards
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
@@ -64,11 +66,11 @@ def make(data, codec, output, size=16, **options):
 
 @pytest.fixture(scope="module")
 def pictures(media, codec, tmp_path_factory):
-    """latents of the pictures in tars and, beside them, in files."""
+    """latents of the pictures in tars, by their bytes and by their samples."""
     root = tmp_path_factory.mktemp("latents")
     data = build_dataset(str(media / "classes"), 16, seed=0)
     make(data, codec, root / "tars", tar_bytes=9000)
-    make(data, codec, root / "files", shard_size=5)
+    make(data, codec, root / "fives", shard_size=5)
     return root
 
 
@@ -95,11 +97,12 @@ def same(one, other):
             assert all(map(torch.equal, a.embedding, b.embedding))
 
 
-def test_pictures_are_those_of_safetensors_files(pictures):
-    tars, files = (build_dataset(str(pictures / name), 16, seed=3) for name in ("tars", "files"))
-    same(tars, files)
-    assert len(list((pictures / "tars").glob("*.tar"))) > 2 and tars.index["skipped"] == files.index["skipped"]
-    same(pickle.loads(pickle.dumps(tars)), files)
+def test_pictures_are_the_same_in_tars_of_any_size(pictures):
+    tars, fives = (build_dataset(str(pictures / name), 16, seed=3) for name in ("tars", "fives"))
+    same(tars, fives)
+    assert len(list((pictures / "tars").glob("*.tar"))) > 2 and len(tars.index["skipped"]) == 1
+    assert [shard["count"] for shard in fives.index["shards"]] == [5, 4, 3]
+    same(pickle.loads(pickle.dumps(tars)), fives)
     assert "cached latents (4x4x4, --vae ema) of 12 pictures of 2 classes, 16x16" in tars.describe().text
     assert tars.fingerprint().checksums.verification(0, 1).files.keys() == {tar["file"] for tar in tars.index["shards"]}
     flipped = [torch.equal(tars[SampleKey(0, step, 0)].x, tars.read(0, View(flip=True)).x) for step in range(20)]
@@ -112,58 +115,49 @@ def test_pictures_are_those_of_safetensors_files(pictures):
 
 @pytest.fixture(scope="module")
 def mixed(media, codec, tmp_path_factory):
-    """latents of clips and pictures with captions, in tars and, beside them, in files."""
+    """latents of clips and pictures with captions."""
     root = tmp_path_factory.mktemp("mixed")
     data = build_dataset(str(media / "media.csv"), 16, seed=0, **VIDEO)
-    make(data, FrameCodec(codec), root / "tars", tar_bytes=6500, flips=False, encoder=Letters())
-    make(data, FrameCodec(codec), root / "files", shard_size=3, flips=False, encoder=Letters())
+    make(data, FrameCodec(codec), root, tar_bytes=6500, flips=False, encoder=Letters())
     return root
 
 
-def test_clips_captions_and_embeddings_are_those_of_safetensors_files(mixed):
-    tars, files = (build_dataset(str(mixed / name), 16, seed=0, **VIDEO) for name in ("tars", "files"))
-    same(tars, files)
-    assert sorted(tars.shapes().array) == sorted(files.shapes().array) and tars.max_tokens == 12
-    sizes = [sorted(size for _, size in data.shapes().latents()) for data in (tars, files)]
-    assert set(sizes[0]) == set(sizes[1]) and sizes[0][0][0] == 1 < sizes[0][-1][0]  # pictures among clips: one frame
-    assert (
-        all(map(torch.equal, tars.empty_caption, files.empty_caption))
-        and "3 clips and 4 pictures" in tars.describe().text
-    )
+def test_clips_among_pictures(mixed):
+    tars = build_dataset(str(mixed), 16, seed=0, **VIDEO)
+    assert tars.shapes().array.tolist() == [0] * 4 + [1] * 3 and tars.max_tokens == 12
+    assert tars.shapes().latents() == [(2, (1, 4, 4)), (4, (1, 4, 4)), (6, (4, 4, 4)), (7, (4, 4, 4))]
+    assert "3 clips and 4 pictures" in tars.describe().text
     assert all(tars.shapes().key(tars.next_row(row)) == tars.shapes().key(row) for row in range(7))
     assert [shard["count"] for shard in tars.index["shards"]] == [2, 2, 2, 1]  # not one each, nor all in one
-    assert tars.preview(0)[0] == files.preview(0)[0]
+    assert tars.preview(0)[0] == Medium(1, 16, 16) and tars.preview(6)[0] == Medium(4, 16, 16)
 
 
 @pytest.mark.parametrize("tokens", ["bucket_tokens", "pack_tokens"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_by_shape_are_those_of_safetensors_files(mixed, tokens, workers):
+def test_batches_by_shape(mixed, tokens, workers):
     """A picture's latents have one frame among clips' of four, which no index says."""
-    read = {}
-    for name in ("tars", "files"):
-        data = shape_latents(build_dataset(str(mixed / name), 16, seed=0, **VIDEO), TokenSize(1, 1, (1, 1)), 64, tokens)
-        assert data.token_counts()[:].tolist() == [16] * 4 + [64] * 3
-        schedule = build_schedule(data, 1, 1, 0, **{tokens: 64}, attention=100.0)
-        how = dict(dp_rank=0, dp_size=1, batch_size=1, end_step=10, num_workers=workers)
-        with build_loader(data, schedule, **how) as loader:
-            read[name] = [(batch.step, batch.index.tolist(), list(batch.x), batch.text) for batch in loader]
-    assert len(read["tars"]) == 10
-    for one, other in zip(read["tars"], read["files"], strict=True):
-        assert one[:2] == other[:2] and one[3] == other[3] and len(one[2]) == len(one[1])
-        assert all(map(torch.equal, one[2], other[2]))
+    plain = build_dataset(str(mixed), 16, seed=0, random_flip=False, **VIDEO)
+    data = shape_latents(plain, TokenSize(1, 1, (1, 1)), 64, tokens)
+    assert data.token_counts()[:].tolist() == [16] * 4 + [64] * 3
+    schedule = build_schedule(data, 1, 1, 0, **{tokens: 64}, attention=100.0)
+    how = dict(dp_rank=0, dp_size=1, batch_size=1, end_step=10, num_workers=workers)
+    seen = []
+    with build_loader(data, schedule, **how) as loader:
+        for batch in loader:
+            rows = [[plain.caption(row) for row in range(7)].index(text) for text in batch.text]
+            assert all(torch.equal(x, plain.read(row).x) for x, row in zip(batch.x, rows, strict=True))
+            assert sum(data.token_counts()[row] for row in rows) <= 64
+            seen += rows
+    assert set(seen) == set(range(7))
 
 
 def test_empty_captions_are_captions(media, codec, tmp_path):
-    """A table's rows may have such; also those that are packed from files, and with their embeddings."""
+    """A table's rows may have such, also with their embeddings."""
     (media / "empty.csv").write_text('path,text\n0.png,a\n2.png,\n4.png,"  "\n6.png,b\n')
     data = build_dataset(str(media / "empty.csv"), 16, seed=0)
-    how = dict(flips=False, encoder=Letters())
-    make(data, codec, tmp_path / "tars", tar_bytes=6500, **how)
-    make(data, codec, tmp_path / "files", shard_size=3, **how)
-    make_shards(str(tmp_path / "files"), str(tmp_path / "packed"), num_workers=1)
-    tars, files, packed = (build_dataset(str(tmp_path / name), 16, seed=0) for name in ("tars", "files", "packed"))
-    same(tars, files)
-    same(packed, files)
+    make(data, codec, tmp_path, tar_bytes=6500, flips=False, encoder=Letters())
+    tars = build_dataset(str(tmp_path), 16, seed=0)
+    assert all(map(torch.equal, tars.read(1).embedding, tars.empty_caption))
     assert [tars.caption(row) for row in range(4)] == ["a", "", "", "b"]
 
 
@@ -174,30 +168,6 @@ def test_pictures_alone_that_were_encoded_as_clips_have_one_frame(media, codec, 
     make(data, FrameCodec(codec), tmp_path, tar_bytes=6500, flips=False)
     tars = build_dataset(str(tmp_path), 16, seed=0, **VIDEO)
     assert tars.read(0).x.shape == (8, 1, 4, 4) and {size for _, size in tars.shapes().latents()} == {(1, 4, 4)}
-
-
-def test_files_are_packed_without_encoding(pictures, media, codec, tmp_path, monkeypatch):
-    """Also after a stop in the middle, and by one process or two; captions with embeddings, clips among pictures."""
-    clips = build_dataset(str(media / "media.csv"), 16, seed=0, **VIDEO)
-    make(clips, FrameCodec(codec), tmp_path / "clips", shard_size=2, flips=False, encoder=Letters())
-    for source, size, options in ((pictures / "files", 9000, {}), (tmp_path / "clips", 12_000, VIDEO)):
-        packed = tmp_path / f"{source.name}_tars"
-        make_shards(str(source), str(packed), shard_size=size, num_workers=2)
-        same(build_dataset(str(packed), 16, seed=0, **options), build_dataset(str(source), 16, seed=0, **options))
-        tars = {path.name: path.read_bytes() for path in packed.iterdir()}
-        assert len([name for name in tars if name.endswith(".tar")]) > 1
-        for name in sorted(tars)[1:]:
-            (packed / name).unlink()  # as a kill after the first one leaves it
-        make_shards(str(source), str(packed), shard_size=size, num_workers=1)
-        assert {path.name: path.read_bytes() for path in packed.iterdir()} == tars
-        with pytest.raises(ValueError, match="these latents lie in tars already"):
-            make_shards(str(packed), str(tmp_path / "again"), shard_size=size)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(pictures / "files", damaged)
-    file = sorted(damaged.glob("*.safetensors"))[0]
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(DataError, match="is damaged: its checksum is not the index's"):
-        make_shards(str(damaged), str(tmp_path / "no"), num_workers=1)
 
 
 def test_webdataset_reads_them(pictures):
@@ -237,10 +207,6 @@ def test_several_sizes_lie_side_by_side(media, codec, pictures, tmp_path):
     finally:
         shutil.rmtree(media / "classes" / "c")
     assert (output / "index.json").read_bytes() == index
-    with pytest.raises(ValueError, match="holds latents in tars; give --shard_size as 1GB, or another folder"):
-        make(large, codec, output, 32, shard_size=5)
-    with pytest.raises(ValueError, match="holds latents in files; give --shard_size as a number"):
-        make(large, codec, pictures / "files", 32, tar_bytes=5000)
 
 
 @pytest.fixture
