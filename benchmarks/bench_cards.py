@@ -1,6 +1,9 @@
 """Time LoRA steps of FLUX.1 and Wan-1.3B with train.py on one GPU whose memory is capped like that of smaller cards.
 
+Also time steps of all of FLUX.1's weights on two GPUs, with blocks, gradients and the state in host memory.
+
     python benchmarks/bench_cards.py [--folders FOLDER] [--only 14.5 wan] [--seconds 450] [--results FILE] [--record]
+    python benchmarks/bench_cards.py --only whole    all weights, on two GPUs
     python benchmarks/bench_cards.py --tiny          small models on a CPU, to try this file
 
 The weights are random, in the published sizes; latents and embeddings are random too (--data_path mock). Every case is
@@ -8,6 +11,8 @@ a separate process that calls ``torch.cuda.set_per_process_memory_fraction`` wit
 torch's own figures, the cap does not include the CUDA context. The figures are the median of the STEPS steps after
 WARMUP, and the peaks of the memory that torch allocated and reserved. The estimate is that of memory.py for the same
 flags. A case that does not fit prints one line, and the others run. After --seconds no new case begins.
+Cases of more ranks than there are GPUs are left out. A case without updates runs the same passes and drops the
+gradients.
 """
 
 import argparse
@@ -21,6 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
@@ -33,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS, WARMUP = 14, 6
 GIB = 2**30
 FLUX = "--lora 16 --image_size 1024 --batch_size 1 --fp8"
+WHOLE = "--image_size 512 --batch_size 32 --plugin fsdp --grad_checkpoint"  # 64 pictures a step on two GPUs
 WAN = "--lora 16 --use_video --num_frames 81 --image_size 640 --batch_size 1"  # as many pixels as 480p
 COMMON = (
     f"--data_path mock --mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn "
@@ -47,7 +54,10 @@ class Case:
 
     Attributes:
         cap: GiB; None: no cap.
-        limit: largest acceptable ratio to the step time of the model's first case; None: no limit.
+        limit: largest acceptable ratio to the step time of the first case with the same :attr:`compared`; None: no
+            limit.
+        ranks: number of processes.
+        updates: False to leave the update out of every step.
     """
 
     name: str
@@ -55,6 +65,13 @@ class Case:
     cap: float | None
     flags: str
     limit: float | None = None
+    ranks: int = 1
+    updates: bool = True
+
+    @property
+    def compared(self) -> tuple[str, int]:
+        """Cases with the same value are compared with the first of them."""
+        return self.model, self.ranks
 
 
 CASES = (
@@ -70,16 +87,42 @@ CASES = (
     Case("10.5 nf4", "flux", 10.5, f"{FLUX} --base_precision nf4 --grad_checkpoint {GRAPH}", 1.6),
     Case("wan 10.5", "wan-1.3b", 10.5, f"{WAN} {RECOMPUTED}"),
     Case("wan 10.5 int8", "wan-1.3b", 10.5, f"{WAN} --base_precision int8 --grad_checkpoint"),
+    Case("whole, no update", "flux", None, f"{WHOLE} --offload blocks", ranks=2, updates=False),
+    Case("whole", "flux", None, f"{WHOLE} --offload blocks", 1 / 0.65, ranks=2),
+    Case("whole, half of the blocks", "flux", None, f"{WHOLE} --offload blocks:29", 1 / 0.65, ranks=2),
+    Case("whole, state only", "flux", None, f"{WHOLE} --offload state", ranks=2),
+    Case(
+        "two ranks, frozen blocks", "flux", None, f"{FLUX} --plugin fsdp --base_precision fp8 --offload blocks", ranks=2
+    ),
 )
-TINY_FLAGS = {"--image_size 1024": "--image_size 64", "--image_size 640": "--image_size 64"}
+TINY_FLAGS = {
+    "--image_size 1024": "--image_size 64",
+    "--image_size 512": "--image_size 64",
+    "--batch_size 32": "--batch_size 1",
+    "--image_size 640": "--image_size 64",
+}
 TINY_FLAGS |= {"--num_frames 81": "--num_frames 5"}
 TINY_FLAGS |= {"--fp8": "", "--enable_cuda_graph": "", "--lora 16": "--lora 2", "bf16": "fp32"}
 
 
-def run(argv: list[str], cap: float | None) -> None:
+def without_update(engine: Any) -> Any:
+    """Take the place of a fsdp engine's step: drop the gradients."""
+    from opendit.parallel.engines import StepResult
+
+    engine.model.zero_grad(set_to_none=True)
+    device = engine.mesh.device
+    return StepResult(
+        torch.zeros((), dtype=torch.float64, device=device), torch.ones((), dtype=torch.bool, device=device)
+    )
+
+
+def run(argv: list[str], cap: float | None, updates: bool = True) -> None:
     """Train under the cap in this process, and print the peaks in the last line."""
     import train
+    from opendit.parallel.engines.fsdp import FSDPEngine
 
+    if not updates:
+        FSDPEngine._step = without_update
     if cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(cap * GIB / total)
@@ -96,9 +139,13 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
         flags = flags.replace(word, other)
     with tempfile.TemporaryDirectory() as outputs:
         argv = [*shlex.split(flags), "--pretrained", str(folder), "--outputs", outputs]
-        code = f"from benchmarks.bench_cards import run; run({argv!r}, {None if tiny else case.cap!r})"
-        environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        program = Path(outputs, "program.py")
+        call = f"run({argv!r}, {None if tiny else case.cap!r}, {case.updates})"
+        program.write_text(f"from benchmarks.bench_cards import run\nif __name__ == '__main__':\n    {call}\n")
+        environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": str(ROOT)}
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+        command = [sys.executable, *(ranks if case.ranks > 1 else []), str(program)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines()
             raise RuntimeError(next((line for line in lines if "OutOfMemory" in line), " | ".join(lines[-2:])))
@@ -106,7 +153,7 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
         lines = [json.loads(line) for line in log.read_text().splitlines()]
     found = {"step s": statistics.median(1 / line["samples_per_s"] for line in lines[WARMUP:])}
     for line in done.stdout.splitlines():
-        if line.startswith("PEAKS"):
+        if line.startswith("PEAKS"):  # of several ranks that of the last one to end, which differ little
             found["allocated GiB"], found["reserved GiB"] = map(float, line.split()[1:])
         if line.startswith("memory: "):
             found["estimated GiB"] = float(line.split()[1])
@@ -126,6 +173,9 @@ def main(argv: list[str] | None = None) -> None:
     for case in CASES:
         if args.only and not any(word in case.name for word in args.only):
             continue
+        if torch.cuda.is_available() and torch.cuda.device_count() < case.ranks:
+            print(f"{case.model} {case.name}: needs {case.ranks} GPUs", flush=True)
+            continue
         if time.perf_counter() - start > args.seconds:
             print(f"{case.model} {case.name}: no time left", flush=True)
             continue
@@ -138,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         except (RuntimeError, ValueError) as error:
             print(f"{case.model} {case.name}: FAILED: {error}", flush=True)
             continue
-        first = base.setdefault(case.model, found["step s"])
+        first = base.setdefault(case.compared, found["step s"])
         ratio, limit = found["step s"] / first, "" if case.limit is None else f" (asked for: {case.limit})"
         figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         print(f"{case.model} {case.name}: {figures}, {ratio:.2f} x the first{limit}", flush=True)

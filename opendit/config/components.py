@@ -132,6 +132,12 @@ class CaptionFlags(Flags):
         at_most=16_384,
         unit="tokens",
     )
+    text_precision: str = flag(
+        "bf16",
+        "how the weights of frozen text encoders are stored: in half precision (bf16), in 1 byte (fp8, int8) or 0.56 "
+        "(nf4)",
+        choices=BASE_PRECISIONS,
+    )
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
 
 
@@ -528,8 +534,9 @@ class PluginFlags(Flags):
     reduce_dtype: str = flag("fp32", "of fsdp: in which gradients are summed over ranks", choices=REDUCE_DTYPES)
     offload: str = flag(
         "none",
-        "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); of "
-        "zero2 and ddp with --lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N)",
+        "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); with "
+        "--lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N); without --lora "
+        "blocks, gradients and the state (fsdp on several GPUs)",
         choices=(*OFFLOAD, BLOCKS),
         counted=BLOCKS,
     )

@@ -285,14 +285,17 @@ def check_expert_parallel_size(
         )
 
 
-def parse_offload(text: str) -> tuple[str, int]:
-    """Parse --offload. Return fsdp's state to keep in host memory (one of OFFLOAD), and the number of frozen blocks to
-    keep there.
+def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
+    """Parse --offload. Return fsdp's state to keep in host memory (one of OFFLOAD), and the number of blocks to keep
+    there.
 
     The number is 0 for no blocks. It exceeds the number of blocks of every model if all blocks are meant.
+
+    Args:
+        frozen: True if the blocks are frozen (--lora). Blocks that are trained are kept there together with the state.
     """
     blocks, _, count = text.partition(":")
-    return ("none", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
+    return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:

@@ -20,6 +20,7 @@ from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
 from opendit.config.flags import BATCH, FPS, FRAMES, SCALE, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
+from opendit.config.names import BASE_PRECISIONS
 from opendit.config.public_models import CLIP_FRAMES, PUBLIC, name_of_folder
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
@@ -204,6 +205,12 @@ def _add_latents(latents: CommandLine) -> None:
     _add_columns(latents)
     latents.option("--caption_prefix", WORDS, PREFIX)
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
+    latents.option(
+        "--text_precision",
+        one_of(BASE_PRECISIONS),
+        "as in train.py",
+        "bf16",
+    )
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
 
@@ -313,7 +320,7 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
     if options["pretrained"] is None:
         unused["download"] = "does nothing without --pretrained"
     if options["text_encoder"] is None:
-        unused["max_text_tokens"] = "does nothing without --text_encoder"
+        unused |= dict.fromkeys(("max_text_tokens", "text_precision"), "does nothing without --text_encoder")
     if options["data_path"] in named_sources():
         unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
     if options["bucket_tokens"] is None:

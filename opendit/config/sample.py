@@ -31,7 +31,7 @@ from opendit.config.flags import (
     check_values,
     flag,
 )
-from opendit.config.names import ALL_SAMPLERS, DESCRIPTIONS, PARTS, PRECISIONS, SHARDS, WHOLE
+from opendit.config.names import ALL_SAMPLERS, BASE_PRECISIONS, DESCRIPTIONS, PARTS, PRECISIONS, SHARDS, WHOLE
 from opendit.config.parallel_sizes import check_cfg_parallel, check_tensor_parallel_size
 
 
@@ -72,6 +72,11 @@ class CheckpointFlags(Flags):
     vae_tiling: bool = flag(False, "decode large pictures and clips in overlapping tiles: less memory")
     vae_compile: bool = flag(False, "compile the decoder of pictures and frames with torch.compile")
     text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out", unit="name")
+    text_precision: str = flag(
+        "bf16",
+        "how the weights of text encoders are stored: in half precision (bf16), in 1 byte (fp8, int8) or 0.56 (nf4)",
+        choices=BASE_PRECISIONS,
+    )
 
 
 @dataclass(frozen=True)

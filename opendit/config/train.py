@@ -137,8 +137,7 @@ class TrainConfig(
         notes = check_unused(flags, flags._unused()) + flags._check_steps()
         flags, note = flags._resolve_frames()
         notes += note
-        _, streamed = parse_offload(flags.offload)
-        if flags.plugin != "fsdp" and not streamed:  # ``--offload`` may come from a recipe
+        if flags.plugin != "fsdp" and not flags.streamed_blocks:  # ``--offload`` may come from a recipe
             flags = replace(flags, offload="none")
         precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
@@ -153,6 +152,7 @@ class TrainConfig(
         flags._check_evaluation()
         if flags.lora is not None:
             flags.check_lora()
+        flags.check_streamed(world_size)
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
             flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
@@ -337,7 +337,7 @@ class TrainConfig(
                 self.optimizer in PLUGINS[self.plugin].rejects
             ),
             "--offload state, which keeps AdamW's moments in host memory": (
-                self.optimizer != "adamw" and parse_offload(self.offload)[0] == "state"
+                self.optimizer != "adamw" and self.offload == "state"
             ),
         }
         if self.optimizer == "muon":
@@ -463,9 +463,8 @@ class TrainConfig(
                 unused["base_precision"] = "does nothing without --lora"
         if self.parallel == "auto":
             unused["card"] = "does nothing with --parallel auto, which chooses by the memory of --hardware"
-        _, streamed = parse_offload(self.offload)
-        if streamed and self.lora is None and self.load is None:
-            unused["offload"] = "has frozen blocks in host memory, and does nothing without --lora"
+        if self.streamed_blocks and self.lora is None and self.load is None and self.plugin != "fsdp":
+            unused["offload"] = "keeps frozen blocks in host memory, and without --lora needs --plugin fsdp"
         if self.parallel != "auto" and self.dry_run is None:
             unused["hardware"] = "does nothing without --parallel auto or --dry_run"
         if self.plugin != "fsdp" and self.parallel != "auto":
@@ -475,7 +474,7 @@ class TrainConfig(
                 "reshard",
                 "reduce_dtype",
                 "gather_fp8",
-                *([] if streamed or self.card else ["offload"]),  # --card may choose to offload blocks
+                *([] if self.streamed_blocks or self.card else ["offload"]),  # --card may choose to offload blocks
             )
             unused |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:
@@ -664,7 +663,6 @@ class TrainConfig(
         for target in self.lora_targets:
             parse_target(target)
         self._check_base()
-        self._check_streamed()
         if "lora" in PLUGINS[self.plugin].rejects:
             raise ValueError(
                 f"--lora: does not work with --plugin {self.plugin}, which has frozen weights whole on every GPU; use "
@@ -687,23 +685,51 @@ class TrainConfig(
         }
         self._reject("base_precision", clashes)
 
-    def _check_streamed(self) -> None:
-        """Raise ValueError, with the reason, for flags that --offload blocks can't be combined with."""
-        _, streamed = parse_offload(self.offload)
-        if not streamed:
+    @property
+    def streamed_blocks(self) -> int:
+        """Number of blocks in host memory (--offload blocks[:N])."""
+        return parse_offload(self.offload, frozen=True)[1]
+
+    @property
+    def offloaded_state(self) -> str:
+        """State in host memory (--offload), one of OFFLOAD."""
+        return parse_offload(self.offload, frozen=self.lora is not None)[0]
+
+    def check_streamed(self, world_size: int, known: bool = False) -> None:
+        """Raise ValueError, with the reason, for flags that --offload blocks can't be combined with.
+
+        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does.
+
+        Args:
+            known: True if the LoRA of a resumed run (--load) is known, so that without one all weights are trained.
+        """
+        if not self.streamed_blocks or self.parallel == "auto":
             return
-        if not family_in(self.model):
-            raise ValueError(f"--offload {self.offload}: is for public models, not --model {self.model}; leave it out")
-        if not self.grad_checkpoint and self.recompute != BUT_ATTENTION:
+        sharded = self.plugin == "fsdp" and world_size > 1
+        whole = self.lora is None and (known or self.load is None)
+        if not sharded and not family_in(self.model):
+            raise ValueError(
+                f"--offload {self.offload}: is for public models, not --model {self.model}, unless --plugin fsdp has "
+                "several GPUs; leave it out"
+            )
+        if not sharded and not self.grad_checkpoint and self.recompute != BUT_ATTENTION:
             raise ValueError(
                 f"--offload {self.offload}: the backward pass calls blocks again; add --recompute {BUT_ATTENTION} or "
                 "--grad_checkpoint"
             )
+        if whole and not sharded:
+            raise ValueError(
+                f"--offload {self.offload}: needs --plugin fsdp and several GPUs for weights that are trained; add "
+                "--lora or take more GPUs"
+            )
         clashes = {
-            "--plugin fsdp, which gathers blocks from all GPUs": self.plugin == "fsdp",
-            "--recompute_blocks: all of them have to be": self.recompute_blocks is not None,
-            "--parallel auto, which doesn't plan for it": self.parallel == "auto",
-            "--compile, which can't follow weights that are copied before a call": self.compile,
+            f"--optimizer {self.optimizer}, for Adam's moments move to host memory with weights that are trained": (
+                whole and self.optimizer != "adamw"
+            ),
+            "--reshard never, which keeps blocks on the GPU": sharded and self.reshard == "never",
+            "--expert_parallel_size, whose experts are not gathered with their block": self.expert_parallel_size > 1,
+            "--recompute_blocks: all of them have to be": not sharded and self.recompute_blocks is not None,
+            "--compile, which can't follow weights that are copied before a call": not sharded and self.compile,
             "--sequence_parallel_size, with which it was not tried": self.sequence_parallel_size > 1,
             "--tensor_parallel_size, which divides dense weights": self.tensor_parallel_size > 1,
             "--pipeline_parallel_size, whose stages hold few blocks": self.pipeline_parallel_size > 1,

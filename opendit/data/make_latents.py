@@ -389,6 +389,7 @@ def run(
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
     repa: str | None = None,
+    text_precision: str = "bf16",
     data_timeout: float = 300.0,
     **media: Any,
 ) -> dict[str, Any] | None:
@@ -446,7 +447,7 @@ def run(
                 fix = "leave it out" if pretrained is None else "give a CSV of path,text"
                 raise ValueError(f"{what}: --data_path {data_path} has no captions; {fix}")
             text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
-            encoder = _load_encoder(text_encoder, pretrained, max_text_tokens, device, dtype)
+            encoder = _load_encoder(text_encoder, pretrained, max_text_tokens, device, dtype, text_precision)
         teacher = None
         if repa is not None:
             _, *sides = _Encoding(dataset, codec, None, image_size, flip).latent_shape()
@@ -494,16 +495,24 @@ def run(
 
 
 def _load_encoder(
-    name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype
+    name: str,
+    pretrained: str | None,
+    max_tokens: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: str,
 ) -> AnyEncoder:
     """Load the text encoder ``name``, or from folder ``name`` the text encoders of the family of ``pretrained``.
 
-    Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``."""
+    Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``.
+
+    precision: as --text_precision.
+    """
+    how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
-        return load_published_text(Path(name), family, device=device, dtype=torch.bfloat16, max_tokens=max_tokens)
-    longest = {} if max_tokens is None else {"max_tokens": max_tokens}
-    return load_text_encoder(name, device=device, dtype=dtype, **longest)
+        return load_published_text(Path(name), family, dtype=torch.bfloat16, max_tokens=max_tokens, **how)
+    return load_text_encoder(name, dtype=dtype, max_tokens=max_tokens, **how)
 
 
 def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> CaptionCount:

@@ -25,6 +25,7 @@ from opendit.common.json_models import FileKind, FileName, OpenJsonObject, read_
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
+from opendit.kernels.base_precision import base_layers, row_bytes, store_base
 
 T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
@@ -132,6 +133,19 @@ def weight_count(folder: Path, stem: str) -> int:
     return sum(map(math.prod, weight_shapes(folder, stem).values()))
 
 
+def stored_bytes(folder: Path, stem: str, kind: str) -> int:
+    """Return the size in bytes of a text encoder whose linear layers :func:`transformers_model` stores as ``kind``, and
+    whose other weights are in half precision. Raises as :func:`weight_files`."""
+
+    def size(name: str, shape: tuple[int, ...]) -> int:
+        table = any(word in name for word in ("embed", "shared", "relative_attention_bias"))
+        if kind == "bf16" or len(shape) != 2 or table:
+            return 2 * math.prod(shape)
+        return shape[0] * row_bytes(kind, shape[1])
+
+    return sum(size(*each) for each in weight_shapes(folder, stem).items())
+
+
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ValueError if the model that ``make`` builds has more weights than the folder.
 
@@ -147,8 +161,21 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
         raise ValueError(f"{folder / CONFIG} describes {described:,} weights, the folder's files hold {held:,}")
 
 
-def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = torch.float32) -> Any:
+def transformers_model(
+    folder: Path,
+    name: str,
+    stem: str,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "bf16",
+    device: torch.device | str = "cpu",
+) -> Any:
     """Load a folder's model as the class ``name`` of transformers. No code in the folder is run, and no pickle is read.
+
+    Args:
+        dtype: dtype of the weights.
+        kind: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means
+            in ``dtype``.
+        device: device on which weights are quantised, one tensor at a time; the CPU for bf16.
 
     Raises ValueError for missing weights, and any error of transformers.
     """
@@ -159,31 +186,89 @@ def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = 
     model_class = getattr(transformers, name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
     check_size(lambda: model_class(made), shapes, folder)
-    with _no_progress_bars():
+    # Without a folder, transformers takes the tensors that it is given.
+    numbered = None if kind == "bf16" else {key: _number(i, shape) for i, (key, shape) in enumerate(shapes.items())}
+    files = dict(local_files_only=True, trust_remote_code=False, use_safetensors=True)
+    with _quiet_loading(warnings=numbered is None):
         model, report = model_class.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
+            **(files if numbered is None else {"config": made, "state_dict": numbered}),
+            pretrained_model_name_or_path=folder if numbered is None else None,
             attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
             output_loading_info=True,
-            dtype=dtype,
+            dtype=dtype if numbered is None else torch.float32,
         )
     if report["missing_keys"]:  # transformers would initialise missing weights at random
         raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+    if numbered is not None:
+        _fill_stored(model, list(shapes.items()), weight_files(folder, stem), dtype, kind, torch.device(device))
     return model
 
 
+def _number(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of the shape that holds the number everywhere and takes 4 bytes of memory."""
+    return torch.tensor(float(number)).expand(shape)
+
+
+@torch.no_grad()
+def _fill_stored(
+    model: torch.nn.Module,
+    tensors: list[tuple[str, tuple[int, ...]]],
+    files: list[Path],
+    dtype: torch.dtype,
+    kind: str,
+    device: torch.device,
+) -> None:
+    """Replace the parameters of a model by the tensors of its files, and store those of linear layers as ``kind``.
+
+    Every parameter holds the number of its tensor in ``tensors``: transformers renames a file's tensors, and so it has
+    been given numbers to load in their place. One tensor is read at a time.
+
+    Raises ValueError if transformers makes a parameter of several tensors.
+    """
+    model.requires_grad_(False)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
+    for name, (key, shape) in chosen.items():
+        if tuple(named[name].shape) != shape:
+            raise ValueError(f"{name} is not one tensor ({key}), so it can't be stored as {kind}; take bf16")
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in named}
+    tables = {id(named[name]) for name, owner in owners.items() if not isinstance(owner, torch.nn.Linear)}
+    store_base(model, kind, dtype, device, lambda name, _: id(named[name]) not in tables)
+    stored, places = dict(base_layers(model)), {}
+    for path in files:
+        with open_safetensors(path) as file:
+            places |= dict.fromkeys(file.keys(), path)
+    filled: dict[int, torch.Tensor] = {}
+    for name, parameter in named.items():
+        if id(parameter) in filled:
+            continue
+        key = chosen[name][0]
+        with open_safetensors(places[key]) as file:
+            values = file.get_tensor(key).to(device)
+        if name in stored:
+            packed = torch.empty_like(stored[name].weight, device=device)
+            stored[name].weight = torch.nn.Parameter(packed, requires_grad=False)
+            stored[name].store(packed, values, torch.clone)
+        else:
+            parameter.data = filled[id(parameter)] = values.to(dtype, copy=True)
+
+
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers, because every rank would draw them."""
+def _quiet_loading(warnings: bool) -> Iterator[None]:
+    """Disable the progress bars of transformers, because every rank would draw them.
+
+    Without ``warnings`` its warnings are disabled too: tied weights seem to differ while they are numbers.
+    """
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if not warnings:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(before)
         if shown:
             logging.enable_progress_bar()
 

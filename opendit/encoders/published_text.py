@@ -29,8 +29,8 @@ from opendit.encoders.folder import (
     Width,
     loading,
     refuse_adapters,
+    stored_bytes,
     transformers_model,
-    weight_count,
     weight_shapes,
 )
 from opendit.encoders.published_folder import check_index, read_json_of
@@ -309,13 +309,16 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
 
 
-def text_encoder_bytes(folder: Path, family: Family) -> int:
-    """Return the size in bytes of a folder's text encoders in half precision, from the headers of their files.
+def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
+    """Return the size in bytes of a folder's text encoders, from the headers of their files.
+
+    Args:
+        kind: as --text_precision.
 
     Raises FileNotFoundError or ValueError.
     """
     encoders = [component for component in family.components if component.startswith("text_encoder")]
-    return sum(2 * weight_count(folder.expanduser() / component, STEM) for component in encoders)
+    return sum(stored_bytes(folder.expanduser() / component, STEM, kind) for component in encoders)
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:
@@ -357,6 +360,7 @@ def load_published_text(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     max_tokens: int | None = None,
+    precision: str = "bf16",
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
 
@@ -367,6 +371,8 @@ def load_published_text(
         dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the activations
             of T5 exceed the range of fp16. These encoders were published in bf16.
         max_tokens: number of tokens to which prompts are cut; by default the family's number.
+        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``. bf16
+            means in ``dtype``.
 
     Raises:
         FileNotFoundError, ValueError: the message names the file and the problem.
@@ -380,7 +386,7 @@ def load_published_text(
         if not component.startswith(("text_encoder", "tokenizer")):
             continue
         with loading(str(folder / component)):
-            components[component] = _load(folder / component, class_name, dtype)
+            components[component] = _load(folder / component, class_name, dtype, precision, device)
             if component.startswith("tokenizer"):
                 check_vocabulary(components[component], components[component.replace("tokenizer", "text_encoder")])
     for component, module in components.items():
@@ -395,9 +401,9 @@ def load_published_text(
     return PublishedText(pipeline, family, name=str(folder), device=device, max_tokens=max_tokens)
 
 
-def _load(path: Path, class_name: str, dtype: torch.dtype) -> Any:
+def _load(path: Path, class_name: str, dtype: torch.dtype, kind: str, device: torch.device) -> Any:
     if class_name in MODEL_TYPES:
-        return transformers_model(path, class_name, STEM, dtype)
+        return transformers_model(path, class_name, STEM, dtype, kind, device)
     import transformers
 
     tokenizer_class = getattr(transformers, TOKENIZER_OF.get(class_name, class_name))

@@ -133,11 +133,7 @@ class TextEncoder:
     ):
         self.name, self.kind, self.width, self.max_tokens = name, kind, width, max_tokens
         self.device = torch.device(device)
-        if self.device.type != "cuda":
-            dtype = torch.float32
-        elif kind == "t5" and dtype == torch.float16:
-            dtype = torch.bfloat16  # T5 was trained in bf16, and its activations exceed the range of fp16
-        self.dtype = dtype
+        self.dtype = dtype = working_dtype(kind, self.device, dtype)
         self.model = model.eval().requires_grad_(False).to(self.device, dtype)
         self.tokenizer = tokenizer
         self.tokenizer.padding_side = "right"
@@ -174,6 +170,14 @@ class TextEncoder:
         """Hash all values that embeddings depend on: the weights, the vocabulary and the length."""
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         return module_fingerprint(self.model, f"{self.kind} {self.max_tokens}", vocabulary)
+
+
+def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which an encoder of this kind computes if ``dtype`` is asked for."""
+    if device.type != "cuda":
+        return torch.float32
+    # T5 was trained in bf16, and its activations exceed the range of fp16.
+    return torch.bfloat16 if kind == "t5" and dtype == torch.float16 else dtype
 
 
 def text_geometry(name: str) -> tuple[str, int, int]:
@@ -215,6 +219,7 @@ def load_text_encoder(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     max_tokens: int | None = None,
+    precision: str = "bf16",
 ) -> TextEncoder:
     """Load the frozen encoder of ``--text_encoder name``.
 
@@ -223,6 +228,8 @@ def load_text_encoder(
             (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
         device, dtype: see :class:`TextEncoder`.
         max_tokens: number of tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5.
+        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``. bf16
+            means in ``dtype``.
 
     Raises:
         FileNotFoundError, ValueError: the encoder does not exist; the message names the flag and the fix.
@@ -232,7 +239,11 @@ def load_text_encoder(
     kind, width, longest = text_geometry(name)
     tokens = longest if max_tokens is None else max_tokens
     check_tokens(name, kind, longest, tokens)
-    model, tokenizer = _load(name, encoder_folder(name))
+    stored: dict[str, Any] = {}
+    if precision != "bf16":
+        device = torch.device(device)
+        stored = dict(dtype=working_dtype(kind, device, dtype), kind=precision, device=device)
+    model, tokenizer = _load(name, encoder_folder(name), **stored)
     return TextEncoder(
         model, tokenizer, name=name, kind=kind, width=width, max_tokens=tokens, device=device, dtype=dtype
     )
@@ -247,12 +258,15 @@ def encoder_folder(name: str) -> Path:
     return _folder(name, FILES, TOKENIZER_FILES)
 
 
-def _load(name: str, folder: Path):
-    """Load (model, tokenizer) with transformers. Raises ValueError if loading fails or would run the folder's code."""
+def _load(name: str, folder: Path, **stored: Any):
+    """Load (model, tokenizer) with transformers. Raises ValueError if loading fails or would run the folder's code.
+
+    stored: arguments of :func:`transformers_model`.
+    """
     config = _read_config(name, folder)
     with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
         check_tokenizer(folder)
-        model = transformers_model(folder, CLASSES[config["model_type"]][1], STEM)
+        model = transformers_model(folder, CLASSES[config["model_type"]][1], STEM, **stored)
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

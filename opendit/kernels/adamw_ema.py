@@ -31,7 +31,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.eight_bit_moments import DecodedMoments, EightBits
 from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import TRITON, tl, triton
-from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
+from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, device_of, triton_dtype
 
 # Elements and warps per program. Times of norm and update for DiT-XL/2 (675 M parameters) on an H200, in ms, for
 # (elements, warps): (2048, 2) 6.35, (4096, 4) 6.55, (1024, 4) 6.71, (512, 4) 6.78, (2048, 4) 6.98. (4096, 2) takes 49,
@@ -282,9 +282,10 @@ class FusedStep:
     results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size.
-            If the masters are on a GPU, moments and averages may lie in pinned host memory. A tensor that Muon updates
-            has None in exp_avg_sqs. Moments may be kept in 8 bits, but not together with Muon or with host memory.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. If a
+            master is on a GPU, moments and averages, other masters and their gradients may lie in pinned host memory. A
+            tensor that Muon updates has None in exp_avg_sqs. Moments may be kept in 8 bits, but not together with Muon
+            or with host memory.
         working: copies of the masters in the precision of the forward pass, which every step rewrites; or None.
         count: 0-dim fp32 tensor on the masters' device: number of steps without skipped steps; changed in place.
         counted: for each gradient, True if :meth:`square_sum` on this rank includes its squares, False if another rank
@@ -315,7 +316,7 @@ class FusedStep:
     ):
         self.masters = [master.detach() for master in masters]
         self.count, self.betas, self.eps, self.block = count, betas, eps, block
-        self.device = self.masters[0].device
+        self.device = device_of(self.masters)
         self._decoded = None
         if any(isinstance(moment, EightBits) for moment in exp_avgs):
             pairs = cast(Any, list(zip(exp_avgs, exp_avg_sqs, strict=True)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from opendit.kernels.common import kernels_available
 from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import tl, triton
-from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit
+from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, device_of
 
 # Elements that a program processes at a time, warps per program, and number of programs.
 BLOCK, WARPS, PROGRAMS = 2048, 4, 32
@@ -78,7 +78,7 @@ class SeparateAverages:
     """Averages of ``masters`` that the optimizer's step does not update.
 
     Args:
-        masters: fp32, contiguous.
+        masters: fp32, contiguous; on a GPU, or some of them in pinned host memory; or on a CPU.
         averages: for each average, its fp32 tensors, in the masters' sizes and order, on the masters' device or in
             pinned host memory.
 
@@ -89,7 +89,7 @@ class SeparateAverages:
     def __init__(self, masters: Sequence[Tensor], averages: Sequence[Sequence[Tensor]], *, block: int = BLOCK):
         self.masters = check_tensors_fit(masters, "masters", masters)
         self.averages = [check_tensors_fit(shards, "averages", masters) for shards in averages]
-        self.device, self.block = masters[0].device, block
+        self.device, self.block = device_of(masters), block
         self.kernels, self.why = kernels_available(self.device, torch.float32)
         sizes = [master.numel() for master in masters]
         self._blocks, self._addresses = BlockTable(sizes, block, self.device), AddressTable(sizes, self.device)

@@ -1,4 +1,5 @@
-"""Frozen weights in fewer bits (--base_precision), stored row by row, and dequantised temporarily for each product.
+"""Frozen weights in fewer bits (--base_precision, --text_precision), stored row by row, and dequantised temporarily for
+each product.
 
     fp8    e4m3 with one scale per weight, a power of two: the same values as with --fp8
     int8   integers from -127 to 127, scaled by the row's largest absolute value
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from opendit.kernels.common import kernels_available, next_power_of_2
 from opendit.kernels.fp8 import E4M3, EXACT, Float8, float8_factor_reference, float8_reference
 from opendit.kernels.language import tl, triton
-from opendit.models import DiT
 from opendit.models.layers import Projection, StoredWeight, multiply
 
 ROW = 16  # alignment of every row, in bytes
@@ -237,8 +237,14 @@ class BaseProjection(BaseLayer, Projection):
     """A frozen projection whose weight is stored in fewer bits. Matrices of LoRA are stored as usual."""
 
 
-def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the weights of frozen linear layers in the model's blocks and refiners by stored weights, in place.
+def store_base(
+    model: nn.Module,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    chosen: Callable[[str, tuple[int, ...]], bool] = is_stored,
+) -> None:
+    """Replace the weights of frozen linear layers by stored weights, in place.
 
     The new weights are on the meta device and have no values yet.
 
@@ -246,6 +252,7 @@ def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) 
         kind: fp8, int8 or nf4.
         dtype: dtype in which the model computes.
         device: device on which the model will run.
+        chosen: tells by a weight's name and shape whether it is replaced; by default those of blocks and refiners.
     """
     kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
     for name, module in model.named_modules():
@@ -253,7 +260,7 @@ def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) 
         kept = getattr(layer, "weight", None)
         if made is None or kept is None or kept.requires_grad:
             continue
-        if not is_stored(f"{name}.weight", tuple(kept.shape)):
+        if not chosen(f"{name}.weight", tuple(kept.shape)):
             continue
         layer.__class__ = made
         layer.kind, layer.descale = kind, torch.ones(1, device=device)

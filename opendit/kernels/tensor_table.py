@@ -96,7 +96,7 @@ def check_tensors_fit(
     Raises:
         ValueError: sizes, dtypes, layouts or devices don't fit.
     """
-    tensors, device = [tensor.detach() for tensor in tensors], masters[0].device
+    tensors, device = [tensor.detach() for tensor in tensors], device_of(masters)
     if len(tensors) != len(masters):
         raise ValueError(f"{name}: {len(tensors)} tensors for {len(masters)} masters")
     for tensor, master in zip(tensors, masters, strict=True):
@@ -109,6 +109,11 @@ def check_tensors_fit(
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous")
     return tensors
+
+
+def device_of(masters: Sequence[Tensor]) -> torch.device:
+    """Return the device whose kernels access the masters: the GPU if one of them is on a GPU."""
+    return next((master.device for master in masters if master.device.type != "cpu"), masters[0].device)
 
 
 def in_reach(tensor: Tensor) -> bool:

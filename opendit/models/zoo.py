@@ -1,5 +1,6 @@
 """Configurations and networks of the named models and of public models."""
 
+import functools
 import math
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -176,6 +177,12 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
 def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
     """Return the shapes of a model's parameters and of its buffers, without allocating them. Raises ValueError for a
     configuration that can't be built."""
+    parameters, buffers = _model_shapes(config)
+    return dict(parameters), dict(buffers)
+
+
+@functools.lru_cache(64)  # --parallel auto checks hundreds of combinations of flags
+def _model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
     try:
         with on_meta():
             model = build_model(config)

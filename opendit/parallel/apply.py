@@ -18,7 +18,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import PipelineStages, keep_stages
 from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
-from opendit.parallel.streamed_blocks import spread_numbers
+from opendit.parallel.streamed_blocks import AHEAD, spread_numbers
 from opendit.parallel.tensor import divide
 
 
@@ -103,6 +103,7 @@ class Sharding:
         gather_float8: True to gather the weights of :func:`float8_weights` in float8
             (opendit/parallel/float8_gather.py). Otherwise they are gathered in ``dtype``, and operations cast them. The
             values are the same.
+        hosted: number of blocks whose shards lie in host memory (opendit/parallel/host_shards.py).
     """
 
     dtype: torch.dtype = torch.float32
@@ -110,6 +111,7 @@ class Sharding:
     keep_gathered: bool = True
     keep_gradients: bool = True
     gather_float8: bool = False
+    hosted: int = 0
 
 
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
@@ -148,9 +150,10 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     # Parameters outside of all units are used at both ends of the forward and backward pass, so they stay gathered.
     settings["reshard_after_forward"] = False
     fully_shard(model, **settings)
+    ahead = AHEAD if sharding.hosted else PREFETCHED
     for place, module in enumerate(called):
-        module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
-        module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])
+        module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + ahead])
+        module.set_modules_to_backward_prefetch(called[max(0, place - ahead) : place][::-1])
 
 
 def float8_weights(model: DiT) -> list[str]:

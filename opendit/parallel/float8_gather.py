@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from opendit.kernels.fp8 import E4M3, Float8
 from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.fp8_weight import Float8Weight
+from opendit.parallel.host_shards import managed_parameters
 
 
 class Float8Shards:
@@ -39,7 +39,7 @@ class Float8Shards:
     def __init__(self, model: nn.Module, names: Collection[str], dtype: torch.dtype, group: dist.ProcessGroup | None):
         self._group = group
         wanted = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-        weights = [managed for managed in _managed(model) if id(managed.sharded_param) in wanted]
+        weights = [managed for managed in managed_parameters(model) if id(managed.sharded_param) in wanted]
         shards, sent = [], []
         for weight in weights:
             # not to_local(), which may return a view of this tensor as a new object
@@ -88,10 +88,3 @@ class _Gathered:
             return Float8Weight(Float8(data, self._descale), dtype), ()
         # FSDP2 gathers into the same memory every time, of which ``out`` is a view.
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
-
-
-def _managed(model: nn.Module) -> list[Any]:
-    """Return the objects in which FSDP2 manages the parameters of the model, one for each parameter."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
-    return [managed for group in groups if group is not None for managed in group.fsdp_params]

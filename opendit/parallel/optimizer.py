@@ -19,6 +19,7 @@ from opendit.kernels.adamw_ema import BLOCK, FusedStep
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import kernels_available
 from opendit.kernels.eight_bit_moments import ELEMENTS, EightBits, by_size, first_of, new_moment
+from opendit.kernels.tensor_table import device_of
 from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
@@ -185,7 +186,7 @@ class OnePassAdamW:
                 self._own([state["exp_avg"] for state in states]),
                 self._own([state.get("exp_avg_sq") for state in states]),
                 None if self._working is None else self._own(self._working),
-                count=torch.zeros((), dtype=torch.float32, device=self._keys[0].device),
+                count=torch.zeros((), dtype=torch.float32, device=device_of(self._keys)),
                 betas=settings["betas"],
                 eps=settings["eps"],
                 counted=self.counted,
@@ -217,10 +218,11 @@ class ShardedOptimizer:
 
     ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
-    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). A kernel on a side stream updates the
-    averages in place during the next forward and backward passes. The next step waits for that kernel before it changes
-    the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting state in
-    host memory.
+    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). Kernels access masters in host memory
+    and their gradients in place, and only in this case the host waits for the step. A kernel on a side stream updates
+    the averages in place during the next forward and backward passes. The next step waits for that kernel before it
+    changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting
+    state in host memory.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.
@@ -228,6 +230,8 @@ class ShardedOptimizer:
         group: ranks that hold the shards of one copy of the model; None for this rank alone.
         grad_clip: bound of the norm of all gradients; 0 for none.
         loss_scale: loss scale in fp16; None in other precisions.
+        device: device that computes the step. Masters may also lie in page-locked host memory, and so may their
+            gradients.
         float8: parameters that are gathered in float8, and requantized when they change. None without such parameters.
         offload: one of ``opendit.config.names.OFFLOAD``.
         replicated: sums the gradients of parameters that several ranks have. None if there are none.
@@ -253,6 +257,7 @@ class ShardedOptimizer:
         *,
         grad_clip: float,
         loss_scale: LossScale | None = None,
+        device: torch.device,
         offload: str = "none",
         float8: Float8Shards | None = None,
         replicated: ReplicatedGradients | None = None,
@@ -267,10 +272,11 @@ class ShardedOptimizer:
         self._working = None if own[0].dtype == torch.float32 else own
         self._adamw = OnePassAdamW(adam, settings["params"], working=self._working)
         self._adamw.counted = replicated and replicated.counted
-        self._device, self._offload = own[0].device, offload
+        self._device, self._offload = device, offload
         self._averages: SeparateAverages | None = None
         self._side = None if offload == "none" else SideStream(self._device)
         self._updated: torch.cuda.Event | None = None
+        self._hosted = any(master.device != device for master in self.masters.values())
         available, why = kernels_available(self._device, torch.float32)
         if offload != "none" and self._device.type == "cuda" and not available:
             raise ValueError(f"--offload {offload}: only the kernels reach host memory, and {why}; use --offload none")
@@ -364,6 +370,10 @@ class ShardedOptimizer:
         if self._offload == "state" and self._device.type == "cuda":
             self._updated = torch.cuda.Event()
             self._updated.record(torch.cuda.current_stream(self._device))
+            # torch's allocator does not know that kernels read gradients in host memory, and would give this memory to
+            # others. From here on the host may also read the masters.
+            if self._hosted:
+                self._updated.synchronize()
         for parameter in self._parameters:
             parameter.grad = None
         if self.loss_scale is not None:

@@ -312,34 +312,50 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
     return name
 
 
-def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError if ``name`` is given for a model that needs no text encoder."""
-    if name is not None and (config.text is None or config.text.inside):
+def check_text_encoder(name: str | None, text_precision: str, config: DiTConfig, weights: Weights) -> None:
+    """Raise ValueError if an encoder or its precision is given for a model that needs no text encoder."""
+    if config.text is None or config.text.inside:
         has = "is conditioned on classes" if config.text is None else "holds its encoder of captions"
-        raise ValueError(f"--text_encoder: {weights.path} {has}; leave the flag out")
+        for flag, given in (("text_encoder", name is not None), ("text_precision", text_precision != "bf16")):
+            if given:
+                raise ValueError(f"--{flag}: {weights.path} {has}; leave the flag out")
 
 
 def make_conditioner(
-    config: DiTConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
+    config: DiTConfig,
+    weights: Weights,
+    text_encoder: str | None,
+    device: torch.device,
+    precision: str,
+    text_precision: str = "bf16",
 ) -> Conditioner:
-    """Return a model's conditioner, with the frozen text encoder if the model needs one. Raises the same errors as
-    :func:`text_encoder_of`."""
+    """Return a model's conditioner, with the frozen text encoder if the model needs one.
+
+    text_precision: as --text_precision. Raises the same errors as :func:`text_encoder_of`.
+    """
     if config.text is None:
         assert config.num_classes is not None
         return LabelConditioner(config.num_classes, device)
     if config.text.inside:
         return CaptionConditioner(config.text, device)
     if isinstance(config, PublicConfig):
-        return published_conditioner(config, weights, text_encoder, device, precision)
-    name, tokens = text_encoder_of(text_encoder, weights), config.text.max_tokens
-    encoder = load_text_encoder(name, device=device, dtype=encoder_dtype(precision), max_tokens=tokens)
+        return published_conditioner(config, weights, text_encoder, device, precision, text_precision)
+    how: dict[str, Any] = dict(device=device, max_tokens=config.text.max_tokens, precision=text_precision)
+    encoder = load_text_encoder(text_encoder_of(text_encoder, weights), dtype=encoder_dtype(precision), **how)
     return CaptionConditioner(config.text, device, encoder)
 
 
 def published_conditioner(
-    config: PublicConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
+    config: PublicConfig,
+    weights: Weights,
+    text_encoder: str | None,
+    device: torch.device,
+    precision: str,
+    text_precision: str = "bf16",
 ) -> PublishedConditioner:
     """Return the conditioner of a public model, with the text encoders from its pipeline's folder.
+
+    text_precision: as --text_precision.
 
     Raises ValueError or FileNotFoundError, naming the file, if a file is missing or belongs to another model.
     """
@@ -359,7 +375,7 @@ def published_conditioner(
         )
     assert config.text is not None
     how: dict[str, Any] = dict(device=device, dtype=PRECISIONS[precision], max_tokens=config.text.max_tokens)
-    encoder = load_published_text(folder, family, **how)
+    encoder = load_published_text(folder, family, precision=text_precision, **how)
     pictures = PictureTokens(folder, width, device) if (width := config.spec.text.picture) else None
     return PublishedConditioner(config.text, device, encoder, embedded_guidance(config), pictures=pictures)
 

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from opendit.common.hub import fetched
 from opendit.config.approximations import Approximations
 from opendit.config.checks import check_lora_weight, path_and_weight
+from opendit.config.names import BASE_PRECISIONS
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner, class_number
 from opendit.encoders.pictures import to_uint8
@@ -98,6 +99,7 @@ def load(
     vae_tiling: bool = False,
     vae_compile: bool = False,
     text_encoder: str | None = None,
+    text_precision: str = "bf16",
     fp8: bool = False,
     kernels: bool = True,
     download: bool = False,
@@ -121,6 +123,8 @@ def load(
         vae_tiling: decode tile by tile, for large pictures and long clips.
         vae_compile: compile the decoder of pictures and frames.
         text_encoder: "clip", "t5" or a folder; None for the text encoder that the checkpoint names.
+        text_precision: how the weights of frozen text encoders are stored: "bf16" (in half precision), "fp8", "int8" or
+            "nf4".
         fp8: run the blocks' linear layers in FP8 (Hopper and newer).
         kernels: use the fused kernels and the fastest attention, on GPUs that support them.
         download: download the public model that ``path`` names on the hub, OWNER/NAME or OWNER/NAME@REVISION.
@@ -139,6 +143,8 @@ def load(
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
     if precision == "fp16" and device.type == "cpu":
         raise ValueError("precision fp16 needs a GPU: use fp32")
+    if text_precision not in BASE_PRECISIONS:
+        raise ValueError(f"text_precision {text_precision}: must be one of {', '.join(BASE_PRECISIONS)}")
     if weights not in ("ema", "model"):
         raise ValueError(f"weights {weights}: must be ema or model")
     with arguments_named():
@@ -154,7 +160,7 @@ def load(
         )
         network, found, notes = loaded.network, loaded.weights, loaded.notes
         config, dtype = network.config, PRECISIONS[precision]
-        check_text_encoder(text_encoder, config, found)
+        check_text_encoder(text_encoder, text_precision, config, found)
         latent_size(config, found, loaded.vae)
         if fp8:
             config.check_speed(True, "none")
@@ -164,7 +170,7 @@ def load(
         network.eval().requires_grad_(False)
         network.use(ops=chosen.ops, attend=chosen.attend)
         codec = loaded.codec()
-        conditioner = make_conditioner(config, found, text_encoder, device, precision)
+        conditioner = make_conditioner(config, found, text_encoder, device, precision, text_precision)
     if fp8 and not chosen.ops.float8:
         notes.append(chosen.ops_note)
     for note in notes:

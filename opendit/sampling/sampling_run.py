@@ -243,7 +243,8 @@ def _load(
     if (work := loaded.vae_loading.work) is not None:
         stages.beside("VAE: imports and weights", work.seconds)
     with stages("text encoder, prompts"):
-        conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
+        how = mesh.device, flags.mixed_precision, flags.text_precision
+        conditioner = make_conditioner(config, weights, flags.text_encoder, *how)
         if isinstance(conditioner, PublishedConditioner):
             conditioner.guidance = embedded_guidance(config, flags.cfg_scale)
         null = null_of(conditioner, flags.negative_prompt)
@@ -308,7 +309,7 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
         for name in ("use_video", "num_frames", "frame_interval"):
             if getattr(flags, name):
                 raise ValueError(f"--{name}: {path} draws pictures; leave the flag out")
-    check_text_encoder(flags.text_encoder, config, weights)
+    check_text_encoder(flags.text_encoder, flags.text_precision, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from opendit.config.names import RECOMPUTE
-from opendit.config.parallel_sizes import ParallelDims, environment_node_size
+from opendit.config.names import BLOCKS, RECOMPUTE
+from opendit.config.parallel_sizes import ParallelDims, environment_node_size, parse_offload
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.models import DiTConfig, plan_of
+from opendit.models.families.public_config import PublicConfig
 from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
@@ -38,10 +39,29 @@ from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
 PLUGINS = ("zero2", "fsdp")  # other plugins are considered only if --plugin names them
 SHOWN = 5
+PARTS = 4  # blocks are moved to host memory in steps of 1 / PARTS of all blocks
+ONE_BYTE = {False: "int8", True: "fp8"}  # --fp8 -> --base_precision; int8 is more exact, FP8 products are faster
 BATCHES = 3  # number of micro-batch sizes to try, starting from the largest that fits in memory
 # Smallest relative gain in time that justifies another kind of parallelism. It accounts for waiting for slower ranks,
 # which the cost model does not include.
 MARGIN = 0.01
+
+
+def storages(depth: int) -> Iterator[tuple[str, str]]:
+    """Yield pairs (storage of frozen blocks, --offload), from the most exact and fastest to those that need the least
+    memory.
+
+    The storage "one" means one byte per weight.
+    """
+    for base in ("bf16", "one", "nf4"):
+        yield base, "none"
+        if base != "bf16":  # bf16 blocks are not moved, because copying them would take twice as long
+            yield from ((base, blocks) for blocks in parts_of_blocks(depth))
+
+
+def parts_of_blocks(depth: int) -> list[str]:
+    """Return the values of --offload that move more and more blocks to host memory."""
+    return [f"{BLOCKS}:{-(-depth * part // PARTS)}" for part in range(1, PARTS + 1)]
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,7 @@ class Candidate:
     pipeline_parallel_size: int
     recompute: str
     grad_checkpoint: bool
+    base_precision: str = "bf16"
     batch_size: int = 1
     grad_accumulation: int = 1
 
@@ -174,10 +195,26 @@ class Search:
         ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
-    def forms(self, offload: str, pipelines: bool = False) -> Iterator[Candidate]:
+    def storages(self) -> list[tuple[str, str]]:
+        """Return the pairs of --base_precision and --offload to try, from the most exact and fastest to the least
+        memory. Blocks of all weights are tried last, together with the state."""
+        flags, depth = self.flags, self.config.depth
+        found = [("bf16", offload) for offload in OFFLOADED]
+        if flags.lora is None:
+            found += [("bf16", blocks) for blocks in parts_of_blocks(depth)]
+        elif isinstance(self.config, PublicConfig):
+            found += [(ONE_BYTE[flags.fp8] if base == "one" else base, blocks) for base, blocks in storages(depth)]
+        if "base_precision" in flags.given:
+            found = [(flags.base_precision, offload) for _, offload in found]
+        if "offload" in flags.given:
+            found = [(base, flags.offload) for base, _ in found]
+        return list(dict.fromkeys(found))
+
+    def forms(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> Iterator[Candidate]:
         """Yield candidates whose micro-batch size is not chosen yet.
 
         Args:
+            offload, base_precision: the candidates' --offload and --base_precision.
             pipelines: True to include pipelines with stages on different machines.
         """
         world, node = self.where.world, self.where.node
@@ -194,10 +231,11 @@ class Search:
             if world % sharing or (not given and min(world, node) % (tensor * sequence)):
                 continue
             for plugin in self.options("plugin", PLUGINS):
-                if offload != "none" and plugin != "fsdp":
+                if parse_offload(offload, self.flags.lora is not None)[0] != "none" and plugin != "fsdp":
                     continue
                 for replicate, reshard in self.shards(plugin, sharing, sequence):
-                    form = Candidate(plugin, replicate, reshard, offload, sequence, tensor, 1, pipeline, "none", False)
+                    sizes = sequence, tensor, 1, pipeline
+                    form = Candidate(plugin, replicate, reshard, offload, *sizes, "none", False, base_precision)
                     for experts, (recompute, checkpoint) in itertools.product(self.experts(form), self.levels()):
                         yield replace(
                             form, expert_parallel_size=experts, recompute=recompute, grad_checkpoint=checkpoint
@@ -288,6 +326,7 @@ class Search:
             replicate=candidate.data_parallel_replicate,
             reshard=candidate.reshard,
             offload=candidate.offload,
+            base_precision=candidate.base_precision,
         )
         where, batch = self.where, candidate.batch_size
         setup = resolve_sharding(self.config, setup, batch, where.capacity)
@@ -315,11 +354,11 @@ class Search:
             return None
         return Priced(candidate, setup, memory, cost, batch * candidate.grad_accumulation * ranks)
 
-    def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
+    def best(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> list[Priced]:
         """Return the best candidate for each :attr:`Candidate.product`, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
         enough: dict[tuple[Any, ...], int] = {}  # product -> largest micro-batch size that fits with less recomputation
-        for form in self.forms(offload, pipelines):
+        for form in self.forms(offload, pipelines, base_precision):
             if not self.takes(form):
                 continue
             product = form.product
@@ -348,7 +387,8 @@ def choose(
     """Return the best candidates, the fastest first, and the model's configuration. There is one candidate for each of
     at most ``shown`` values of :attr:`Candidate.product`.
 
-    Pipelines, and then state in host memory (--offload), are tried only if nothing else fits.
+    Pipelines, then state in host memory (--offload), then frozen blocks in fewer bits (--base_precision) and blocks in
+    host memory are tried only if nothing else fits.
 
     Raises:
         ValueError: no candidate fits in memory, or the flags are impossible on this number of ranks. The message says
@@ -356,8 +396,8 @@ def choose(
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
-    for offload, cut in itertools.product(search.options("offload", tuple(OFFLOADED)), pipelines):
-        chosen = [one for one in search.best(offload, cut) if search.accepts(one.candidate)][:shown]
+    for (base, offload), cut in itertools.product(search.storages(), pipelines):
+        chosen = [one for one in search.best(offload, cut, base) if search.accepts(one.candidate)][:shown]
         if chosen:
             return chosen, search.config
     if search.least is not None:

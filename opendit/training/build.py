@@ -21,7 +21,6 @@ from opendit.checkpoint.run_folders import ENDED, folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.names import BUT_ATTENTION, PLUGINS
-from opendit.config.parallel_sizes import parse_offload
 from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
 from opendit.kernels.base_precision import store_base
@@ -133,7 +132,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         recompute_blocks=flags.recompute_blocks,
         compiled=spec.why_not_compiled is None,
     )
-    state, count = parse_offload(flags.offload)
+    count = 0 if cut else flags.streamed_blocks
     streamed = StreamedBlocks(model, count, mesh.device) if count else None
     if not cut:
         allocate(model, mesh.device)
@@ -148,7 +147,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
         sharding=spec.sharding,
-        offload=state,
+        offload=flags.offloaded_state,
         streamed=streamed,
         initial=initial,
         muon=muon_settings(spec),

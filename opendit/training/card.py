@@ -21,7 +21,7 @@ from opendit.models import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.parallel.hardware import CARDS, HardwareModel, of_card
 from opendit.parallel.mesh import Mesh
-from opendit.training.auto_parallel import Circumstances, Search, circumstances, data_of
+from opendit.training.auto_parallel import ONE_BYTE, Circumstances, Search, circumstances, data_of, storages
 from opendit.training.from_flags import memory_setup
 from opendit.training.memory import GIB, USABLE, Estimate, Setup, estimate, parts, resolve_sharding, trained_count
 from opendit.training.specification import samples_at_once
@@ -29,7 +29,6 @@ from opendit.training.specification import samples_at_once
 AUTO = "auto"
 RANKS = (16, 4)  # LoRA ranks to try, in this order; each LoRA weight takes 16 bytes in training
 BATCHES = (4, 2, 1)
-PARTS = 4  # blocks are moved to host memory in steps of 1 / PARTS of all blocks
 FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
@@ -52,18 +51,6 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
     return replace(hardware, name=f"a card of {card} GiB", capacity=memory * GIB)
 
 
-def stages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield pairs (storage of frozen blocks, --offload), from the most exact and fastest to those that need the least
-    memory.
-
-    The storage "one" means one byte per weight.
-    """
-    for base in ("bf16", "one", "nf4"):
-        yield base, "none"
-        if base != "bf16":  # bf16 blocks are not moved, because copying them would take twice as long
-            yield from ((base, f"blocks:{-(-depth * part // PARTS)}") for part in range(1, PARTS + 1))
-
-
 def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
     """Yield candidates, as values of flags, from the most exact and fastest to those that need the least memory."""
 
@@ -79,7 +66,8 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
     if public:
         asked = [name in flags.given for name in ("base_precision", "offload")]
         given = flags.base_precision, flags.offload
-        own = ([g if a else s for a, g, s in zip(asked, given, stage, strict=True)] for stage in stages(config.depth))
+        plans = storages(config.depth)
+        own = ([g if a else s for a, g, s in zip(asked, given, plan, strict=True)] for plan in plans)
         stored = list(dict.fromkeys((base, offload) for base, offload in own))
     for rank, (base, offload), plugin, (recompute, checkpoint), fp8, size in itertools.product(
         options("lora", *RANKS),
@@ -89,11 +77,10 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
         options("fp8", *((False, True) if float8 else (False,))),
         options("batch_size", *BATCHES),
     ):
-        _, streamed = parse_offload(offload)
-        if streamed and (plugin == "fsdp" or not (checkpoint or recompute == BUT_ATTENTION)):
+        _, streamed = parse_offload(offload, frozen=True)
+        if streamed and plugin != "fsdp" and not (checkpoint or recompute == BUT_ATTENTION):
             continue
-        # int8 is more exact, but products in FP8 are faster
-        base = ("fp8" if fp8 else "int8") if base == "one" else base
+        base = ONE_BYTE[fp8] if base == "one" else base
         chosen = {"base_precision": base, "offload": offload} if public else {}
         if checkpoint in options("grad_checkpoint", False, True):
             yield chosen | {
@@ -165,6 +152,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
         memory, words = min(too_large)
         encoders = search.setup.encoders
         hint = f"cache latents ({encoders / GIB:,.1f} GiB are encoders; preprocess.py latents), " if encoders else ""
+        hint += "add --text_precision nf4, " if encoders and flags.text_precision != "nf4" else ""
         raise ValueError(
             f"--card {flags.card}: {where.capacity / GIB:,.1f} GiB can be used, and {words} needs {memory / GIB:,.1f}; "
             f"{hint}take more GPUs, a smaller --image_size, or fewer of the flags that were given"
@@ -186,7 +174,7 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
     depth = config.depth
     chosen = (
         {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
-        or parse_offload(flags.offload)[1]
+        or flags.streamed_blocks
         or setup.pipeline_parallel > 1
     )
     if not setup.recomputes_blocks or chosen:
@@ -204,7 +192,7 @@ def _words(flags: TrainConfig) -> str:
     found = [f"--lora {flags.lora}", f"--mixed_precision {flags.mixed_precision}", *(["--fp8"] if flags.fp8 else [])]
     if flags.base_precision != "bf16":
         found.append(f"--base_precision {flags.base_precision}")
-    if parse_offload(flags.offload)[1]:
+    if flags.streamed_blocks:
         found.append(f"--offload {flags.offload}")
     found += ["--grad_checkpoint"] if flags.grad_checkpoint else [f"--recompute {flags.recompute}"]
     found += [] if flags.recompute_blocks is None else [f"--recompute_blocks {flags.recompute_blocks}"]

@@ -209,7 +209,8 @@ def _pipeline(config: DiTConfig, flags: TrainConfig) -> dict[str, str]:
 
 def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
     sharded, rows = setup.plugin == "fsdp" and setup.world > 1, {}
-    for reshard in ("after_forward", "never") if sharded and setup.reshard == "auto" else (setup.reshard,):
+    both = sharded and setup.reshard == "auto" and not setup.hosted
+    for reshard in ("after_forward", "never") if both else (setup.reshard,):
         needs = estimate(config, replace(setup, reshard=reshard), batch_size)
         how = f", --reshard {reshard}" if sharded else ""
         rows[f"memory{how}"] = f"{needs.total / GIB:,.2f} GiB a GPU estimated: {parts(needs)}"

@@ -71,6 +71,7 @@ MADE_INTO = {
     "validate_share": "data samples",
     "vae": "vae",
     "text_encoder": "text_encoder",
+    "text_precision": "text_encoder",
     "pretrained": "pretrained",
     "expert": "pretrained",
     "random_flip": "random_flip",
@@ -189,6 +190,8 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
     if getattr(spec.conditioner, "encoder", None) is not None and about.text_encoder is None:
         name = cast(str, spec.flags.text_encoder)
         text = _pipeline_text(Path(name)) if family_in(spec.flags.model) else _network(encoder_folder(name))
+        if spec.flags.text_precision != "bf16":
+            text = hash_parts(text, spec.flags.text_precision)
     base = str(spec.initial.path) if spec.lora and spec.initial else None
     return {
         "vae": vae,

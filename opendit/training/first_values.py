@@ -3,7 +3,6 @@
 from opendit.checkpoint.fill import DeviceReader
 from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.pretrained import FirstWeights
-from opendit.config.parallel_sizes import parse_offload
 from opendit.models import DiT
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
@@ -28,10 +27,6 @@ def first_values(spec: RunSpecification, model: DiT) -> Values:
     if spec.lora is not None:
         add_lora(model, spec.lora, start.untrained, seed)
         initial = InitialValues(model, seed)
-    if (
-        isinstance(spec.initial.state, MatchedTensors)
-        and not start.made
-        and parse_offload(spec.flags.offload)[0] == "none"
-    ):
+    if isinstance(spec.initial.state, MatchedTensors) and not start.made and spec.flags.offloaded_state == "none":
         return DeviceReader(spec.initial.state, spec.mesh.device, otherwise=initial)
     return FirstWeights(start, spec.initial.state, initial)

@@ -161,6 +161,9 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
     """
     path = flags.data_path
     about = dataset.describe()
+    encoder = (flags.text_encoder or about.text_encoder or "bytes") if about.conditioning == "text" else "bytes"
+    if encoder == "bytes" and "text_precision" in flags.given:
+        raise ValueError("--text_precision: the run has no frozen text encoder; leave it out")
     if about.conditioning == "text":
         if flags.num_classes is not None:
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
@@ -548,7 +551,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
 
 
 def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
-    """Return the bytes that a public model's text encoders (bf16) and VAE (fp32) take on every GPU.
+    """Return the bytes that a public model's text encoders (--text_precision) and VAE (fp32) take on every GPU.
 
     Only encoders that stay on the GPU are counted. If the folder does not exist, as is possible in a dry run, return 0.
     """
@@ -558,7 +561,8 @@ def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -
     with suppress(OSError, ValueError):
         # If embeddings are cached, sample grids use them and need no text encoder.
         if about.empty_caption is None or flags.evaluate_every > 0:
-            found += text_encoder_bytes(Path(cast(str, flags.text_encoder)), family_of(config.family))
+            folder, family = Path(cast(str, flags.text_encoder)), family_of(config.family)
+            found += text_encoder_bytes(folder, family, flags.text_precision)
     with suppress(OSError, ValueError):
         if flags.vae != "none" and (about.kind == "pixels" or flags.sample_every != 0):
             found += 4 * weight_count(Path(flags.vae).expanduser(), VAE_STEM)

@@ -13,6 +13,7 @@ context, NCCL's buffers, and memory lost to fragmentation.
 import bisect
 import contextlib
 import functools
+import itertools
 import math
 import os
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ import torch
 from opendit.config.names import BLOCKS, BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid, parse_offload
 from opendit.kernels.base_precision import is_stored, row_bytes
+from opendit.kernels.common import next_power_of_2
 from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
 from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models import DiTConfig, plan_of
@@ -31,11 +33,12 @@ from opendit.models.blocks import ATTENTIONS
 from opendit.models.lora import Lora, lora_layers
 from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes
+from opendit.parallel.apply import PREFETCHED
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.muon import ELEMENTS, flops
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
 from opendit.parallel.rules import matrix_rows, rule_of
-from opendit.parallel.streamed_blocks import blocks_of
+from opendit.parallel.streamed_blocks import AHEAD, blocks_of, spread_numbers
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
@@ -120,7 +123,22 @@ class Setup:
     def gathers_float8(self) -> bool:
         """True if weights that products read in float8 are also stored and gathered in float8."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
-        return asked and self.world > 1 and not self.compiled
+        return asked and self.world > 1 and not self.compiled and not self.streamed
+
+    @property
+    def offloaded(self) -> str:
+        """State in host memory, one of OFFLOAD."""
+        return parse_offload(self.offload, self.lora is not None)[0]
+
+    @property
+    def streamed(self) -> int:
+        """Number of blocks in host memory, or a larger number than the model has for all."""
+        return parse_offload(self.offload, self.lora is not None)[1]
+
+    @property
+    def hosted(self) -> bool:
+        """True if ranks have shards of blocks in host memory (opendit/parallel/host_shards.py)."""
+        return self.streamed > 0 and self.plugin == "fsdp" and self.alike > 1
 
     @property
     def alike(self) -> int:
@@ -210,7 +228,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.eight_bits:
         return _in_eight_bits(config, setup, estimate(config, replace(setup, eight_bits=False), batch))
     if setup.plugin == "fsdp":
-        return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
+        return _streamed(_offloaded(_estimate_fsdp(config, setup, batch), setup.offloaded), config, setup)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
     trained = trained_count(config, setup)
     parameters = model + (0 if setup.lora is None else trained)
@@ -287,7 +305,7 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
 def in_eight_bits(setup: Setup) -> Setup:
     """Return the setup with AdamW's moments in 8 bits. Return the setup unchanged if the plugin, the optimizer,
     --offload or LoRA do not allow 8 bits."""
-    possible = setup.plugin != "gemini" and setup.muon is None and setup.offload != "state" and setup.lora is None
+    possible = setup.plugin != "gemini" and setup.muon is None and setup.offloaded != "state" and setup.lora is None
     return replace(setup, eight_bits=True) if possible else setup
 
 
@@ -367,6 +385,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     trained = trained_count(config, setup)
     frozen = 0 if setup.lora is None else model
     share, (others, last_block) = 4 * trained / ranks, _activations(config, setup, batch)
+    gathered_blocks = GATHERED + (AHEAD - PREFETCHED if setup.hosted else 0)
+    gradients = share - (of_streamed(config, setup)[0] if setup.hosted and setup.lora is None else 0)
     activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is sharded: a rank has weights in the forward pass's precision and fp32 masters
@@ -389,15 +409,15 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         before = after = reduced * trained + size * trained_block
     else:
         transient = (size + reduced) * trained_block + size * outside
-        before, after = share * setup.accumulate + transient, share + transient
+        before, after = gradients * setup.accumulate + transient, gradients + transient
     whole = size * block - (size - 1) * float8 - saved(config, setup) / config.depth
     if setup.reshard == "never":
         gathered = size * (trained + frozen) - config.depth * (size * (block + experts) - whole)
         left = size * outside + whole
     else:
-        gathered = left = size * outside + min(GATHERED, config.depth) * whole
+        gathered = left = size * outside + min(gathered_blocks, config.depth) * whole
     # At the end, gradients of the first block and of the embedders do not exist yet, and no next block is gathered.
-    ahead = 0 if setup.reshard == "never" else (min(GATHERED, config.depth) - 1) * whole
+    ahead = 0 if setup.reshard == "never" else (min(gathered_blocks, config.depth) - 1) * whole
     last_block = max(0, last_block - size * trained_block - size * outside - ahead)
     return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
 
@@ -419,27 +439,39 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
     return found
 
 
-def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    _, count = parse_offload(setup.offload)
-    if not count:
+def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
+    """Return (bytes of a rank's blocks, or shards of blocks, in its host memory; bytes of the device's ring for them).
+
+    Under fsdp the ring is what AHEAD blocks' shards are copied to before they are gathered.
+    """
+    if not setup.streamed:
         return 0, 0
-    size = 4 if setup.plugin == "ddp" else BYTES[setup.precision]
-    return blocks_of(_block_bytes(config, setup.base_precision, size), count)
+    size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
+    sizes = _block_bytes(config, setup.base_precision, size)
+    host, ring = blocks_of(sizes, setup.streamed)
+    ranks = setup.alike // setup.replicate
+    return (host / ranks, AHEAD * max(sizes) / ranks) if setup.hosted else (host, ring)
 
 
-def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> int:
-    """Return the bytes of the blocks that --offload keeps in host memory. count: number of blocks; None for the number
-    that --offload sets."""
-    return _of_streamed(config, setup if count is None else replace(setup, offload=f"{BLOCKS}:{count}"))[0]
+def _host_gradients(config: DiTConfig, setup: Setup) -> float:
+    """Return the bytes of host memory for the gradients of blocks in host memory. torch's allocator of page-locked
+    memory rounds every tensor up to a power of 2."""
+    ranks, numbers = setup.alike // setup.replicate, spread_numbers(config.depth, setup.streamed)
+    prefixes = tuple(f"blocks.{number}." for number in numbers)
+    shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
+    return sum(next_power_of_2(4 * -(-shape[0] // ranks) * math.prod(shape[1:])) for shape in shapes)
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
     """Move the blocks that --offload keeps in host memory from the device's bytes to the host's bytes."""
-    host, ring = _of_streamed(config, setup)
-    if not host:
+    blocks, ring = of_streamed(config, setup)
+    if not blocks:
         return needs
-    states = needs.states | {"weights": needs.states["weights"] - host, "ring of blocks": ring}
-    return replace(needs, states=states, host={"blocks": host})
+    states = needs.states | {"weights": needs.states["weights"] - blocks, "ring of blocks": ring}
+    host = needs.host | {"blocks": blocks}
+    if setup.hosted and setup.lora is None:
+        host["gradients"] = _host_gradients(config, setup)
+    return replace(needs, states=states, host=host)
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
@@ -460,6 +492,8 @@ def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: floa
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
 
+    if setup.reshard == "auto" and setup.hosted:
+        setup = replace(setup, reshard="after_forward")
     if setup.reshard == "auto":
         setup = replace(setup, reshard="never" if fits(reshard="never") else "after_forward")
     if setup.keep_gradients is None:
@@ -523,8 +557,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     """Suggest a change for a step that needs more memory than ``capacity``; return None if the step fits.
 
     The suggestion is the first of these changes that suffices: recompute parts of blocks, recompute complete blocks,
-    keep averages (or also moments) in host memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share
-    samples between ranks, use more ranks.
+    keep averages (or also moments, or also blocks) in host memory (fsdp), use smaller micro-batches, keep moments in 8
+    bits, share samples between ranks, use more ranks.
     """
 
     def fits(**changes) -> bool:
@@ -539,9 +573,12 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
                 return f"--recompute {level}"
     if fits(grad_checkpoint=True, recompute="none"):
         return "--grad_checkpoint"
-    if setup.plugin == "fsdp" and setup.offload != "state":
-        for flags, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
-            for offload in ("average", "state"):
+    if setup.plugin == "fsdp" and not setup.streamed:
+        sharing = setup.sequence_parallel * setup.tensor_parallel * setup.expert_parallel * setup.pipeline_parallel
+        more = (BLOCKS,) if setup.alike > sharing == 1 else ()
+        ways = ("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))
+        for offloads in (("average", "state"), more):
+            for (flags, changes), offload in itertools.product(ways, offloads):
                 if fits(offload=offload, **changes):
                     return f"--offload {offload}{flags}"
     smaller = largest_batch(config, replace(setup, accumulate=True), capacity)
@@ -715,12 +752,11 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     needed, there = ranks * (state + buffers), host_memory()
     if not state or needed <= USABLE_OF_A_HOST * there:
         return
-    less = ["average", "none"]
-    if parse_offload(setup.offload)[1]:
+    less = ["state", "average", "none"] if setup.plugin == "fsdp" else ["none"]
+    if setup.streamed:
         room = USABLE_OF_A_HOST * there / ranks - buffers
-        counts = range(1, config.depth + 1)
-        fewer = [f"{BLOCKS}:{count}" for count in counts if host_blocks(config, setup, count) <= room]
-        less = [*fewer[-1:], "none"]
+        every = [f"{BLOCKS}:{count}" for count in range(1, config.depth + 1)]
+        less = [*[other for other in every if _host_total(config, setup, batch, other) <= room][-1:], *less]
     fixes = [f"--offload {other}" for other in less if _host_total(config, setup, batch, other) < state]
     fixes += ["--no_save"] * (saves and ranks * state <= USABLE_OF_A_HOST * there) + ["more machines"]
     raise ValueError(

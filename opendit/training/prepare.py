@@ -16,7 +16,6 @@ from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import CACHED_FEATURES, SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
-from opendit.config.parallel_sizes import parse_offload
 from opendit.config.public_models import family_in
 from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
@@ -92,7 +91,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     resume = _checkpoint(flags, flags.model, mesh, notes)
-    flags = _lora_of_resume(flags, resume)
+    flags = _lora_of_resume(flags, resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
     plan = plan_model(flags, dataset, resume)
@@ -141,7 +140,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     codec = _codec(flags, dataset, vae, mesh, notes)
     # For a public model, sample grids use cached embeddings, because its text encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
-    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn or bool(flags.sample_prompts))
+    conditioner = _conditioner(flags, config, dataset, mesh, drawn or bool(flags.sample_prompts))
     prompts = _prompts(flags, conditioner)
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
         conditioner.encoder = None  # frees the encoder's memory for the model
@@ -392,9 +391,7 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
     ]
 
 
-def _conditioner(
-    text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool
-) -> Conditioner:
+def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
     """Make the conditioner, with a text encoder only if one is needed.
 
     Args:
@@ -402,28 +399,27 @@ def _conditioner(
     """
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
+    name = cast(str, flags.text_encoder)
+    how: dict[str, Any] = dict(device=mesh.device, max_tokens=config.text.max_tokens, precision=flags.text_precision)
     encoder, empty = None, None if config.text.inside else dataset.describe().empty_caption
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = drawn or empty is None
     if isinstance(config, PublicConfig):
         told, published, family = embedded_guidance(config), None, family_of(config.family)
         if needed and not isinstance(dataset, MockDataset):
-            folder = Path(cast(str, text_encoder)).expanduser()
-            how: dict[str, Any] = dict(device=mesh.device, dtype=torch.bfloat16, max_tokens=config.text.max_tokens)
-            published = load_published_text(folder, family, **how)
+            published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
-        pictures = PictureTokens(Path(cast(str, text_encoder)), width, mesh.device) if width and not mock else None
+        pictures = PictureTokens(Path(name), width, mesh.device) if width and not mock else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
     # random latents (mock) have no captions
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
-        name, longest = cast(str, text_encoder), config.text.max_tokens
-        encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=longest)
+        encoder = load_text_encoder(name, dtype=dtype, **how)
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
-def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
+def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None, world_size: int) -> TrainConfig:
     """Set LoRA flags that are not on the command line to the LoRA settings and base weights of the resumed run."""
     stored = read_info(resume.model).get("lora") if resume else None
     if stored is None:
@@ -431,8 +427,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
             raise ValueError(NO_BASE)
         if flags.lora is None and flags.base_precision != "bf16":
             raise ValueError(f"--base_precision {flags.base_precision}: does nothing without --lora; leave it out")
-        if flags.lora is None and parse_offload(flags.offload)[1]:
-            raise ValueError(f"--offload {flags.offload}: does nothing without --lora; leave it out")
+        flags.check_streamed(world_size, known=True)
         return flags
     if "base_precision" not in flags.given:
         kept = stored_fingerprint(cast(Checkpoint, resume).state).get("base_precision", "bf16")
@@ -445,6 +440,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
             raise ValueError(f"--load: adds to {stored['base']}, which is gone; give its new place to --pretrained")
         flags = replace(flags, pretrained=stored["base"])
     flags.check_lora()
+    flags.check_streamed(world_size, known=True)
     return flags
 
 

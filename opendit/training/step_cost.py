@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from opendit.config.names import AXIAL, BYTES
-from opendit.config.parallel_sizes import parse_offload
 from opendit.config.token_routing import TokenRoute
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
@@ -26,8 +25,8 @@ from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.training.memory import (
     Setup,
     held_counts,
-    host_blocks,
     muon_flops,
+    of_streamed,
     stage_setups,
     stored_weights,
     trained_count,
@@ -40,6 +39,9 @@ PASSES = 2.3
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
 QUANTISED = 20  # units of N x D values read and written to quantise the operands of float8 products
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
+# Bytes that decoding and encoding AdamW's moments in 8 bits reads and writes per weight, in addition to the update.
+# Kernels read a code and write an fp32 number, and the reverse. Under ddp, torch needs about 40 passes instead.
+DECODED, DECODED_BY_TORCH = 20, 330
 AVERAGE = 8  # bytes read and written per weight of an average
 # Number of gathers and sums of N x D values that tensor parallelism makes for each pair of divided layers. One of these
 # overlaps with a matrix product.
@@ -245,8 +247,9 @@ class _Step:
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # In the forward and in the backward pass, blocks are copied over one of the link's two directions.
-        travel = 2 * host_blocks(config, setup) / (self.hardware.host_link / 2)
+        # In the forward and in the backward pass, blocks are copied over one of the link's two directions. The other
+        # carries gradients.
+        travel = 2 * of_streamed(config, setup)[0] / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
@@ -256,13 +259,15 @@ class _Step:
         trained = trained_count(self.config, setup)
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
-        seconds = (UPDATE * share + averaged) / self.hardware.memory
+        decoded = (DECODED_BY_TORCH if setup.plugin == "ddp" else DECODED) if setup.eight_bits else 0
+        seconds = ((UPDATE + decoded) * share + averaged) / self.hardware.memory
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
-        state, _ = parse_offload(setup.offload)
         # Moments are read and written. Averages count less, because they change in place while other work runs.
-        if state != "none":
-            moved = 16 * share if state == "state" else 0
+        if setup.offloaded != "none":
+            moved = 16 * share if setup.offloaded == "state" else 0
+            if setup.hosted and setup.lora is None:  # masters are read and written, gradients read twice
+                moved += 4 * of_streamed(self.config, setup)[0]
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
         return seconds
 

@@ -12,7 +12,6 @@ from opendit.checkpoint.save import Checkpoints
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.config.components import BatchFlags
 from opendit.config.console import print_block
-from opendit.config.parallel_sizes import parse_offload
 from opendit.config.public_models import family_in
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
@@ -63,12 +62,12 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "trained": f"{weights:,} weights" + (f": {spec.lora}, and what is new" if spec.lora else ""),
-        **({"frozen": _frozen(spec, engine)} if engine.stored or engine.streamed else {}),
-        "optimizer": _optimizer(engine) + ("; moments in host memory" if flags.offload == "state" else ""),
+        **({"blocks": blocks} if (blocks := _blocks(spec, engine)) else {}),
+        "optimizer": _optimizer(engine) + ("; moments in host memory" if flags.offloaded_state == "state" else ""),
         "EMA": f"{'power functions of widths' if ema.power else 'decay'} {', '.join(map(str, ema.decays))}"
         f"{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)"
-        + (" in host memory" if parse_offload(flags.offload)[0] != "none" else ""),
+        + (" in host memory" if flags.offloaded_state != "none" else ""),
         "attention": attention_note(spec.kernels.attention_note, spec.sequence),
         "sequence": f"over {mesh.sp_size} ranks, {spec.sequence.plan}" if spec.sequence else "whole on every rank",
         **({"layers": f"divided among {mesh.tp_size} ranks, by collectives"} if mesh.tp_size > 1 else {}),
@@ -90,11 +89,17 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         print(f"note: {note}", flush=True)
 
 
-def _frozen(spec: RunSpecification, engine: Engine) -> str:
-    """Describe the precision of the frozen blocks, and how many of them are in host memory."""
-    kind = spec.flags.base_precision if engine.stored else spec.flags.mixed_precision
-    where = "" if engine.streamed is None else f"; of {engine.streamed.blocks} of them in host memory, copied when due"
-    return f"weights of blocks in {kind}{where}"
+def _blocks(spec: RunSpecification, engine: Engine) -> str:
+    """Describe the precision of frozen blocks, and how many blocks are in host memory; empty if there is neither."""
+    flags, found = spec.flags, []
+    if engine.stored or engine.streamed:
+        kind = flags.base_precision if engine.stored else flags.mixed_precision
+        found.append(f"frozen weights in {kind}")
+    if flags.streamed_blocks:
+        count = min(flags.streamed_blocks, spec.model_config.depth)
+        what = "frozen weights" if spec.lora else "weights and gradients"
+        found.append(f"{what} of {count} blocks in host memory, copied when due")
+    return "; ".join(found)
 
 
 def _optimizer(engine: Engine) -> str:

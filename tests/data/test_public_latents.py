@@ -10,14 +10,18 @@ from PIL import Image
 
 import preprocess
 import train
+from opendit.config.command_line import parse
+from opendit.config.train import TrainConfig
 from opendit.data import build_dataset
 from opendit.data.text_cache import EMPTY, embed, form_of
 from opendit.data.video_file import write_mp4
 from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_folder import load_published_codec
-from opendit.encoders.published_text import load_published_text
+from opendit.encoders.published_text import load_published_text, text_encoder_bytes
 from opendit.models import TextConfig
 from opendit.models.families import FAMILIES
+from opendit.parallel.hardware import H200
+from opendit.training.auto_parallel import Circumstances, Search, data_of
 from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, PROJECTED, QWEN_WIDTH, T5_WIDTH, write_pipeline
 from tests.numbers import off_by
 
@@ -141,6 +145,31 @@ def test_training_from_a_cache_is_training_from_the_files(root, made, name, tmp_
     found, expected = losses(tmp_path / "cached"), losses(tmp_path / "raw")
     assert len(found) == 4 and len(set(expected)) == 4 and off_by(found, expected) < 2e-3
     assert list(tmp_path.glob("cached/0*/samples/*4.png"))
+
+
+def test_text_encoders_in_fewer_bits_cache_what_they_train_with(root, tmp_path):
+    """A cache holds the embeddings of --text_precision; training with the flag has the same curve, another without."""
+    make(root, "flux", tmp_path / "cache", "--text_precision", "nf4")
+    encoder = load_published_text(root / "flux", FAMILIES["flux"], device="cpu", precision="nf4")
+    data = opened(tmp_path / "cache", "flux")
+    for row in range(ROWS):
+        found, direct = data.read(row).embedding, encoder.encode([data.caption(row)])
+        torch.testing.assert_close(found.tokens.float(), direct.tokens[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found.pooled.float(), direct.pooled[0], rtol=1e-3, atol=1e-3)
+    how = "--batch_size 2 --max_steps 2 --log_every 1 --no_save --warmup_steps 0 --sample_every 0 --label_drop 0.3"
+    argv = [*how.split(), *flags_of("flux"), "--mixed_precision", "fp32", "--num_workers", "1"]
+    argv += ["--pretrained", str(root / "flux")]
+    counted = {}  # bytes of encoders, in the estimate of --card
+    for output, more in (("cached", []), ("nf4", ["--text_precision", "nf4"]), ("exact", [])):
+        source = tmp_path / "cache" if output == "cached" else raw(root, "flux")
+        train.main([*argv, "--data_path", str(source), "--outputs", str(tmp_path / output), *more])
+        flags = parse(TrainConfig, [*argv, "--data_path", str(source), *more])
+        where = Circumstances(1, 1, 2.0**40, H200, has_gpu=False)
+        counted[output] = Search(flags, data_of(flags, where), where).setup.encoders
+    whole, fewer = (text_encoder_bytes(root / "flux", FAMILIES["flux"], kind) for kind in ("bf16", "nf4"))
+    assert counted["exact"] - counted["nf4"] == whole - fewer > 0
+    cached, stored, exact = (losses(tmp_path / output) for output in ("cached", "nf4", "exact"))
+    assert off_by(stored, cached) < 5e-4 < off_by(exact, stored)
 
 
 def test_padding_of_a_batch_is_removed_where_the_family_removes_it(root, made):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
+from opendit.encoders.folder import transformers_model
 from opendit.kernels import base_precision as stored
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8_linear import float8_available
@@ -157,6 +158,25 @@ def test_the_kernel_has_the_references_bits(kind):
         assert torch.equal(rows.cpu(), stored.quantise(weight.cpu(), kind))
         found = stored.dense(rows, kind, shape[1], DTYPE)
         assert torch.equal(found, stored.dense_reference(rows, kind, shape[1], DTYPE))
+
+
+@pytest.mark.parametrize("kind", ("fp8", "int8", "nf4"))
+def test_text_encoders_are_quantised_on_the_gpu(kind, tmp_path):
+    """A T5 has the embeddings of the dequantised weights, and the bytes of one that a CPU quantises."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=64, d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=4)
+    transformers.T5EncoderModel(config).bfloat16().save_pretrained(tmp_path)
+    how = tmp_path, "T5EncoderModel", "model", DTYPE
+    plain = transformers_model(*how).to(DEVICE).eval()
+    found, there = (transformers_model(*how, kind, device).to(DEVICE).eval() for device in (DEVICE, "cpu"))
+    for (name, layer), (_, other) in zip(stored.base_layers(found), stored.base_layers(there), strict=True):
+        assert torch.equal(layer.weight.view(torch.uint8), other.weight.view(torch.uint8)), name
+        plain.get_parameter(name).data.copy_(layer.matrix.dense())
+    words = torch.arange(48, device=DEVICE).view(2, 24)
+    with torch.no_grad():
+        one, two = (model(input_ids=words).last_hidden_state for model in (found, plain))
+    torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ("fp8", "nf4"))

@@ -13,12 +13,12 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.components import SpeedFlags
-from opendit.config.names import OFFLOAD
+from opendit.config.names import BLOCKS, OFFLOAD
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT
-from opendit.parallel.apply import apply_parallel
+from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
@@ -43,7 +43,10 @@ def engine_of(mesh: Mesh, offload: str) -> tuple[Engine, EMA]:
     speed = SpeedFlags(True, True, True, attention="flash")  # whose gradients are the same bits every time
     kernels = select_kernels(speed, mesh.device, torch.bfloat16, 64, CONFIG.tokens)
     apply_parallel(model, ops=kernels.ops, attend=kernels.attend)
-    engine = build_engine(model, mesh, plugin="fsdp", precision="bf16", lr=1e-3, weight_decay=0.01, offload=offload)
+    settings = dict(lr=1e-3, weight_decay=0.01, offload=offload)
+    if offload == BLOCKS:
+        settings |= {"sharding": Sharding(keep_gathered=False, hosted=99), "offload": "state"}
+    engine = build_engine(model, mesh, plugin="fsdp", precision="bf16", **settings)
     return engine, EMA(engine, [0.9, 0.5])
 
 
@@ -88,14 +91,17 @@ def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
     that go on from the checkpoint of another offload, whose averages are late."""
     make_deterministic()
     train(mesh, *engine_of(mesh, "none"), range(2), graph)  # libraries take their workspaces, which they keep
-    found, folders = [], [folder / f"{mesh.world_size}{graph}{offload}" for offload in OFFLOAD]
-    for offload, here in zip(OFFLOAD, folders, strict=True):
+    ways = (*OFFLOAD, BLOCKS) if mesh.world_size > 1 else OFFLOAD
+    found, folders = [], [folder / f"{mesh.world_size}{graph}{offload}" for offload in ways]
+    for offload, here in zip(ways, folders, strict=True):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         engine, ema = engine_of(mesh, offload)
         on_host = [ema.averages[0], engine.moments("x_embedder.proj.weight")]
-        assert [next(iter(part.values())).is_pinned() for part in on_host] == [offload != "none", offload == "state"]
+        pinned = [next(iter(part.values())).is_pinned() for part in on_host]
+        assert pinned == [offload != "none", offload in ("state", BLOCKS)]
+        assert engine.master("blocks.0.mlp.fc1.weight").is_pinned() == (offload == BLOCKS)
         losses = train(mesh, engine, ema, range(SAVED), graph)
         with Checkpoints(here / "checkpoints", engine, ema, {"model": "x"}, sharded=True) as made:
             made.save({"step": SAVED, "epoch": 0, "skipped": 1, "fingerprint": {}})
@@ -107,7 +113,7 @@ def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
         found[-1] = (*found[-1][:2], torch.cuda.max_memory_allocated() - before)
         del engine, ema, made, on_host
     move = SeparateAverages.move
-    for offload, there in zip(OFFLOAD, folders[::-1], strict=True):
+    for offload, there in zip(ways, folders[::-1], strict=True):
         SeparateAverages.move = delayed(move)
         engine, ema = engine_of(mesh, offload)
         train(mesh, engine, ema, range(3), graph)
@@ -133,6 +139,8 @@ def test_the_same_bits_in_less_memory(world, graph, tmp_path):
             saved = whole - estimate(CONFIG, replace(setup, offload=offload), 1).total
             # (What recordings hold besides is freed when it may be.)
             assert graph or peak - less == pytest.approx(saved, rel=0.05), (world, graph, offload)
+        if world > 1:  # blocks are there while they compute
+            assert others[len(OFFLOAD) - 1][2] < others[len(OFFLOAD) - 2][2]
 
 
 def test_averages_apart_and_through_a_ring_buffer():

@@ -124,6 +124,20 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(picture))
 
 
+def test_text_encoders_in_fewer_bits(folders, tmp_path):
+    output, what = tmp_path / "drawn", dict(steps=1, size=64, seed=5, progress=False)
+    flags = ["--ckpt", str(folders["flux"]), "--prompt", PROMPTS[0], "--image_size", "64", "--text_precision", "nf4"]
+    sample.main([*flags, "--num_sampling_steps", "1", "--output", str(output), "--seed", "5"])
+    stored, exact = (
+        np.asarray(opendit.load(folders["flux"], text_precision=kind)(PROMPTS[:1], **what)[0])
+        for kind in ("nf4", "bf16")
+    )
+    (file,) = output.glob("000000*.png")
+    assert np.array_equal(np.asarray(Image.open(file)), stored) and not np.array_equal(stored, exact)
+    with pytest.raises(ValueError, match="text_precision q4: must be one of bf16, fp8, int8, nf4"):
+        opendit.load(folders["flux"], text_precision="q4")
+
+
 SHARED = ("flux", "z_image", "wan")  # drawn on two ranks
 
 

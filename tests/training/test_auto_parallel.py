@@ -1,6 +1,7 @@
 """``--parallel auto``: what it proposes is what the run accepts and what fits, and nothing faster was left out."""
 
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
+from benchmarks.random_folder import write_folder
 from opendit.config.command_line import parse
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.config.train import TrainConfig
@@ -52,7 +54,7 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     """The proposal, typed in the place of auto, passes what a run checks, and is what was priced."""
     plain = "--no_grad_checkpoint --recompute none --reshard auto --grad_accumulation 1"
     flags = parse(TrainConfig, f"{words} {plain} {one.candidate} --dry_run {world}".split())
-    flags = replace(flags, given=frozenset())  # (what a recipe set is said twice)
+    flags = replace(flags, given=flags.given & {"image_size"})  # (what a recipe set is said twice)
     settled, _ = flags.resolve(world, has_gpu=True)
     for name, value in asdict(one.candidate).items():
         assert getattr(settled, name) == value, name
@@ -87,6 +89,36 @@ def test_what_is_proposed_is_accepted_and_fits(model, world, node, gib, samples)
         sharing = one.candidate.tensor_parallel_size * one.candidate.sequence_parallel_size
         assert min(node, world) % sharing == 0  # never across machines
         assert one.samples == samples * world
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    """Return the folder of a FLUX.1 of the published size, of zeros that take no space."""
+    folder = tmp_path_factory.mktemp("auto") / "flux"
+    write_folder("flux", folder, empty=True)
+    return f"--pretrained {folder} --image_size 512 {FAST}"
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "gib", "found"),
+    [
+        ("--lora 16", 1, 40, "--plugin zero2"),
+        ("--lora 16", 1, 21, "--plugin zero2 .*--base_precision int8"),
+        ("--lora 16 --fp8", 1, 11, r"--offload blocks:\d+ .*--base_precision fp8"),
+        ("--lora 16 --base_precision nf4", 1, 21, "--base_precision nf4"),
+        ("--lora 16 --offload blocks:20 --base_precision int8", 1, 21, "--offload blocks:20 .*--base_precision int8"),
+        ("--lora 16", 2, 11, "--plugin fsdp .*--base_precision int8"),
+        ("", 2, 75, "--plugin fsdp .*--offload state"),
+        ("", 2, 30, r"--plugin fsdp .*--offload blocks:\d+ "),
+    ],
+)
+def test_small_cards_get_stored_blocks_and_then_blocks_in_host_memory(flux, more, world, gib, found):
+    words = f"{flux} --global_batch_size {world} {more}"
+    (one, *_) = chosen(words, world, gib)
+    assert re.search(found, str(one.candidate)), str(one.candidate)
+    assert ("--base_precision" in str(one.candidate)) == ("base_precision" in found)
+    assert ("--offload" in str(one.candidate)) == ("offload" in found)
+    check_as_typed(words, world, gib * GIB, one)
 
 
 def test_more_memory_and_faster_links_are_never_slower():

@@ -1,5 +1,6 @@
 """Runs of LoRA whose frozen blocks are stored in fewer bits: of several ranks, resumed, drawn and exported."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.multiprocessing import ProcessExitedException
 
 from opendit.export.__main__ import main as export
 from opendit.parallel import streamed_blocks
@@ -93,6 +96,7 @@ def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_p
         ("--base_precision nf4 --compile", "--base_precision nf4: does not work with --compile, which can't follow"),
         ("--offload blocks", "--offload blocks: the backward pass calls blocks again; add --recompute but_attention"),
         ("--offload block", "--offload block: not known; give one of none, average, state, blocks;"),
+        ("--offload blocks --plugin fsdp", "--offload blocks: the backward pass calls blocks again; add --recompute"),
         ("--base_precision int8 --sequence_parallel_size 2", "--sequence_parallel_size, whose ranks send"),
     ),
 )
@@ -133,6 +137,56 @@ def train_until(number: int, folders, outputs, more: list[str]) -> None:
     # A ring of one slot: of the model's four blocks each is copied again in every pass.
     with mock.patch.object(StreamedBlocks, "_copy", interrupted), mock.patch.object(streamed_blocks, "AHEAD", 0):
         run(folders, "flux", outputs, *LORA, *more)
+
+
+WHOLE = "--lr 1e-3 --ema_decay 0.1 --no_ema_warmup --batch_size 4 --plugin fsdp".split()
+FROZEN = (*LORA[:-1], "4", "--plugin", "fsdp")
+GATHERS = 380  # of shards, 140 a step, before that in the third backward pass which a signal interrupts
+
+
+def on_two(mesh, folders, outputs, how, number, more) -> None:
+    """Train on two ranks. number: signal that both get while a shard travels to be gathered, in the third step."""
+    several_programs()
+    inputs, gathers = vars(FSDPParam)["all_gather_inputs"], iter(range(10**6))
+
+    def interrupted(self):
+        found = inputs.fget(self)
+        if self.offload_to_cpu and next(gathers) == GATHERS:
+            os.kill(os.getpid(), number)
+        return found
+
+    patched = mock.patch.object(FSDPParam, "all_gather_inputs", property(interrupted))
+    with patched if number else contextlib.nullcontext():
+        run(folders, "flux", outputs, *how, *more, load="--load" in more)
+
+
+@pytest.mark.parametrize("how", [WHOLE, FROZEN], ids=["all weights", "LoRA"])
+def test_shards_in_host_memory_change_no_bit_of_a_run(folders, tmp_path, how):
+    """Two ranks under fsdp, with all shards on the device and with shards of blocks in host memory; undisturbed, and
+    killed or stopped while a block travels."""
+
+    def trained(name, number, *more):
+        run_ranks(2, on_two, folders, tmp_path / name, how, number, ["--ckpt_every", "1", *more])
+        return sorted((tmp_path / name).glob("0*"))[-1]
+
+    offload = ["--offload", "blocks"]
+    resident, ways = (
+        trained("resident", 0),
+        [trained("blocks", 0, *offload), trained("one", 0, "--offload", "blocks:1")],
+    )
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        name = number.name
+        with contextlib.nullcontext() if number == signal.SIGTERM else pytest.raises(ProcessExitedException):
+            trained(name, number, *offload)
+        (stopped,) = (tmp_path / name).glob("0*")
+        assert len(losses(stopped)) == (3 if number == signal.SIGTERM else 2)
+        trained(name, 0, *offload, "--load", str(stopped))
+        ways.append(stopped)
+    for found in ways:
+        assert losses(found) == losses(resident)
+        for file in (resident / "checkpoints/latest").glob("*.safetensors"):
+            other = found / "checkpoints/latest" / file.name
+            assert other.read_bytes() == file.read_bytes(), (found, file.name)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -79,6 +79,29 @@ def test_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch):
     assert checked("blocks:9", one).endswith("can be used; take --offload none or more machines")
 
 
+def test_trained_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch):
+    """Two processes, each with half of all masters of blocks, their gradients, moments and averages."""
+    setup = Setup("fsdp", "bf16", 2, offload="blocks")
+    host = memory.estimate(XL, setup, 4).host_total
+
+    def checked(room: float) -> str | None:
+        monkeypatch.setattr(memory, "host_memory", lambda: 2 * room / memory.USABLE_OF_A_HOST)
+        try:
+            memory.check_offload(XL, setup, 4, 2, saves=False)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    assert checked(1.001 * host) is None
+    said = checked(0.99 * host)
+    assert said.startswith(f"--offload blocks: keeps {2 * host / GIB:.1f} GiB in host memory and of the ")
+    assert said.endswith(
+        "take --offload blocks:27 or --offload state or --offload average or --offload none or more machines"
+    )
+    state = memory.estimate(XL, Setup("fsdp", "bf16", 2, offload="state"), 4).host_total
+    assert "take --offload state or --offload average" in checked(state * 1.001)  # of which no block is left
+
+
 def test_the_line_on_memory_says_what_lies_where():
     setup = Setup("fsdp", "bf16", 8, reshard="never", offload="state")
     share = 4 * XL.parameters() / 8 / GIB

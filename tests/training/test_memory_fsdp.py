@@ -207,7 +207,8 @@ def test_offload_is_advised_where_recomputing_does_not_do():
     assert advice(XL, setup, 8, recomputed - 1.5 * share) == average.replace("average", "state")
     assert "offload" not in advice(XL, replace(setup, plugin="zero2"), 8, 0.8 * recomputed)
     already = replace(setup, offload="state")
-    assert "offload" not in advice(XL, already, 8, recomputed - 3 * share)
+    assert advice(XL, already, 8, recomputed - 3 * share) == average.replace("average", "blocks")
+    assert "offload" not in advice(XL, replace(setup, offload="blocks"), 8, recomputed - 3 * share)
     for flags, changes in ((average, {"offload": "average"}), ("state", {"offload": "state"})):
         assert estimate(XL, replace(setup, grad_checkpoint=True, **changes), 8).total < recomputed, flags
 

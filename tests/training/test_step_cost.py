@@ -45,6 +45,14 @@ def test_a_gather_takes_what_its_slowest_link_takes():
     assert beside((alone, 0.5), 1e9).exposed == alone.seconds / 2 and beside((alone, 0.5), 1).exposed == 4
 
 
+@pytest.mark.parametrize(("plugin", "moved"), [("zero2", 20), ("fsdp", 20), ("ddp", 330)])
+def test_moments_in_8_bits_are_decoded_and_encoded(plugin, moved):
+    exact, stored = (cost(plugin=plugin, world=4, eight_bits=on).work["update"] for on in (False, True))
+    share = WEIGHTS / (1 if plugin == "ddp" else 4)
+    assert stored - exact == pytest.approx(moved * share / H200.memory)
+    assert cost(eight_bits=True).total > cost().total
+
+
 def test_work_scales_with_samples_micro_batches_and_ranks():
     one, two = cost(1), cost(2)
     assert two.work["attention"] == pytest.approx(2 * one.work["attention"])

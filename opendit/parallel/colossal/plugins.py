@@ -25,6 +25,7 @@ from opendit.models import DiT
 from opendit.parallel.apply import Sharding, apply_shards, float8_weights
 from opendit.parallel.colossal.zero import ZeroOptimizer
 from opendit.parallel.float8_gather import Float8Shards
+from opendit.parallel.host_shards import hosted_parameters, move_to_host
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.optimizer import FusedAdamW, LossScale, ShardedOptimizer
 from opendit.parallel.tensor import ReplicatedGradients
@@ -223,8 +224,10 @@ class FSDPPlugin(Plugin):
         float8 = sharded = None
         if self.mesh.dims.size("loss") > 1:
             apply_shards(model, self.mesh, self.sharding)
-            if any(parameter.is_meta for parameter in model.parameters()):
-                model.to_empty(device=self.mesh.device)  # allocates the shards; the engine sets their values
+            if self.sharding.hosted:
+                move_to_host(model, hosted_parameters(model, self.sharding.hosted), self.mesh.device)
+            # Allocate the other shards; the engine sets the values.
+            model._apply(lambda each: torch.empty_like(each, device=self.mesh.device) if each.is_meta else each)
             if self.sharding.gather_float8 and (names := float8_weights(model)):
                 float8 = Float8Shards(model, names, self.sharding.dtype, self.mesh.group("fsdp"))
         else:
@@ -240,6 +243,7 @@ class FSDPPlugin(Plugin):
                 grad_clip=self.grad_clip,
                 loss_scale=self.loss_scale,
                 offload=self.offload,
+                device=self.mesh.device,
                 float8=float8,
                 replicated=self.replicated,
             )
