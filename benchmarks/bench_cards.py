@@ -142,7 +142,8 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
         program = Path(outputs, "program.py")
         call = f"run({argv!r}, {None if tiny else case.cap!r}, {case.updates})"
         program.write_text(f"from benchmarks.bench_cards import run\nif __name__ == '__main__':\n    {call}\n")
-        environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": str(ROOT)}
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": paths}
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
         command = [sys.executable, *(ranks if case.ranks > 1 else []), str(program)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
