@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
     from opendit.data import Batch
     from opendit.diffusion import Objective
     from opendit.encoders.conditioner import Conditioner
-    from opendit.encoders.vision import VisionTeacher
+    from opendit.encoders.vision import CachedTeacher, VisionTeacher
     from opendit.models import Condition
     from opendit.parallel.engines import Engine
     from opendit.training.build import Run
@@ -88,7 +88,10 @@ class Inputs:
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model, which always takes the first frame as conditioning.
         route: settings of blocks that see only some of the tokens (``--route``).
-        teacher: encoder whose features tokens are aligned with (``--repa``).
+        route_until: step from which on these blocks see all tokens; None for never.
+        route_drop: share of the samples that do without the result of these blocks, if the route is fused.
+        teacher: encoder whose features tokens are aligned with (``--repa``), or its features in the batches.
+        uncertain: True if the weights of losses are learned (``--uncertainty_weighting``).
     """
 
     latents: Latents
@@ -103,13 +106,16 @@ class Inputs:
     in_place: bool = False
     beside: bool = False
     route: TokenRoute | None = None
-    teacher: VisionTeacher | None = None
+    route_until: int | None = None
+    route_drop: float = 0.0
+    teacher: VisionTeacher | CachedTeacher | None = None
+    uncertain: bool = False
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device. The host does not wait for the device."""
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
-        from opendit.diffusion.token_routing import draw_kept_tokens
+        from opendit.diffusion.token_routing import draw_dropped, draw_kept_tokens
         from opendit.training.micro_batch import MicroBatch
 
         index = batch.index.to(self.device, non_blocking=True)
@@ -123,10 +129,14 @@ class Inputs:
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
             condition, given = self.first_frames(condition, to_pixels(x))
-        kept = draw_kept_tokens(self.route, tokens, self.seed, batch.step, index)
-        alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
+        routed = self.route_until is None or batch.step < self.route_until
+        kept = draw_kept_tokens(self.route if routed else None, tokens, self.seed, batch.step, index)
+        dropped = draw_dropped(self.route, self.route_drop, self.seed, batch.step, index)
+        features = None if batch.features is None else batch.features.to(self.device, non_blocking=True)
+        alignment = self.teacher and self.teacher.alignment(to_pixels(x) if features is None else features)
         noise = self.noise(x0, batch.step, index)
-        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept, alignment)
+        more = kept, dropped, alignment, self.uncertain
+        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the latents x0, (B, C, ...) fp32, of samples x that have one shape."""

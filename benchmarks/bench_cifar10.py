@@ -84,6 +84,16 @@ ROWS = {
     "tread": "--route 2:10:0.5",
     "tread_modern": "--route 2:10:0.5 --norm rms --mlp swiglu --positions rope --qk_norm",
 }
+# Its dense end is the last fifth of 126 seconds, or two fifths of 180, on an H100.
+SPRINT = "--route 2:10:0.75:sprint --route_until 3000"
+ROWS |= {
+    "tread_until": "--route 2:10:0.5 --route_until 2200",
+    "sprint": SPRINT,
+    "sprint_sparse": "--route 2:10:0.75:sprint",
+    "sprint_dense": "--route 2:10:0:sprint",
+    "sprint_modern": f"--route 2:10:0.75:sprint --route_until 2500 {ROWS['modern']}",
+    "sprint_muon_modern": f"--route 2:10:0.75:sprint --route_until 2500 --optimizer muon {ROWS['modern']}",
+}
 ROWS |= {
     "muon": "--optimizer muon",
     "meanflow": "--objective meanflow --no_enable_cuda_graph",  # measure it with --steps 1 and 2
@@ -93,6 +103,8 @@ PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values per token of width 
 ROWS |= {
     "min_snr": "--flow_min_snr 5",
     "contrast": "--flow_contrast 0.05",
+    "uncertainty": "--uncertainty_weighting",
+    "uncertainty_muon_modern": f"--uncertainty_weighting --optimizer muon {ROWS['modern']}",
     "x_prediction": "--flow_prediction x",
     "jit": "--flow_prediction x --flow_times logit_normal --flow_mean 0.8 --flow_std 0.8",
     "64_v": PIXELS_64,
@@ -497,7 +509,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
     lines, points = read_log(outputs), []
     for checkpoint in chosen(folder / "checkpoints", args.points):
         step, began = int(checkpoint.name.removeprefix("step_")), time.perf_counter()
-        pixels = draw(checkpoint, labels, args.steps, args.guidance, min(BATCH, args.samples))
+        pixels = draw(checkpoint, labels, args.steps, args)
         points.append(
             {"step": step, "pictures": step * batch, "seconds": seconds_of(lines, batch, step)}
             | metric(pixels, labels)
@@ -506,7 +518,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
         print(f"{name} (seed {seed}): {points[-1]}", flush=True)
     also = {}
     for steps in args.also:
-        drawn = draw(checkpoint, labels, steps, args.guidance, min(BATCH, args.samples))
+        drawn = draw(checkpoint, labels, steps, args)
         also[steps] = metric(drawn, labels)
         print(f"{name} (seed {seed}): {steps} steps: {also[steps]}", flush=True)
     shutil.rmtree(folder / "checkpoints")  # each takes half a GiB
@@ -520,6 +532,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
     of_run |= {
         "sampling_steps": args.steps,
         "guidance": args.guidance,
+        "guidance_by": args.guidance_by,
         "samples": args.samples,
         "points": points,
         "by_steps": also,
@@ -535,10 +548,11 @@ def chosen(checkpoints: Path, count: int) -> list[Path]:
     return [found[at] for at in sorted({int(np.abs(steps - step).argmin()) for step in wanted})]
 
 
-def draw(checkpoint: Path, labels: np.ndarray, steps: int, guidance: float, batch: int) -> np.ndarray:
+def draw(checkpoint: Path, labels: np.ndarray, steps: int, args: argparse.Namespace) -> np.ndarray:
     """Return samples of the averaged weights, uint8 (N, 32, 32, 3). Larger ones are scaled down."""
     pipe = opendit.load(checkpoint)
-    drawn = pipe(labels.tolist(), steps=steps, guidance=guidance, seed=0, batch_size=batch, progress=False)
+    how = {"steps": steps, "guidance": args.guidance, "guidance_by": args.guidance_by}
+    drawn = pipe(labels.tolist(), **how, seed=0, batch_size=min(BATCH, args.samples), progress=False)
     return np.stack(
         [np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)) for picture in drawn]
     )
@@ -708,6 +722,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=50, help="of the sampler")
     parser.add_argument("--also", type=int, nargs="+", default=[], help="more numbers of steps, at the end of a run")
     parser.add_argument("--guidance", type=float, default=1.0, help="1: none")
+    parser.add_argument("--guidance_by", default="null", help="as of sample.py: null, route or FIRST:LAST:SHARE")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--more", default="", metavar="'--FLAG VALUE'", help="flags of train.py for all rows")
     parser.add_argument("--classifier", type=Path, help="one that this program has stored, instead of a new one")

@@ -271,6 +271,9 @@ class ObjectiveFlags(_with_flags("Objective", _settings_of(*(name for name in DE
         choices=tuple(DESCRIPTIONS),
         common="what is learned",
     )
+    uncertainty_weighting: bool = flag(
+        False, "learn how large the loss is at each time, and divide by that (EDM2); the logged loss is the sum of both"
+    )
 
 
 @dataclass(frozen=True)
@@ -285,8 +288,16 @@ class RoutingFlags(Flags):
     group: ClassVar[str] = "Token routing: blocks that see a part of the tokens in training"
 
     route: str | None = flag(
-        None, "FIRST:LAST:SHARE: blocks FIRST to LAST - 1, from 0, do without this share of the tokens", unit="route"
+        None,
+        "FIRST:LAST:SHARE: blocks FIRST to LAST - 1, from 0, do without this share of the tokens (TREAD); "
+        "FIRST:LAST:SHARE:sprint: their result is fused with the tokens before them (SPRINT)",
+        unit="route",
     )
+    route_until: int | None = flag(None, "from this step on these blocks see all tokens", unit="step", **COUNT)
+    route_drop: float = flag(0.1, "sprint: share of samples without the result of these blocks", **SHARE)
+
+
+CACHED_FEATURES = "cached"  # value of --repa: the features that are stored with cached latents
 
 
 @dataclass(frozen=True)
@@ -296,7 +307,10 @@ class AlignmentFlags(Flags):
     group: ClassVar[str] = "Alignment: a block's tokens with a vision encoder's features (REPA)"
 
     repa: str | None = flag(
-        None, "folder of a frozen vision transformer of transformers, such as DINOv2", unit="folder"
+        None,
+        "folder of a frozen vision transformer of transformers, such as DINOv2; cached: features that preprocess.py "
+        "latents --repa has stored",
+        unit="folder",
     )
     repa_block: int | None = flag(
         None, "tokens after this many blocks (default: two sevenths)", at_least=1, at_most=1024, unit="blocks"

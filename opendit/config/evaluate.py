@@ -31,7 +31,7 @@ from opendit.config.sample import (
     SampleSpeedFlags,
 )
 
-GUIDING = {"cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"}
+GUIDING = {"cfg_interval", "cfg_channels", "guidance_every", "guidance_by", "negative_prompt"}
 NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.reference)
 
 

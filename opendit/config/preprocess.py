@@ -158,6 +158,11 @@ def _add_latents(latents: CommandLine) -> None:
         whole(1, 2**30, "tokens"),
         "crop to shapes near a sample's own of at most this many tokens, as in train.py",
     )
+    latents.option(
+        "--repa",
+        FOLDER,
+        "of a frozen vision transformer, whose features of the pictures are stored, too, for train.py --repa cached",
+    )
     latents.option("--model", NAME, "whose tokens (default: --pretrained's or DiT-XL/2)")
     latents.option(
         "--max_upscale", Value(float, **SCALE), "of --bucket_tokens: enlarge nothing by more than this", 1.25
@@ -283,15 +288,20 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch size of --model, with which --bucket_tokens counts tokens: (frames, rows, columns) or (rows,
-    columns).
+    """Return the patch of --model, whose tokens --bucket_tokens counts and --repa has features for: (frames, rows,
+    columns) or (rows, columns).
 
-    Return () without --bucket_tokens. Raises ValueError if the model is missing or unknown, or takes clips instead of
+    Return () without either. Raises ValueError if the model is missing or unknown, or takes clips instead of
     pictures or pictures instead of clips.
     """
     tokens, model = options["bucket_tokens"], options["model"]
-    if tokens is None:
+    if tokens is None and options["repa"] is None:
         return ()
+    for flag in ("bucket_tokens", "use_video"):
+        if options["repa"] is not None and options[flag]:
+            raise ValueError(f"--repa {options['repa']}: is for pictures of one size; leave --{flag} out")
+    if tokens is None:
+        model = model or "DiT-XL/2"
     if model is None:
         raise ValueError(f"--bucket_tokens {tokens}: tokens of an unknown model; add --model, such as DiT-XL/2")
     patch = patch_size(model)
@@ -314,7 +324,9 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
     if options["data_path"] in named_sources():
         unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
     if options["bucket_tokens"] is None:
-        unused |= dict.fromkeys(("model", "max_upscale"), "does nothing without --bucket_tokens")
+        unused["max_upscale"] = "does nothing without --bucket_tokens"
+        if options["repa"] is None:
+            unused["model"] = "does nothing without --bucket_tokens or --repa"
     reject_unused(given, unused)
     options["patch"] = _patch_of(options)
     del options["download"], options["model"]
@@ -329,6 +341,8 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
     if vae == "none":
         raise ValueError("--vae none: has no latents to cache; train on the pictures themselves")
     check_vae(vae)
+    if options["repa"] is not None:
+        check_exists(options["repa"], "--repa", "the folder of a vision transformer")
     if encoder == "bytes":
         raise ValueError("--text_encoder bytes: is trained with the model, so it can't be cached; leave it out")
     check_inline(data)

@@ -116,6 +116,12 @@ class DrawFlags(Flags):
     cfg_interval: list[float] = flag(
         [], "LOW HIGH: guide at noise levels sigma between only", at_least=0, infinite=True, unit="sigma"
     )
+    guidance_by: str = flag(
+        "null",
+        "away from the null class or caption; route: also without the blocks of a fused route (SPRINT); "
+        "FIRST:LAST:SHARE: from the same class, these blocks without this share of the tokens (TREAD)",
+        unit="route",
+    )
     cfg_channels: int | None = flag(
         None, "guide only the first channels (Meta's figures: 3)", at_least=1, at_most=1024, unit="channels"
     )
@@ -232,6 +238,11 @@ class SampleConfig(
         if self.cfg_parallel:
             if self.cfg_scale == 1:
                 raise ValueError("--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out")
+            if self.guidance_by != "null":
+                raise ValueError(
+                    f"--guidance_by {self.guidance_by}: does not work with --cfg_parallel, which expects halves of "
+                    "equal work; leave one of them out"
+                )
             check_cfg_parallel(self.sequence_parallel_size, self.tensor_parallel_size, world_size)
         if self.ckpt != "latest":
             check_weights(self.ckpt, "--ckpt", pipeline=True)
@@ -257,9 +268,11 @@ class SampleConfig(
         unused = {}
         if self.cfg_scale == 1:
             unused |= dict.fromkeys(
-                ("cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"),
+                ("cfg_interval", "cfg_channels", "guidance_every", "guidance_by", "negative_prompt"),
                 "does nothing with --cfg_scale 1, which is no guidance",
             )
+        elif self.guidance_by not in ("null", "route"):
+            unused["negative_prompt"] = "does nothing with --guidance_by FIRST:LAST:SHARE, which keeps the caption"
         if self.ema is not None:
             unused["weights"] = "does nothing with --ema, which names an average"
         if self.ckpt != "latest":

@@ -1,33 +1,41 @@
-"""Token routing, ``--route FIRST:LAST:SHARE``: in training, some blocks see only part of the tokens. Does not import
-torch.
+"""Token routing, ``--route FIRST:LAST:SHARE[:sprint]``: in training, some blocks see only part of the tokens. Does not
+import torch.
 """
 
 import math
 from dataclasses import dataclass
 
-TAKES = "FIRST:LAST:SHARE, as in 2:8:0.5: blocks from 0, two numbers and a share from 0 to below 1"
+TAKES = "FIRST:LAST:SHARE or FIRST:LAST:SHARE:sprint, as in 2:8:0.5: blocks from 0, two numbers and a share below 1"
 
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """A route: blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens."""
+    """A route: blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
+
+    fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD.
+    """
 
     first: int
     last: int
     share: float
+    fused: bool = False
 
     def kept(self, tokens: int) -> int:
         """Return how many of a sample's ``tokens`` the routed blocks see; at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 
-def parse_route(text: str) -> TokenRoute:
-    """Parse a value of ``--route``. Raises ValueError for an invalid value."""
+def parse_route(text: str, flag: str = "route") -> TokenRoute:
+    """Parse a value of ``--route`` or another ``flag``. Raises ValueError for an invalid value."""
     try:
-        first, last, share = text.split(":")
-        route = TokenRoute(int(first), int(last), float(share))
+        first, last, share, *fused = text.split(":")
+        route = TokenRoute(int(first), int(last), float(share), bool(fused))
+        if fused not in ([], ["sprint"]):
+            raise ValueError
     except ValueError:
-        raise ValueError(f"--route {text}: is no route; give {TAKES}") from None
+        raise ValueError(f"--{flag} {text}: is no route; give {TAKES}") from None
     if not (0 <= route.first < route.last and 0 <= route.share < 1) or math.isnan(route.share):
-        raise ValueError(f"--route {text}: out of range; give {TAKES}")
+        raise ValueError(f"--{flag} {text}: out of range; give {TAKES}")
+    if route.fused and route.first == 0:
+        raise ValueError(f"--{flag} {text}: SPRINT fuses with a block before the route; begin at 1 or later")
     return route

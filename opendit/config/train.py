@@ -165,6 +165,7 @@ class TrainConfig(
         flags._check_packs()
         flags._check_route()
         flags._check_alignment()
+        flags._check_uncertainty()
         if flags.parallel != "auto":  # --parallel auto chooses the batch size itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
@@ -365,6 +366,7 @@ class TrainConfig(
             "--compile, which has no forward-mode derivatives": self.compile,
             "--route, because the target is made of all tokens": self.token_route is not None,
             "--repa, whose term has not been tried beside it": self.repa is not None,
+            "--uncertainty_weighting, whose target has two times": self.uncertainty_weighting,
             "--lora, whose layers have none": self.lora is not None,
             "--pack_tokens, whose tokens have one time each": self.pack_tokens is not None,
             "--parallel auto, which may divide the model": self.parallel == "auto",
@@ -421,7 +423,7 @@ class TrainConfig(
             if self.dry_run is None:
                 check_weights(self.load, "--load", pipeline=True)
         check_vae(self.vae)
-        if self.repa is not None:
+        if self.repa not in (None, component.CACHED_FEATURES):
             check_exists(self.repa, "--repa", "the folder of a vision transformer")
         if self.dry_run is None:
             check_loggers(self.loggers)
@@ -446,6 +448,10 @@ class TrainConfig(
             unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
+        if self.route is None:
+            unused["route_until"] = "does nothing without --route"
+        if self.token_route is None or not self.token_route.fused:
+            unused["route_drop"] = "does nothing without --route FIRST:LAST:SHARE:sprint"
         if self.repa is None:
             of_it = ("repa_block", "repa_weight", "repa_projector")
             unused |= dict.fromkeys(of_it, "does nothing without --repa")
@@ -583,9 +589,9 @@ class TrainConfig(
 
     @property
     def token_route(self) -> TokenRoute | None:
-        """The parsed --route; None if all blocks see all tokens."""
+        """The parsed --route; None if all blocks see all tokens and nothing is fused."""
         route = None if self.route is None else parse_route(self.route)
-        return route if route is not None and route.share > 0 else None
+        return route if route is not None and (route.share > 0 or route.fused) else None
 
     def _check_route(self) -> None:
         """Raise ValueError, with the reason, for flags that can't be combined with --route."""
@@ -637,6 +643,18 @@ class TrainConfig(
                 f"--repa_block {at}: --route {self.route} has a part of the tokens there; give {route.first} or less, "
                 f"or {route.last} or more"
             )
+
+    def _check_uncertainty(self) -> None:
+        """Raise ValueError, with the reason, for flags that can't be combined with --uncertainty_weighting."""
+        if not self.uncertainty_weighting:
+            return
+        clashes = {
+            f"--model {self.model}, which has no part for it": depth_and_heads(self.model) is None,
+            "--lora, which trains additions to blocks alone": self.lora is not None,
+            "--pipeline_parallel_size, whose stages each have some of the blocks": self.pipeline_parallel_size > 1,
+            "--parallel auto, which may choose a pipeline": self.parallel == "auto",
+        }
+        self._reject("uncertainty_weighting", clashes)
 
     def check_lora(self) -> None:
         """Raise ValueError if --lora can't be combined with the other flags."""

@@ -90,6 +90,7 @@ class Item(NamedTuple):
         text: caption of the sample, if the conditioning is by text.
         skipped: "path: reason" of each unreadable file that this sample replaces.
         embedding: embedding of the caption, if it is cached.
+        features: (N, width) float16 features of the picture's tokens, if they are cached.
         small: if ``x`` is smaller than requested, the enlargement that is still to be done.
         whole: if ``x`` is smaller than requested, the (height, width) after the enlargement.
         shortened: True if the clip was too short, so that its frames are closer together than requested.
@@ -101,10 +102,25 @@ class Item(NamedTuple):
     text: str | None = None
     skipped: tuple[str, ...] = ()
     embedding: Embedding | None = None
+    features: Tensor | None = None
     small: Small | None = None
     whole: tuple[int, ...] = ()
     shortened: bool = False
     bytes_read: int = 0
+
+
+class CachedFeatures(NamedTuple):
+    """Features of pictures that are cached with their latents (``preprocess.py latents --repa``).
+
+    Attributes:
+        encoder: folder of the vision encoder.
+        grid: (rows, columns) of the tokens, which have a feature each.
+        width: width of a feature.
+    """
+
+    encoder: str
+    grid: tuple[int, int]
+    width: int
 
 
 class BadSample(Exception):
@@ -148,6 +164,7 @@ class Description:
         max_bad: the largest fraction of unreadable files that training skips.
         vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
         text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
+        features: cached features of the pictures; None if there are none.
         cut_captions: lines for the log about captions that were truncated before they were embedded.
         notes: lines for the log about files that were left out when the data set was opened.
         counted_captions: (rows, number of captions that are checked before training starts) for each source. The number
@@ -177,6 +194,7 @@ class Description:
     text_encoder: str | None = None
     max_tokens: int = 0
     empty_caption: Embedding | None = None
+    features: CachedFeatures | None = None
     cut_captions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     counted_captions: tuple[tuple[int, int], ...] = ()

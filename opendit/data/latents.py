@@ -1,6 +1,7 @@
 """The data set of cached latents. For their tars see ``shards.latents``, for their index ``latents_index``."""
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -8,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, BadSample, Description, Embedding, Fingerprint, Item, Shapes, Size, View, flip_note
+from opendit.data.base import (
+    PLAIN,
+    BadSample,
+    CachedFeatures,
+    Description,
+    Embedding,
+    Fingerprint,
+    Item,
+    Shapes,
+    Size,
+    View,
+    flip_note,
+)
 from opendit.data.contents import Checksums
 from opendit.data.folders import Ignored, files_below
 from opendit.data.latents_index import INDEX, OLD_FILES, REPAIR, VERSION, choose_index, read_indexes
@@ -132,6 +146,10 @@ class LatentDataset(ShardDataset):
         self.conditioning = index.get("conditioning", "label")
         text = index.get("text")
         self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
+        stored, self.features = index.get("features"), None
+        if stored is not None:
+            rows, columns = stored["grid"]
+            self.features = CachedFeatures(stored["encoder"], (rows, columns), stored["width"])
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
         """Read a sample's tensors. Raises BadSample if they do not match the index."""
@@ -147,6 +165,11 @@ class LatentDataset(ShardDataset):
                 raise ValueError(f"moments of shape {shape}, not {wanted}")
             if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
+            if self.features is not None:
+                stored = tensors["features"].shape, tensors["features"].dtype
+                right = torch.Size([wanted[0], math.prod(self.features.grid), self.features.width]), torch.half
+                if stored != right:
+                    raise ValueError(f"features of {list(stored[0])} {stored[1]}, not {list(right[0])} {right[1]}")
         except BadSample:
             raise
         except Exception as error:  # files of other programs may raise any type
@@ -169,7 +192,9 @@ class LatentDataset(ShardDataset):
         tensors, embedding = self._tensors(row), None
         if self.text_encoder is not None:
             embedding = padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
-        return self._labelled(row, Item(tensors["moments"][int(view.flip)].float(), embedding=embedding))
+        features = tensors["features"][int(view.flip)] if self.features else None
+        moments = tensors["moments"][int(view.flip)].float()
+        return self._labelled(row, Item(moments, embedding=embedding, features=features))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._shown(self.read(row).x)
@@ -273,6 +298,7 @@ class LatentDataset(ShardDataset):
             text_encoder=self.text_encoder,
             max_tokens=self.max_tokens,
             empty_caption=self.empty_caption,
+            features=self.features,
             cut_captions=self._cut_captions(),
             counted_captions=((len(self), self.counted_captions),),
             largest_label=self._find_largest_label,
@@ -287,9 +313,10 @@ class LatentDataset(ShardDataset):
         words = text if self.conditioning == "text" else f"of {len(self.class_names):,} classes"
         tokens = self.index.get("settings", {}).get("bucket_tokens")
         size = f"{size}x{size}" if tokens is None else f"of shapes near {size}x{size}, --bucket_tokens {tokens}"
+        features = f", features by {self.features.encoder}" if self.features else ""
         return (
             f"{self.shown.removeprefix('--data_path ')}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, "
-            f"{size}, {flip_note(self.random_flip)}{self.note}"
+            f"{size}, {flip_note(self.random_flip)}{features}{self.note}"
         )
 
 

@@ -69,6 +69,7 @@ class LatentsSettings(JsonObject):
     precision: Word = ""
     video: ClipSettings = absent()
     text: Word | None = None
+    features: Word = absent()
 
 
 class LatentsShard(JsonObject):
@@ -107,6 +108,14 @@ class TextEncoding(JsonObject):
     max_tokens: int = Field(ge=1, le=1 << 16)
     pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()
     dtype: Literal["bf16"] = absent()
+
+
+class StoredFeatures(JsonObject):
+    """The vision encoder's features that are stored with the latents: one for each of grid[0] x grid[1] tokens."""
+
+    encoder: Name
+    grid: Annotated[list[Side], Len(2, 2)]
+    width: Annotated[int, Interval(ge=1, le=1 << 16)]
 
 
 class CaptionCounts(JsonObject):
@@ -152,6 +161,7 @@ class LatentsOfOneSize(JsonObject):
     data_fps: Rate = 1  # frames a second of the files that the clips were read from
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
+    features: StoredFeatures = absent()
     captions: CaptionCounts = absent()
     checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of other files than the shards
     foreign: ForeignTars = absent()

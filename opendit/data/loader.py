@@ -402,6 +402,7 @@ class Batch:
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
         text: B captions; None if the conditioning is by label.
+        features: (B, N, width) float16 cached features of the pictures' tokens.
         small: the enlargement of each sample that ``enlarge`` still has to do on the device; None if none is needed.
     """
 
@@ -418,6 +419,7 @@ class Batch:
     bytes_read: int = 0
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # embedding of the captions, if cached
+    features: Tensor | None = None
     small: tuple[Small | None, ...] | None = None
     shared: Tensor | tuple[Tensor, ...] | None = None  # if pinned: ``x`` in memory shared with the worker
 
@@ -434,8 +436,9 @@ class Batch:
     def pin_memory(self) -> "Batch":  # called by DataLoader
         embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
         x = self.x.pin_memory() if isinstance(self.x, Tensor) else tuple(part.pin_memory() for part in self.x)
+        features = None if self.features is None else self.features.pin_memory()
         pinned = dict(x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
-        return replace(self, **pinned, shared=self.x)
+        return replace(self, **pinned, features=features, shared=self.x)
 
 
 @dataclass
@@ -517,6 +520,7 @@ class _BatchReader(Dataset[Any]):
             bytes_read=sum(item.bytes_read for item in items),
             text=tuple(item.text or "" for item in items) if self.has_text else None,
             embedding=_stack_embeddings([item.embedding for item in items]),
+            features=None if items[0].features is None else torch.stack([cast(Tensor, i.features) for i in items]),
             small=tuple(item.small for item in items) if any(item.small for item in items) else None,
         )
 

@@ -44,6 +44,7 @@ from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import HUB, Codec, load_codec
 from opendit.encoders.video_vae import load_video_codec
+from opendit.encoders.vision import VisionTeacher
 from opendit.models.families import FAMILIES
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.supervisor import Supervisor
@@ -93,6 +94,7 @@ def make_latents(
     shard_size: int = 4096,
     tar_bytes: int | None = None,
     bucket_tokens: int | None = None,
+    teacher: VisionTeacher | None = None,
     rank: int = 0,
     world_size: int = 1,
     max_bad: float = 0.05,
@@ -113,6 +115,7 @@ def make_latents(
         shard_size: samples of a tar.
         tar_bytes: approximate bytes of a tar, instead of ``shard_size``.
         bucket_tokens: most tokens of a sample of a ShapedDataset.
+        teacher: vision encoder whose features of the pictures are stored, too.
         max_bad: largest tolerated share of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
@@ -124,7 +127,7 @@ def make_latents(
         DataError: more than ``max_bad`` of the files can't be read, or a latent doesn't fit float16.
     """
     output = Path(output)
-    work = _Encoding(dataset, codec, encoder, image_size, flips)
+    work = _Encoding(dataset, codec, encoder, image_size, flips, teacher)
     settings = work.settings(tar_bytes or shard_size, bucket_tokens)
     plan = _plan(dataset, lambda rows: work.samples_of_a_tar(tar_bytes, rows) if tar_bytes else shard_size)
     all_names = [tar_name(image_size, shard, len(plan)) for shard in range(len(plan))]
@@ -214,6 +217,7 @@ class _Encoding:
     encoder: AnyEncoder | None
     image_size: int
     flips: bool
+    teacher: VisionTeacher | None = None
 
     @property
     def device(self) -> torch.device:
@@ -243,6 +247,8 @@ class _Encoding:
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.encoder:
             numbers += form_of(self.encoder).numbers(self.encoder.max_tokens)
+        if self.teacher is not None:
+            numbers += (2 if self.flips else 1) * math.prod(self.teacher.grid) * self.teacher.width
         return max(1, tar_bytes // (2 * numbers + HEADERS))
 
     def settings(self, shard_size: int, bucket_tokens: int | None) -> dict[str, Any]:
@@ -263,6 +269,8 @@ class _Encoding:
             settings["video"] = {name: value for name, value in vars(about.clips).items() if value is not None}
         if self.has_captions:
             settings["text"] = self.encoder and self.encoder.fingerprint()
+        if self.teacher is not None:
+            settings["features"] = self.teacher.fingerprint()
         if isinstance(self.dataset, ShapedDataset):  # several sizes of the same media may lie in one folder
             whole = self.dataset.whole.fingerprint().identity
             settings |= {"data": whole, "shapes": data, "bucket_tokens": bucket_tokens}
@@ -286,12 +294,25 @@ class _Encoding:
                         "bf16 or fp32, and check the VAE's weights if that doesn't help"
                     )
                 embedded = embed(self.encoder, captions) if self.encoder else [()] * len(rows)
-                parts = zip(rows, made.cpu(), embedded, labels, captions or [None] * len(rows), strict=True)
-                for row, moments, words, label, caption in parts:
-                    tensors = {"moments": moments, **dict(zip(("tokens", "pooled"), words, strict=False))}
+                seen = self._features(shown, rows)
+                parts = zip(rows, made.cpu(), embedded, seen, labels, captions or [None] * len(rows), strict=True)
+                for row, moments, words, features, label, caption in parts:
+                    tensors = {"moments": moments, **dict(zip(("tokens", "pooled"), words, strict=False)), **features}
                     samples.append(CachedSample(row, tensors, label, caption))
             bar.update(len(rows) + len(skipped))
         return samples, all_skipped
+
+    def _features(self, views: Sequence[Tensor], rows: list[int]) -> list[dict[str, Tensor]]:
+        """Return {"features": (F, N, W) fp16} of each of these pictures; {} without a vision encoder."""
+        if self.teacher is None:
+            return [{}] * len(rows)
+        found = torch.stack([self.teacher.features(view) for view in views], dim=1).half()
+        if not found.isfinite().all():
+            raise DataError(
+                f"the features of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision bf16 "
+                "or fp32, or leave --repa out"
+            )
+        return [{"features": features.contiguous()} for features in found.cpu()]
 
     def entries(
         self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str]
@@ -335,6 +356,9 @@ class _Encoding:
                 index["data_fps"] = rate
         if self.has_captions:
             index["conditioning"] = "text"
+        if self.teacher is not None:
+            teacher = self.teacher
+            index["features"] = {"encoder": teacher.name, "grid": [*teacher.grid], "width": teacher.width}
         if self.encoder:
             width, pooled, dtype = form_of(self.encoder)
             index["text"] = {"encoder": self.encoder.name, "max_tokens": self.encoder.max_tokens}
@@ -364,6 +388,7 @@ def run(
     patch: tuple[int, ...] = (),
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
+    repa: str | None = None,
     text_precision: str = "bf16",
     data_timeout: float = 300.0,
     **media: Any,
@@ -373,7 +398,8 @@ def run(
     If torchrun started several processes, each uses one GPU.
 
     Args:
-        patch: ([frames,] rows, columns), the patch of the model for which ``bucket_tokens`` counts tokens.
+        patch: ([frames,] rows, columns), the patch of the model for which ``bucket_tokens`` counts tokens, and whose
+            tokens get features of ``repa``.
         media: fields of ``sources.Request`` about how files are read.
 
     Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
@@ -422,6 +448,13 @@ def run(
                 raise ValueError(f"{what}: --data_path {data_path} has no captions; {fix}")
             text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
             encoder = _load_encoder(text_encoder, pretrained, max_text_tokens, device, dtype, text_precision)
+        teacher = None
+        if repa is not None:
+            _, *sides = _Encoding(dataset, codec, None, image_size, flip).latent_shape()
+            if any(side % p for side, p in zip(sides, patch, strict=True)):
+                raise ValueError(f"--repa {repa}: a patch of {patch[0]} does not divide {sides} latents; give --model")
+            grid = tuple(side // p for side, p in zip(sides, patch, strict=True))
+            teacher = VisionTeacher(str(Path(repa).expanduser().resolve()), grid, 1.0, False, device, dtype)
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
@@ -446,6 +479,7 @@ def run(
             shard_size=shard_size,
             tar_bytes=tar_bytes,
             bucket_tokens=bucket_tokens,
+            teacher=teacher,
             rank=rank,
             world_size=world_size,
             max_bad=about.max_bad,

@@ -40,6 +40,7 @@ class Stream(IntEnum):
     TAGS = 10
     ROUTE = 11
     INTERVAL = 12
+    ROUTE_DROP = 13
 
 
 def philox4x32(

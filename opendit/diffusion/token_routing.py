@@ -1,4 +1,4 @@
-"""Draw the tokens that routed blocks process (``--route``)."""
+"""Draw the tokens that routed blocks process, and the samples whose result is dropped (``--route``)."""
 
 import torch
 from torch import Tensor
@@ -15,11 +15,19 @@ def draw_kept_tokens(
     All subsets of this size are equally likely. The draw depends on (seed, step, index) only.
 
     Args:
-        route: None keeps all tokens and returns None.
+        route: None, or a route without a share, keeps all tokens and returns None.
         tokens: number of tokens per sample.
     """
-    if route is None or tokens is None:
+    if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
     order = torch.sort(u, dim=1, stable=True).indices  # a stable sort breaks ties in the same way on every device
     return order[:, : route.kept(tokens)].sort(dim=1).values
+
+
+def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
+    """Draw the samples of a training step whose tokens after a fused route are all mask tokens, (B,) bool: a ``share``
+    of them. Return None without a route that is fused."""
+    if route is None or not route.fused:
+        return None
+    return uniform(seed, step, index, Stream.ROUTE_DROP) < share

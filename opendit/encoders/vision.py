@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opendit.common.json_file import MIB, read_bounded
 from opendit.encoders.folder import loading, transformers_model
+from opendit.encoders.vae import module_fingerprint
 from opendit.models.alignment import Alignment, without_mean
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # colour statistics of ImageNet, used if the folder has none
@@ -42,7 +43,14 @@ class VisionTeacher:
         spatial: apply iREPA's normalisation to the features.
         device: device of the encoder.
         dtype: dtype of the encoder.
+
+    Attributes:
+        name: the folder.
+        grid: see above.
     """
+
+    name: str
+    grid: tuple[int, ...]
 
     def __init__(
         self,
@@ -60,7 +68,8 @@ class VisionTeacher:
             name = cast(Any, transformers.MODEL_MAPPING)[type(config)].__name__
             self._model = transformers_model(Path(folder), name, "model", dtype)
         self._model.eval().requires_grad_(False).to(device)
-        self._grid, self._weight, self._spatial, self._dtype = grid, weight, spatial, dtype
+        self.name, self.grid = folder, grid
+        self._weight, self._spatial, self._dtype = weight, spatial, dtype
         self._size = tuple(side * config.patch_size for side in grid)
         takes = inspect.signature(type(self._model).forward).parameters
         self._how = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
@@ -69,12 +78,41 @@ class VisionTeacher:
         colours = [found.get("image_mean") or MEAN, found.get("image_std") or STD]
         self._mean, self._std = (torch.tensor(each, device=device).view(1, 3, 1, 1) for each in colours)
 
+    @property
+    def width(self) -> int:
+        """Width of the features."""
+        return self._model.config.hidden_size
+
+    def fingerprint(self) -> str:
+        """Hash everything that decides the features."""
+        how = [*self.grid, *self._mean.flatten().tolist(), *self._std.flatten().tolist(), self._dtype]
+        return module_fingerprint(self._model, str(how))
+
     @torch.no_grad()
-    def alignment(self, pixels: Tensor) -> Alignment:
-        """Return the features of pictures (B, 1 or 3, H, W) in [-1, 1], as the target of an alignment term."""
+    def features(self, pixels: Tensor) -> Tensor:
+        """Return the features (B, N, width) fp32 of pictures (B, 1 or 3, H, W) in [-1, 1]."""
         x = F.interpolate(pixels.float(), self._size, mode="bicubic", antialias=True).clamp(-1, 1)
         x = ((x.expand(-1, 3, -1, -1) + 1) / 2 - self._mean) / self._std
         tokens = self._model(pixel_values=x.to(self._dtype), **self._how).last_hidden_state
-        count = self._grid[0] * self._grid[1]
-        features = tokens[:, tokens.shape[1] - count :].float()  # class and register tokens come first
-        return Alignment(without_mean(features) if self._spatial else features, self._weight)
+        count = self.grid[0] * self.grid[1]
+        return tokens[:, tokens.shape[1] - count :].float()  # class and register tokens come first
+
+    def alignment(self, pixels: Tensor) -> Alignment:
+        """Return the features of pictures (B, 1 or 3, H, W) in [-1, 1], as the target of an alignment term."""
+        return alignment_with(self.features(pixels), self._weight, self._spatial)
+
+
+class CachedTeacher:
+    """Stands for an encoder whose features were computed with the latents. Arguments: see :class:`VisionTeacher`."""
+
+    def __init__(self, weight: float, spatial: bool):
+        self._weight, self._spatial = weight, spatial
+
+    def alignment(self, features: Tensor) -> Alignment:
+        """Return features (B, N, width) of any floating dtype as the target of an alignment term."""
+        return alignment_with(features.float(), self._weight, self._spatial)
+
+
+def alignment_with(features: Tensor, weight: float, spatial: bool) -> Alignment:
+    """Return features (B, N, width) fp32 as the target of an alignment term. Arguments: see :class:`VisionTeacher`."""
+    return Alignment(without_mean(features) if spatial else features, weight)

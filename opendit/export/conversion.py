@@ -59,10 +59,11 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
     if config.kind != DiTConfig.kind:
         what = "video DiT" if config.is_video else f"{config.kind} model"
         raise ValueError(f"{target} has no {what}; a {config.kind} can't be exported")
-    if config.options != PLAIN or config.positions != "sincos" or config.exchanged or config.patch_bottleneck:
+    extended = config.exchanged or config.patch_bottleneck or config.sprint
+    if config.options != PLAIN or config.positions != "sincos" or extended:
         raise ValueError(
             f"{target}'s DiT has no --qk_norm, --adaln_lora, --no_bias, --patch_bottleneck, no --norm rms or --mlp "
-            "swiglu and other --positions than sincos; this model can't be exported"
+            "swiglu, no fused --route and other --positions than sincos; this model can't be exported"
         )
     if config.text is not None:
         raise ValueError(f"{target} has no DiT conditioned on captions; this model can't be exported")

@@ -23,7 +23,7 @@ from opendit.models.weights import Weights
 # Fields of a configuration that only affect layers before and after the blocks. All other fields must be equal.
 AROUND_THE_BLOCKS = {
     "input_size", "patch_size", "in_channels", "num_classes", "null_class", "learn_sigma", "text", "positions",
-    "given_frames", "published", "index", "alignment",
+    "given_frames", "published", "index", "alignment", "uncertainty",
 }  # fmt: skip
 TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.", "x_embedder.proj.weight"
 

@@ -24,7 +24,7 @@ from opendit.models.positions import rotary_shares
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
 # New runs use the newest revision. A checkpoint keeps its revision, even when it is converted or resumed.
 REVISION = 2
-LATER = ("alignment", "patch_bottleneck")  # fields that are stored only if they are set
+LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if they are set
 # fields that can change an architecture's default norm or MLP -> their allowed values
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}
 
@@ -67,6 +67,8 @@ class DiTConfig:
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
     # width to which patches are projected before the projection to the tokens' width; None: a single projection
     patch_bottleneck: int | None = None
+    uncertainty: bool = False  # True if the weights of losses by time are learned; see opendit.models.uncertainty
+    sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
 
     @property
     def options(self) -> Options:
@@ -236,10 +238,10 @@ class DiTConfig:
         """Return the fields and the kind as a dictionary for JSON.
 
         ``norm`` and ``mlp`` are left out if they have the architecture's default values, and fields in LATER if they
-        are None, so that earlier versions of OpenDiT can read the dictionary.
+        are not set, so that earlier versions of OpenDiT can read the dictionary.
         """
         values = {"kind": self.kind, **asdict(self)}
-        values = {key: value for key, value in values.items() if key not in LATER or value is not None}
+        values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
 
     @property
@@ -282,6 +284,9 @@ class DiTConfig:
                 f"--patch_bottleneck {self.patch_bottleneck}: out of range; give fewer numbers than a patch has, "
                 f"{values}, and than the width, {self.hidden_size}"
             )
+        if self.sprint is not None and not 0 < self.sprint[0] < self.sprint[1] <= self.depth:
+            route = f"{self.sprint[0]}:{self.sprint[1]}"
+            raise ValueError(f"--route {route}: out of range; begin at 1 or later, and end at {self.depth} or before")
         if self.given_frames is not None:
             count = parse_given(self.given_frames)
             if not self.is_video:
@@ -318,6 +323,8 @@ class DiTConfig:
         """Raise ValueError, with the reason, if these models do not support packs of samples of unequal size."""
         if self.why_no_packs:
             raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
+        if self.sprint is not None:
+            raise ValueError("--pack_tokens: not models of a fused --route; leave one of the two out")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         """Raise ValueError if the blocks do not support FP8 or this level of --recompute."""
@@ -344,6 +351,8 @@ class DiTConfig:
         embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
         embed += 0 if narrow is None else (narrow + 1) * d
         embed += 0 if self.alignment is None else self.alignment.parameters(d)
+        embed += self.uncertainty * (TIME_FREQUENCIES + 1)
+        embed += 0 if self.sprint is None else (2 * d + 2) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
             embed += sum(self.grid) * d

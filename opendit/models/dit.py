@@ -6,14 +6,12 @@ Parameter names are those of Meta's release, so that Meta's checkpoints load str
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from opendit.config.token_routing import TokenRoute
 from opendit.models.alignment import Projector, run_tapped
 from opendit.models.attention import Attention, SequenceShards, TokenGrid, local_attention, of_rows
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, ResidualStream, run_blocks
@@ -33,7 +31,8 @@ from opendit.models.initialization import (
 from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, TimestepEmbedder, modulation
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segments import PlacedSegments, Segments, Varlen
-from opendit.models.token_routing import run_routed
+from opendit.models.token_routing import Fusion, run_routed
+from opendit.models.uncertainty import Uncertainty
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks
@@ -75,13 +74,17 @@ class DiT(nn.Module):
         self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         # Projector of intermediate tokens for representation alignment (--repa).
         self.projector: Projector | None = None if config.alignment is None else Projector(dim, config.alignment)
+        # Fusion of the tokens before and after a route (--route ...:sprint).
+        self.fusion: Fusion | None = None if config.sprint is None else Fusion(dim)
+        self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
         self.grad_checkpoint: bool | str = False  # the argument ``checkpointed`` of run_blocks
         # True if blocks are shard units, whose weights exist only while the block is called.
         self.modulate_in_blocks = False
         # Function (number of tokens, sizes of their grid) that divides a sequence over the ranks of a group.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
-        self.route: TokenRoute | None = None  # for calls with ``kept``: the blocks that see only these tokens
+        # First block that sees only some tokens in calls with ``kept``, and first block after them.
+        self.route: tuple[int, int] | None = config.sprint
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -116,6 +119,9 @@ class DiT(nn.Module):
             "**.bias": zero,
             "x_embedder.*.weight": xavier,
             "projector.layers.*.weight": xavier,
+            "uncertainty.linear.weight": zero,
+            "fusion.mask_token": embedder,
+            "fusion.linear.weight": xavier,
             "t_embedder.mlp.*.weight": embedder,
             "y_embedder.embedding_table.weight": embedder,
             "y_embedder.mlp.*.weight": xavier,
@@ -185,7 +191,9 @@ class DiT(nn.Module):
         y: Condition,
         segments: Segments | None = None,
         kept: Tensor | None = None,
+        dropped: Tensor | None = None,
         aligned: bool = False,
+        uncertain: bool = False,
     ) -> Any:
         """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
 
@@ -202,40 +210,52 @@ class DiT(nn.Module):
                 segment.
             kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None if all blocks see all
                 tokens.
+            dropped: (B,) bool, samples without the tokens after the route of a configuration with ``sprint``; None for
+                none.
             aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
+            uncertain: True to also return the u(t) of :class:`~opendit.models.uncertainty.Uncertainty`, (B,) fp32.
 
         Returns:
             (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; (N, out_channels, *patch) for a
-            pack. If ``aligned``, a pair of the prediction and the projected tokens.
+            pack. If ``aligned`` or ``uncertain``, a tuple of the prediction and what was asked for.
 
         Raises:
             ValueError: the patch does not divide a side.
         """
         c, context = self.condition(t, y)
+        more: list[Tensor] = []
         if segments is not None:
-            return self._predict_pack(x, self.modulations(c), context, segments)
-        projected: list[Tensor] = []
-        output = self.predict(x, self.modulations(c), context, run=self._runs(kept, aligned, x, projected.append))
-        return (output, projected[0]) if aligned else output
+            output = self._predict_pack(x, self.modulations(c), context, segments)
+        else:
+            run = self._runs(kept, dropped, aligned, x, more.append)
+            output = self.predict(x, self.modulations(c), context, run=run)
+        if uncertain:
+            assert self.uncertainty is not None, "a model of --uncertainty_weighting"
+            more.append(self.uncertainty(t))
+        return (output, *more) if more else output
 
     def _runs(
-        self, kept: Tensor | None, aligned: bool, x: Tensor, take: Callable[[Tensor], None]
+        self,
+        kept: Tensor | None,
+        dropped: Tensor | None,
+        aligned: bool,
+        x: Tensor,
+        take: Callable[[Tensor], None],
     ) -> Callable[..., Tensor]:
         """Return the function that runs the blocks on the tokens of x, with the signature of ``run_blocks``.
 
-        take: Called with the projected tokens if ``aligned``. For the other arguments, see :meth:`forward`.
-        """
-        route, routed = self.route, run_blocks
-        if kept is not None:
-            assert route is not None, "some tokens are kept for the blocks of a route"
-            routed = partial(run_routed, route=route, kept=kept)
+        take: Called with the projected tokens if ``aligned``. Other arguments: see :meth:`forward`."""
+        route = self.route if kept is not None or self.fusion is not None else None
+        routed = partial(run_routed, kept=kept, fusion=self.fusion, dropped=dropped)
         if not aligned:
-            return routed
+            return run_blocks if route is None else partial(routed, route=route)
         assert self.projector is not None and self.config.alignment is not None, "a model of --repa"
         at, project, grid = self.config.alignment.block, self.projector, self.config.grid_of(tuple(x.shape[2:]))
-        below, above = (routed, run_blocks) if route is not None and route.last <= at else (run_blocks, routed)
-        if kept is not None and route is not None and above is routed:
-            above = partial(run_routed, route=replace(route, first=route.first - at, last=route.last - at), kept=kept)
+        below = above = run_blocks
+        if route is not None and route[1] <= at:
+            below = partial(routed, route=route)
+        elif route is not None:
+            above = partial(routed, route=(route[0] - at, route[1] - at))
         tap = lambda tokens: take(project(tokens, grid))  # noqa: E731
         return partial(run_tapped, at=at, take=tap, below=below, above=above)
 

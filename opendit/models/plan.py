@@ -265,6 +265,8 @@ def rules(config: DiTConfig) -> dict[str, Rule]:
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
+        **({"uncertainty.linear.*": Replicated()} if config.uncertainty else {}),
+        **({} if config.sprint is None else {"fusion.**": Replicated()}),
         "t_embedder.mlp.*.*": Replicated(),
         "y_embedder.embedding_table.weight": Vocabulary(),
         "y_embedder.mlp.*.*": Replicated(),
@@ -574,6 +576,7 @@ FLOPS = (
     FlopTerm("time", _time, place="every"),
     FlopTerm("shared modulation", _shared_modulation, place="every"),
     FlopTerm("caption", _caption, place="every"),
+    FlopTerm("fusion", lambda c: 4 * c.tokens * c.hidden_size**2 * (c.sprint is not None), place="last"),
     FlopTerm("final layer", _final_layer, place="last"),
 )
 PLAN = Plan(rules, divisible, MEMORY, backward, FLOPS, stages(), projections)

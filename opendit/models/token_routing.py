@@ -1,19 +1,21 @@
-"""Token routing (TREAD; Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training",
-2025).
+"""Token routing: in training, consecutive blocks (the route) process only some of each sample's tokens. Sampling uses
+all tokens in all blocks.
 
-In training, consecutive blocks (the route) process only some of each sample's tokens. The other tokens skip the route
-unchanged, and return to their positions in the sequence after the route's last block. Sampling uses all tokens in all
-blocks.
+    [T] Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", 2025
+    [S] Park et al., "Sprint: Sparse-Dense Residual Fusion for Efficient Diffusion Transformers", 2025
+
+In [T] the other tokens skip the route unchanged and are put back at their positions after its last block. In [S] a mask
+token replaces them there, and a projection fuses the result with all tokens as they were before the route.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from opendit.config.token_routing import TokenRoute
 from opendit.models.attention import SequenceShards, TokenGrid
 from opendit.models.blocks import Block, Context, Modulation, run_blocks
 
@@ -29,6 +31,31 @@ class RoutedShards(SequenceShards, Protocol):
     def of_length(self, length: int) -> "RoutedShards":
         """Return the division of a sequence of another length over the same ranks."""
         ...
+
+
+class Fusion(nn.Module):
+    """[S] eq. 5: a projection of the tokens after a route and those before it, side by side.
+
+    Args:
+        dim: Width D of the tokens.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.mask_token: nn.Parameter = nn.Parameter(torch.zeros(dim))
+        self.linear: nn.Linear = nn.Linear(2 * dim, dim)
+
+    def forward(self, deep: Tensor, shallow: Tensor, dropped: Tensor | None = None) -> Tensor:
+        """Fuse the tokens ``deep`` after a route with the tokens ``shallow`` before it, both (B, N, D).
+
+        dropped: (B,) bool, samples whose ``deep`` tokens are all replaced by mask tokens; None for none."""
+        if dropped is not None:
+            deep = torch.where(dropped.view(-1, 1, 1), self.mask_token.to(deep.dtype), deep)
+        return self.linear(torch.cat((deep, shallow), dim=-1))
+
+    def masks(self, like: Tensor, tokens: int) -> Tensor:
+        """Return mask tokens (B, tokens, D), of as many samples and of the dtype of ``like``."""
+        return self.mask_token.to(like.dtype).expand(len(like), tokens, -1)
 
 
 class _KeptTokens(torch.autograd.Function):
@@ -55,36 +82,54 @@ def run_routed(
     context: Context | list[Context] | None = None,
     grid: TokenGrid | None = None,
     *,
-    route: TokenRoute,
-    kept: Tensor,
+    route: tuple[int, int],
+    kept: Tensor | None = None,
+    fusion: Fusion | None = None,
+    dropped: Tensor | None = None,
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """Run all blocks on x (B, N, D) like :func:`run_blocks`, but the blocks of ``route`` only on the tokens ``kept``.
-
-    kept: (B, n) int64, distinct token indices of each sample in ascending order.
+    """Run all blocks on x (B, N, D) like :func:`run_blocks`, but the blocks of a route only on the tokens ``kept``.
 
     If ``grid`` divides the sequence over ranks, x has this rank's tokens. The ranks gather all tokens before and after
     the route to balance the kept tokens between ranks.
+
+    Args:
+        route: First block of the route, and first block after it.
+        kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens.
+        fusion: Fuses the tokens after the route with those before it; None to put the kept tokens back among the
+            others.
+        dropped: See :meth:`Fusion.forward`.
     """
-    blocks, modulations, first, last = list(blocks), iter(modulations), route.first, route.last
+    blocks, modulations, (first, last) = list(blocks), iter(modulations), route
     contexts = context if isinstance(context, list) else [cast(Context, context)] * len(blocks)
 
     def part(x: Tensor, which: slice, grid: TokenGrid | None) -> Tensor:
         return run_blocks(blocks[which], x, modulations, contexts[which], grid, checkpointed=checkpointed)
 
     x = part(x, slice(first), grid) if first else x
+    deep = run_on_kept(partial(part, which=slice(first, last)), x, grid, kept, fusion)
+    x = deep if fusion is None else fusion(deep, x, dropped)
+    return part(x, slice(last, None), grid) if last < len(blocks) else x
+
+
+def run_on_kept(
+    run: Callable[..., Tensor], x: Tensor, grid: TokenGrid | None, kept: Tensor | None, fusion: Fusion | None = None
+) -> Tensor:
+    """Return this rank's tokens x (B, N, D), of which those ``kept`` are replaced by run(tokens, grid=their grid), and
+    all others by mask tokens if there is a ``fusion``. Other arguments: see :func:`run_routed`."""
+    if kept is None:
+        return run(x, grid=grid)
     index = kept.unsqueeze(-1).expand(-1, -1, x.shape[-1])
     places = None if grid is None else grid_of(grid, kept)
     shards = None if grid is None else cast(RoutedShards | None, grid.shards)
-    if shards is None:
-        y = part(cast(Tensor, _KeptTokens.apply(x, index)), slice(first, last), places)
-        x = x.scatter(1, index, y)
-    else:
-        few, all_tokens = shards.of_length(kept.shape[1]), shards.join(x)
-        own = few.take(cast(Tensor, _KeptTokens.apply(all_tokens, index)))
-        y = part(own, slice(first, last), places)
-        x = shards.take(all_tokens.scatter(1, index, few.join(y)))
-    return part(x, slice(last, None), grid) if last < len(blocks) else x
+    every = x if shards is None else shards.join(x)
+    own = cast(Tensor, _KeptTokens.apply(every, index))
+    few = None if shards is None else shards.of_length(kept.shape[1])
+    y = run(own if few is None else few.take(own), grid=places)
+    y = y if few is None else few.join(y)
+    beside = every if fusion is None else fusion.masks(y, every.shape[1])
+    found = beside.scatter(1, index, y)
+    return found if shards is None else shards.take(found)
 
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:

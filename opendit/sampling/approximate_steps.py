@@ -12,15 +12,21 @@ tensors.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache
+from opendit.config.token_routing import TokenRoute, parse_route
 from opendit.diffusion.trajectory import at_least_float32
+from opendit.models import DiTConfig
 from opendit.models.attention import TokenGrid
-from opendit.models.blocks import Block, run_blocks
+from opendit.models.blocks import Block, Context, run_blocks
+from opendit.models.families.public_config import PublicConfig
+from opendit.models.token_routing import Fusion, run_on_kept
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
 LOW, HIGH = 1e-2, 1e2  # noise levels below LOW count as clean; levels above HIGH count as pure noise
@@ -140,6 +146,42 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
     return TaylorStack(cache, plan, device) if isinstance(cache, TaylorCache) else FirstBlockStack(cache)
 
 
+def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
+    """Parse a value of ``--guidance_by``; return the route of guidance's second half, or None for all tokens.
+
+    Raises ValueError for an invalid value, and for one that the model does not support.
+    """
+    asked, fused = f"--guidance_by {by}", config.sprint
+    if by == "null":
+        return None
+    if by == "route":
+        if fused is None:
+            raise ValueError(f"{asked}: the model was not trained with --route FIRST:LAST:SHARE:sprint; give null")
+        return TokenRoute(*fused, 0.0, True)
+    route = parse_route(by, "guidance_by")
+    if fused is not None or route.fused:
+        raise ValueError(f"{asked}: is for models without a fused route; give {'null' if fused is None else 'route'}")
+    if config.axial_attention or config.block.experts or config.joint_sequence or config.kind == PublicConfig.kind:
+        raise ValueError(f"{asked}: {config.kind} models have blocks that need all tokens; give null")
+    if route.last > config.depth or route.share == 0:
+        raise ValueError(f"{asked}: out of range; end at block {config.depth} or before, with a share above 0")
+    return route
+
+
+class WeakHalf(NamedTuple):
+    """How the second half of a guided batch is evaluated (``--guidance_by``).
+
+    Attributes:
+        route: a fused route, whose result is replaced by mask tokens; or blocks that process only some tokens.
+        samples: B, of the 2 B rows of a guided batch.
+        kept: (1, n) int64 for every step, the tokens that these blocks process; none with a fused route.
+    """
+
+    route: TokenRoute
+    samples: int
+    kept: list[Tensor]
+
+
 class BlockStack:
     """Runs all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
 
@@ -150,7 +192,17 @@ class BlockStack:
     def __init__(self):
         self.evaluated = 0
         self.blocks: int | str = ALL
+        self.fusion: Fusion | None = None
+        self.weak: WeakHalf | None = None
+        self.route: tuple[int, int] = (0, 0)
+        self.weak_tokens: Tensor | None = None  # tokens of the weak half in the current step, (1, n) int64
         self._evaluation = 0
+
+    def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
+        """Set the model's fused route and its fusion, and how guidance's second half is evaluated; None for neither."""
+        self.fusion, self.weak = fusion, weak
+        self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
+        self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
 
     def begin(self, blocks: int | str) -> None:
         """Begin a step. blocks: see :class:`Mode`."""
@@ -158,6 +210,8 @@ class BlockStack:
 
     def prepare(self, i: int) -> None:
         """Write the inputs that change from step to step within a mode. Call this before step i is run or replayed."""
+        if self.weak_tokens is not None and self.weak is not None:
+            self.weak_tokens.copy_(self.weak.kept[i])
 
     def clear(self) -> None:
         """Drop the tensors kept between steps, because the next batch may have another number of tokens."""
@@ -194,6 +248,7 @@ class _Blocks:
     ):
         self._stack, self._blocks, self._modulations = stack, blocks, modulations
         self._context, self._grid, self._done = context, grid, 0
+        self._shallow: Any = None  # tokens before the route of a fused model
 
     def _next(self, count: int | None) -> slice:
         first, self._done = self._done, len(self._blocks) if count is None else self._done + count
@@ -202,17 +257,57 @@ class _Blocks:
     def run(self, x: Tensor, count: int | None = None) -> Tensor:
         """Run the next ``count`` blocks on x and return the result; None runs all remaining blocks."""
         which = self._next(count)
-        blocks = self._blocks[which]
-        context = None if self._context is None else self._context.of(which)
+        number, (first, last), fusion = which.stop - which.start, self._stack.route, self._stack.fusion
         # Gather the modulation of the final layer together with the last blocks' modulations, in one kernel.
-        self._modulations.gather(len(blocks) + (self._done == len(self._blocks)))
-        self._stack.evaluated += len(blocks) * len(x)
-        return run_blocks(blocks, x, self._modulations, context, self._grid)
+        self._modulations.gather(number + (self._done == len(self._blocks)))
+        self._stack.evaluated += number * len(x)
+        weak = self._stack.weak if self._stack.weak and len(x) == 2 * self._stack.weak.samples else None
+        cuts = [cut for cut in (first, last) if (fusion or weak) and which.start < cut < which.stop]
+        for start, stop in pairwise((which.start, *cuts, which.stop)):
+            if fusion is not None and start == first:
+                self._shallow = x
+            context = None if self._context is None else self._context.of(slice(start, stop))
+            if weak is not None and first <= start < last:
+                x = self._in_halves(self._blocks[start:stop], x, context, weak.samples)
+            else:
+                x = run_blocks(self._blocks[start:stop], x, self._modulations, context, self._grid)
+            if fusion is not None and stop == last:
+                x = fusion(x, self._shallow)
+        return x
+
+    def _in_halves(
+        self, blocks: Sequence[Block], x: Tensor, context: Context | list[Context] | None, samples: int
+    ) -> Tensor:
+        """Run blocks of a route on x (2 B, N, D), its second half as :class:`WeakHalf` says."""
+        modulations = [next(self._modulations) for _ in blocks]
+
+        def run(x: Tensor, rows: slice, grid: TokenGrid | None) -> Tensor:
+            return run_blocks(blocks, x, (m[rows] for m in modulations), _rows_of(context, rows), grid)
+
+        strong, weak = x.split(samples)
+        strong, after = run(strong, slice(samples), self._grid), partial(run, rows=slice(samples, None))
+        if self._stack.fusion is None:
+            tokens = self._stack.weak_tokens
+            assert tokens is not None, "a route that is not fused has kept tokens"
+            weak = run_on_kept(after, weak, self._grid, tokens.expand(samples, -1))
+        else:
+            weak = self._stack.fusion.masks(weak, weak.shape[1])
+            self._stack.evaluated -= len(blocks) * samples
+        return torch.cat((strong, weak))
 
     def skip(self, count: int | None = None) -> None:
         """Skip the next ``count`` blocks; None skips all remaining blocks."""
         which = self._next(count)
         self._modulations.skip(which.stop - which.start)
+
+
+def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
+    """Return these rows of a context, or of the contexts of several blocks."""
+    if context is None:
+        return None
+    if isinstance(context, list):
+        return [_rows_of(each, rows) for each in context]
+    return tuple(part[rows] for part in context)
 
 
 class TaylorStack(BlockStack):
@@ -244,6 +339,7 @@ class TaylorStack(BlockStack):
         self._slot, self._now = self._slots[0].clone(), self._weights[0].clone()
 
     def prepare(self, i: int) -> None:
+        super().prepare(i)
         self._slot.copy_(self._slots[i])
         self._now.copy_(self._weights[i])
 

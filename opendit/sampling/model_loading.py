@@ -42,6 +42,7 @@ from opendit.models.families.public_config import PublicConfig, embedded_guidanc
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
+from opendit.sampling.approximate_steps import weak_route
 
 PUBLIC_FPS = 16.0  # frame rate of Wan 2.1
 SOURCE_FPS = 24  # frame rate to assume for the training files if the weights don't store it
@@ -68,9 +69,11 @@ def checkpoint_at(
     return found
 
 
-def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
-    """Raise ValueError if guidance is requested from a model that has no null class."""
-    if not config.null_class and scale != 1:
+def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
+    """Raise ValueError if guidance is requested from a model that has no null class, or that can't be guided ``by``
+    what is asked for (``--guidance_by``)."""
+    weak_route(config, by)
+    if not config.null_class and scale != 1 and by in ("null", "route"):
         raise ValueError(
             f"--cfg_scale {scale:g}: {weights.path} was trained without class dropout, and has no null class "
             "to guide away from; use --cfg_scale 1"

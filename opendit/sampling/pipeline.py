@@ -244,6 +244,7 @@ class Pipeline:
         negative: str | None = None,
         guided_channels: int | None = None,
         guidance_every: int = 1,
+        guidance_by: str = "null",
         cache: str | None = None,
         size: int | tuple[int, int] | None = None,
         frames: int | None = None,
@@ -268,6 +269,8 @@ class Pipeline:
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
+            guidance_by: "null" guides away from the null class or caption; "route" also leaves out the blocks of a
+                fused route; "FIRST:LAST:SHARE" guides away from the same condition with some tokens left out of blocks.
             cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]"
                 (docs/sampling.md lists the errors).
             guided_channels: guide only the first ``guided_channels`` channels of the latents; None for all (Meta's
@@ -303,6 +306,7 @@ class Pipeline:
             negative=negative,
             guided_channels=guided_channels,
             guidance_every=guidance_every,
+            guidance_by=guidance_by,
             cache=cache,
             size=size,
             frames=frames,
@@ -359,9 +363,9 @@ class Pipeline:
             check_negative(negative, self.config, self.weights)
             sampler = self.objective.choose(settings.sampler or self.weights.info.get("sampler"))
             if not isinstance(what, int):
-                check_guidance(self.config, self.weights, guidance)
+                check_guidance(self.config, self.weights, guidance, settings.guidance_by)
             asked = {"cfg_interval": interval, "negative_prompt": negative, "cfg_channels": settings.guided_channels}
-            asked["guidance_every"] = settings.guidance_every > 1
+            asked["guidance_every"], asked["guidance_by"] = settings.guidance_every > 1, settings.guidance_by != "null"
             check_second_pass(self.config, self.weights, guidance, asked)
         if isinstance(self.conditioner, PublishedConditioner):
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
@@ -375,6 +379,7 @@ class Pipeline:
             cfg_channels=settings.guided_channels,
             cfg_interval=None if interval is None else (float(interval[0]), float(interval[1])),
             guidance_every=1 if scale == 1 else settings.guidance_every,
+            guidance_by="null" if scale == 1 else settings.guidance_by,
             cache=settings.cache,
             size=latents,
         )
@@ -472,6 +477,7 @@ class DrawSettings:
     negative: str | None = None
     guided_channels: int | None = None
     guidance_every: int = 1
+    guidance_by: str = "null"
     cache: str | None = None
     size: int | tuple[int, int] | None = None
     frames: int | None = None
@@ -506,6 +512,7 @@ class EngineSettings:
     cfg_channels: int | None
     cfg_interval: tuple[float, float] | None
     guidance_every: int
+    guidance_by: str
     cache: str | None
     size: tuple[int, ...]
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from opendit.config.approximations import Approximations, FirstBlockCache
+from opendit.config.token_routing import TokenRoute
 from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model, guided_within, is_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, Sampler
+from opendit.diffusion.token_routing import draw_kept_tokens
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models import Condition, DiT
@@ -34,8 +36,10 @@ from opendit.sampling.approximate_steps import (
     Mode,
     ReusedGuidance,
     Step,
+    WeakHalf,
     make_stack,
     plan_steps,
+    weak_route,
 )
 from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
@@ -60,6 +64,8 @@ class SamplingEngine:
         sampler: one of the objective's samplers; None for its default.
         cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
         guidance_every: N, to evaluate guidance's unconditional half only in every N-th step.
+        guidance_by: which prediction guidance leads away from: "null", or a model's own route or another one in place
+            of all tokens, see :func:`~opendit.sampling.approximate_steps.weak_route`.
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
             (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
@@ -91,6 +97,7 @@ class SamplingEngine:
         cfg_channels: int | None = None,
         cfg_interval: tuple[float, float] | None = None,
         guidance_every: int = 1,
+        guidance_by: str = "null",
         cache: str | None = None,
         size: tuple[int, ...] | None = None,
         around: Callable[..., Any] | None = None,
@@ -105,6 +112,9 @@ class SamplingEngine:
         self.approximations = Approximations.of(guidance_every, cache, steps)
         if self.approximations.by_batch and (around is not None or model.sequence is not None):
             raise ValueError(f"--cache {cache}: decides by what a rank sees, and ranks share samples; use taylor:3")
+        weak = weak_route(model.config, guidance_by)
+        if weak is not None and around is not None:
+            raise ValueError(f"--guidance_by {guidance_by}: halves of a batch are of one rank; leave it out")
         self.settings = LoopSettings(
             model=model,
             objective=objective,
@@ -117,6 +127,7 @@ class SamplingEngine:
             around=around,
             memory=table_bytes,
             approximations=self.approximations,
+            weak=weak,
         )
         if model.ops.float8 and model.sequence is None:
             keep_weights(model)
@@ -174,7 +185,8 @@ class SamplingEngine:
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
         if conditioning_frames is not None and self.settings.model.config.given_frames is None:
             raise ValueError("the model was trained without --given_frames; leave the given frames out")
-        null = of_same_pictures(null, y)
+        weak = self.settings.weak
+        null = of_same_pictures(null, y) if weak is None or weak.fused else y
         if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
             raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
         loop = self.loop_of(len(index))
@@ -292,6 +304,7 @@ class LoopSettings:
     around: Callable[..., Any] | None
     memory: int
     approximations: Approximations = Approximations()
+    weak: TokenRoute | None = None  # route of guidance's second half
 
 
 class NotRecordedError(RuntimeError):
@@ -364,6 +377,7 @@ class SamplingLoop:
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
         self.plan = plan_steps(settings.approximations, starts, trajectory.levels)
         self.stack = make_stack(settings.approximations, self.plan, device)
+        self.stack.use_routes(model.fusion, model.config.sprint, self._weak_half())
         for network in self._networks:
             network.stack = self.stack
         self.fused = self._fuse()  # fused kernels for the start and the end of a step; None to use torch operations
@@ -375,6 +389,15 @@ class SamplingLoop:
         self.evaluated = self.full_work = 0  # sums of these two numbers over the steps of the current batch so far
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # index of the first step after those whose modulations and inputs are in the tables
+
+    def _weak_half(self) -> WeakHalf | None:
+        """Return how guidance's second half is evaluated; None for the same way as the first half."""
+        route, model = self.settings.weak, self.settings.model
+        if route is None or self.settings.cfg_scale == 1.0:
+            return None
+        tokens, sample = math.prod(self.network.grid), torch.zeros(1, dtype=torch.int64, device=model.device)
+        kept = [draw_kept_tokens(route, tokens, 0, i, sample) for i in range(len(self.plan))]
+        return WeakHalf(route, self.samples, [indices for indices in kept if indices is not None])
 
     @property
     def network(self) -> PreparedModel:

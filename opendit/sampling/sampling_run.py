@@ -124,6 +124,7 @@ class SamplingRun:
             cfg_channels=flags.cfg_channels,
             cfg_interval=(flags.cfg_interval[0], flags.cfg_interval[1]) if flags.cfg_interval else None,
             guidance_every=flags.guidance_every,
+            guidance_by=flags.guidance_by,
             cache=flags.cache,
             size=self.size,
             around=(lambda model: SharedBatch(model, halves)) if halves else None,
@@ -210,9 +211,10 @@ def _load(
         flags = replace(flags, cfg_scale=scale)
     if flags.sampler is None and "sampler" in weights.info:
         flags = replace(flags, sampler=weights.info["sampler"])
-    check_guidance(config, weights, flags.cfg_scale)
+    check_guidance(config, weights, flags.cfg_scale, flags.guidance_by)
     asked = ("cfg_parallel", "cfg_interval", "cfg_channels", "negative_prompt")
-    given = {"guidance_every": flags.guidance_every > 1, **{name: getattr(flags, name) for name in asked}}
+    given = {"guidance_every": flags.guidance_every > 1, "guidance_by": flags.guidance_by != "null"}
+    given |= {name: getattr(flags, name) for name in asked}
     check_second_pass(config, weights, flags.cfg_scale, given)
     check_fits(flags, config, weights)
     objective.choose(flags.sampler)

@@ -88,14 +88,16 @@ class TrainingFlops:
 
     def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
-        self._of_size = cache(lambda size: training_flops(replace(config, input_size=size), lora, route))
+        self._of_size = cache(
+            lambda size, routed=False: training_flops(replace(config, input_size=size), lora, route if routed else None)
+        )
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
         """Return the FLOPs of the forward and backward pass over this rank's micro-batch, without a pack's padding."""
         if isinstance(micro_batch, PackedMicroBatch):
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
             return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
-        return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]))
+        return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]), micro_batch.kept is not None)
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
@@ -474,7 +476,8 @@ def build(
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
-        cast(DiT, engine.module).route = flags.token_route
+        route = flags.token_route
+        cast(DiT, engine.module).route = None if route is None else (route.first, route.last)
         ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
@@ -494,8 +497,11 @@ def build(
             given_frames=spec.given_frames,
             in_place=spec.model_config.given_in_place,
             beside=spec.model_config.given_beside,
-            route=flags.token_route,
+            route=route,
+            route_until=flags.route_until,
+            route_drop=flags.route_drop,
             teacher=spec.teacher,
+            uncertain=flags.uncertainty_weighting,
         )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation
@@ -521,7 +527,7 @@ def build(
                 runner=runner,
                 batches=Batches(loader, count, monitor, pace, diagnosis, interrupt, _interchangeable(spec)),
                 inputs=inputs,
-                flops=TrainingFlops(spec.model_config, spec.lora, flags.token_route),
+                flops=TrainingFlops(spec.model_config, spec.lora, route),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
                 periodic=PeriodicWork(flags, spec.last_step),

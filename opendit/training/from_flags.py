@@ -16,11 +16,11 @@ from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_info, read_newest, table_notes
 from opendit.common.utils import DataError
 from opendit.config.architectures import parse_given, patch_size
-from opendit.config.components import BatchFlags, DataFlags, StartFlags
+from opendit.config.components import CACHED_FEATURES, BatchFlags, DataFlags, StartFlags
 from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
-from opendit.data.base import Description
+from opendit.data.base import CachedFeatures, Description
 from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
@@ -310,7 +310,10 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
             **_condition(flags, dataset),
             **flags.architecture,
             alignment=_alignment(flags, dataset),
+            uncertainty=flags.uncertainty_weighting,
+            sprint=(route.first, route.last) if (route := flags.token_route) and route.fused else None,
         )
+    check_features(config, dataset.describe().features)
     if flags.objective == "meanflow" and (config.text is not None or config.kind not in FORWARD_MODE):
         what = "has captions" if config.text is not None else f"is a {flags.model.partition('-')[0]}"
         raise ValueError(
@@ -333,11 +336,21 @@ def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | N
     --repa can't use."""
     if flags.repa is None:
         return None
-    if dataset.describe().kind != "pixels":
-        raise ValueError(
-            f"--repa {flags.repa}: cached latents have no pictures for it; give the pictures to --data_path"
-        )
+    about, make = dataset.describe(), "make latents with preprocess.py latents --repa FOLDER"
+    if flags.repa == CACHED_FEATURES:
+        if about.features is None:
+            raise ValueError(f"--repa {flags.repa}: --data_path {flags.data_path} has no features; {make}")
+        return AlignmentConfig(flags.aligned_block, about.features.width, flags.repa_projector)
+    if about.kind != "pixels":
+        raise ValueError(f"--repa {flags.repa}: cached latents have no pictures for it; {make}, and give --repa cached")
     return AlignmentConfig(flags.aligned_block, vision_config(flags.repa).hidden_size, flags.repa_projector)
+
+
+def check_features(config: DiTConfig, features: CachedFeatures | None) -> None:
+    """Raise ValueError unless cached features are those of the model's tokens."""
+    if config.alignment is not None and features is not None and features.grid != config.grid:
+        there, here = (" x ".join(map(str, grid)) for grid in (features.grid, config.grid))
+        raise ValueError(f"--repa {CACHED_FEATURES}: has features of {there} tokens, the model {here}; make others")
 
 
 def lora_of(flags: StartFlags, base: str = "") -> Lora | None:

@@ -23,6 +23,7 @@ from opendit.models import Condition, TextCondition
 from opendit.models.alignment import Alignment
 from opendit.models.given_frames import give_beside, times_of_frames, with_given
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
+from opendit.models.uncertainty import weighted
 
 
 class MicroBatch(NamedTuple):
@@ -36,7 +37,9 @@ class MicroBatch(NamedTuple):
             without conditioning frames.
         in_place: True if the conditioning frames replace frames of x_t. Frames that are replaced have no loss.
         kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None for all.
+        dropped: (B,) bool, samples whose routed blocks' result is dropped; None without a fused route.
         alignment: features that tokens are aligned with (opendit/models/alignment.py); None without alignment.
+        uncertain: True if weights of the losses are learned (opendit/models/uncertainty.py).
     """
 
     x0: Tensor
@@ -46,14 +49,16 @@ class MicroBatch(NamedTuple):
     given: Tensor | None = None
     in_place: bool = False
     kept: Tensor | None = None
+    dropped: Tensor | None = None
     alignment: Alignment | None = None
+    uncertain: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the micro-batch, in the same order for every micro-batch of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         features = None if self.alignment is None else self.alignment.features
-        return [*parts, *(tensor for tensor in (self.given, self.kept, features) if tensor is not None)]
+        return [*parts, *(tensor for tensor in (self.given, self.kept, self.dropped, features) if tensor is not None)]
 
     @property
     def full(self) -> bool:
@@ -69,7 +74,9 @@ class MicroBatch(NamedTuple):
         """Return the positional and keyword arguments of the network for noised samples x_t at the network's times
         (B,)."""
         more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
+        more |= {} if self.dropped is None else {"dropped": self.dropped}
         more |= {} if self.alignment is None else {"aligned": True}
+        more |= {"uncertain": True} if self.uncertain else {}
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
@@ -78,11 +85,14 @@ class MicroBatch(NamedTuple):
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,), from the network's output. Conditioning frames in place have no
-        loss."""
-        if self.alignment is not None:
-            output, projected = output
-            return objective.loss(output, prepared) + self.alignment.losses(projected)
+        """Return the loss of each sample, (B,), from the network's output. Frames given in place have no loss."""
+        output, *more = output if isinstance(output, tuple) else (output,)
+        losses = self._losses(objective, output, prepared)
+        if self.uncertain:
+            losses = weighted(losses, more.pop())
+        return losses if self.alignment is None else losses + self.alignment.losses(more.pop())
+
+    def _losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
         # Conditioning frames in place have x0 = noise, so their target is 0. With an output of 0, they add nothing to
@@ -114,12 +124,14 @@ class MicroBatch(NamedTuple):
         given: Tensor | None,
         in_place: bool,
         kept: Tensor | None = None,
+        dropped: Tensor | None = None,
         alignment: Alignment | None = None,
+        uncertain: bool = False,
     ) -> "MicroBatch":
         """Make a micro-batch. In conditioning frames in place, the noise is set to x0, so that x_t is x0."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
-        return cls(x0, t, noise, condition, given, in_place, kept, alignment)
+        return cls(x0, t, noise, condition, given, in_place, kept, dropped, alignment, uncertain)
 
     def clone(self) -> "MicroBatch":
         """Return a copy of the micro-batch with all tensors copied.
@@ -128,12 +140,13 @@ class MicroBatch(NamedTuple):
         """
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
+        dropped = None if self.dropped is None else y.pop()
         kept = None if self.kept is None else y.pop()
         given = None if self.given is None else y.pop()
         if isinstance(self.condition, Tensor):
-            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept, alignment)
+            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept, dropped, alignment, self.uncertain)
         condition = TextCondition(*y, shortest=y[0].shape[1] * self.full)
-        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept, alignment)
+        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept, dropped, alignment, self.uncertain)
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,7 @@ class PackedMicroBatch:
         shares: (S,) fp32 weight of each segment in the loss. With these weights, the mean loss over all micro-batches
             and ranks of a step equals the mean over the step's samples.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
+        uncertain: see :class:`MicroBatch`.
     """
 
     x0: Tensor
@@ -156,6 +170,7 @@ class PackedMicroBatch:
     segments: Segments
     shares: Tensor
     given: Tensor | None = None
+    uncertain: bool = False
 
     @cached_property
     def _placed(self) -> PlacedSegments:
@@ -169,11 +184,14 @@ class PackedMicroBatch:
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the positional and keyword arguments of the network, which takes one time for each segment, (S,)."""
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
-        return inputs, {"y": self.condition, "segments": self.segments}
+        more = {"uncertain": True} if self.uncertain else {}
+        return inputs, {"y": self.condition, "segments": self.segments, **more}
 
-    def losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
+    def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
         """Return the loss of each segment, (S,): the mean over the segment's tokens."""
-        return segment_means(objective.loss(output, prepared), self.segments)
+        output, u = output if self.uncertain else (output, None)
+        losses = segment_means(objective.loss(output, prepared), self.segments)
+        return losses if u is None else weighted(losses, u)
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the packs' contribution to the step's loss, 0-dim."""
@@ -259,6 +277,8 @@ class SampleInputs(Protocol):
     def device(self) -> torch.device: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def uncertain(self) -> bool: ...
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor: ...
     def noise(self, x0: Tensor, step: int, index: Tensor) -> Tensor: ...
     def condition(self, batch: Batch, index: Tensor) -> Condition: ...
@@ -301,6 +321,7 @@ class Packing:
             segments,
             shares.to(inputs.device, non_blocking=True),
             None if given[0] is None else self.patches(given),
+            inputs.uncertain,
         )
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:

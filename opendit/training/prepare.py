@@ -14,7 +14,7 @@ from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable, read_prompts
-from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
+from opendit.config.components import CACHED_FEATURES, SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.public_models import family_in
 from opendit.config.train import NO_BASE, TrainConfig
@@ -28,7 +28,7 @@ from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
-from opendit.encoders.vision import VisionTeacher
+from opendit.encoders.vision import CachedTeacher, VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiTConfig
@@ -156,7 +156,10 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     teacher = None
     if flags.repa is not None:
         spatial, dtype = flags.repa_projector == "conv", PRECISIONS[flags.mixed_precision]
-        teacher = VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
+        if flags.repa == CACHED_FEATURES:
+            teacher = CachedTeacher(flags.repa_weight, spatial)
+        else:
+            teacher = VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(
         memory_setup(flags, config, mesh.world_size, dataset),

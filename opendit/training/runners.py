@@ -162,8 +162,12 @@ class CUDAGraphRunner(EagerRunner):
         # micro-batches until the recording; the key is ``first``
         self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}
         self._recordings: dict[bool, Recording] = {}
+        self._routed = False  # True if blocks of the last micro-batch saw a part of the tokens
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
+        if self._routed != (routed := micro_batch.kept is not None):  # --route_until: all tokens from here on
+            self._routed, self._warmup_left = routed, dict.fromkeys((True, False), float(GRAPH_WARMUP))
+            self._recordings.clear()
         recording = self._recordings.get(first)
         usable = first or self._in_graph  # later micro-batches of a step can only add to gradients of a recording
         if usable and recording is None and self._warmup_left[first] <= 0:

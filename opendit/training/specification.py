@@ -21,7 +21,7 @@ from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.vae import ImageCodec, codec_geometry
 from opendit.encoders.video_vae import VideoCodec, video_geometry
-from opendit.encoders.vision import VisionTeacher
+from opendit.encoders.vision import CachedTeacher, VisionTeacher
 from opendit.kernels.select import KernelChoice
 from opendit.models import Condition, DiTConfig, config_from_dict
 from opendit.models.lora import Lora
@@ -67,7 +67,7 @@ class RunSpecification:
     ema_warmup: float  # warm-up of the averages, see opendit.checkpoint.ema.EMA
     # number of samples of the configured size that together have as many tokens as a rank's micro-batch
     samples_at_once: int
-    teacher: VisionTeacher | None = None  # frozen vision encoder of --repa
+    teacher: VisionTeacher | CachedTeacher | None = None  # frozen vision encoder of --repa, or its cached features
     validation: MediaDataset | None = None  # samples on which the loss is measured, but which are not trained on
     # captions for sample grids, instead of captions from the data set
     prompts: tuple[list[str], Condition] | None = None

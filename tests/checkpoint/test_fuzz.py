@@ -174,7 +174,7 @@ def test_there_are_enough_of_them():
 def info(**more) -> dict:
     return {
         "model": "DiT-Ti/2", "objective": {"name": "edm", "mean": -1.2}, "vae": "none",
-        "config": TINY.to_dict() | {"patch_bottleneck": None, "alignment": None},
+        "config": TINY.to_dict() | {"patch_bottleneck": None, "alignment": None, "sprint": None, "uncertainty": False},
         "class_names": ["a", "b"], "captions": [], "text_encoder": None, "image_size": 4, "step": 3,
         "version": 2, **more,
     }  # fmt: skip

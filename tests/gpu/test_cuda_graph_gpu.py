@@ -1,5 +1,7 @@
 """Steps replayed as a CUDA graph are, bit for bit, the steps run kernel by kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ CASES = [  # configuration, sizes of the micro-batches of each step, precision
     (LABELS, [[4, 4, 4]] * 5 + [[3, 4, 4], [4, 3, 4], [4, 4, 4]], "bf16"),
     (LABELS, [[4, 4]] * 8, "fp16"),
     (CAPTIONS, [[4]] * 8, "fp32"),
+    (replace(LABELS, sprint=(1, 2)), [[4]] * 12, "bf16"),  # recorded again after five
 ]
 
 

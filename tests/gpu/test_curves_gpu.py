@@ -12,6 +12,7 @@ AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KERNELS = "--enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn --enable_cuda_graph"
 ROUTED = "--route 2:10:0.5 --positions rope --objective flow"
+SPRINT = f"{ROUTED.replace('0.5', '0.75:sprint')} --route_until 200"
 RUN = (
     "--model DiT-S/2 --data_path digits --image_size 8 --vae none --lr 3e-4 --mixed_precision bf16 --num_workers 0 "
     "--log_every 1 --ckpt_every 0 --sample_every 100000 --sample_steps 2"
@@ -32,6 +33,7 @@ RUN = (
         ),
         pytest.param(KERNELS, "", 300, 64, 0.025, id="kernels"),
         pytest.param(f"{KERNELS} {ROUTED}", ROUTED, 300, 64, 0.025, id="routed"),
+        pytest.param(f"{KERNELS} {SPRINT}", SPRINT, 300, 64, 0.025, id="sprint"),
     ],
 )
 def test_the_mean_of_every_fifty_losses(tmp_path, flags, reference, steps, batch, bound):

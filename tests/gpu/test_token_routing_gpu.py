@@ -12,21 +12,24 @@ from tests.models.test_dit import randomised
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "rms", "mlp": "swiglu", "positions": "rope", "qk_norm": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"norm": "rms", "mlp": "swiglu", "positions": "rope", "qk_norm": True}, {"sprint": (1, 5)}]
+)
 def test_kernels_give_the_gradients_of_torch_within_bf16(options):
     config = DiTConfig((32, 32), 2, 4, 384, 6, 6, num_classes=10, **options)
     route, index = TokenRoute(1, 5, 0.5), torch.arange(8, device="cuda")
+    more = {"dropped": index % 3 == 0} if "sprint" in options else {}
     kept = draw_kept_tokens(route, config.tokens, 0, 1, index)
     assert torch.equal(kept.cpu(), draw_kept_tokens(route, config.tokens, 0, 1, index.cpu()))
     x, t = torch.randn(8, 4, 32, 32, device="cuda"), torch.rand(8, device="cuda") * 1000
     weights, found = torch.randn(8, config.out_channels, 32, 32, device="cuda"), []
     for kernels, dtype in ((False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)):
         model = randomised(build_model(config, 0)).place("cuda", dtype)
-        model.route = route
+        model.route = route.first, route.last
         on = KernelSwitches(kernels, kernels, kernels, False)
         chosen = select_kernels(on, torch.device("cuda"), dtype, config.head_dim, config.tokens)
         model.use(ops=chosen.ops, attend=chosen.attend)
-        (model(x.to(dtype), t, index, kept=kept).float() * weights).sum().backward()
+        (model(x.to(dtype), t, index, kept=kept, **more).float() * weights).sum().backward()
         found.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
     exact, plain, fused = found
     errors = [float((each - exact).norm() / exact.norm()) for each in (plain, fused)]

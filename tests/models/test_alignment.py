@@ -52,8 +52,8 @@ def test_projected_tokens_are_those_after_the_block_in_their_places():
 @pytest.mark.parametrize("block", [1, 3])
 def test_it_stands_before_or_after_a_route(block):
     model, (x, t, y) = model_of(aligned(block=block)), inputs(PLAIN, 3, torch.float64)
-    model.route = TokenRoute(1, 3, 0.4)
-    kept = draw_kept_tokens(model.route, 15, 0, 1, torch.arange(3))
+    route, model.route = TokenRoute(1, 3, 0.4), (1, 3)
+    kept = draw_kept_tokens(route, 15, 0, 1, torch.arange(3))
     output, projected = model(x, t, y, kept=kept, aligned=True)
     torch.testing.assert_close(output, model(x, t, y, kept=kept), rtol=1e-12, atol=1e-12)
     whole = model(x, t, y, aligned=True)[1]

@@ -18,22 +18,24 @@ IMAGE = DiTConfig((6, 10), 2, 3, 48, 4, 12, num_classes=5)  # 15 tokens, of whic
 CONFIGS = {
     "plain": IMAGE,
     "modern": replace(IMAGE, norm="rms", mlp="swiglu", positions="rope", qk_norm=True),
+    "sprint": replace(IMAGE, sprint=(1, 3)),
     "clips": MovieGenConfig((2, 6, 6), (1, 2, 2), 2, 48, 4, 2, text=TextConfig("bytes", 32, 7, True)),  # 18, and 11
 }
 KINDS = ("fastseq", "fastseq, kept", "ulysses", "ring", "direct fastseq", "direct ulysses")
 CASES = {
-    2: [(name, kind) for name in CONFIGS for kind in (KINDS if name == "modern" else ("fastseq", "ring"))],
-    4: [("modern", "fastseq"), ("modern", "usp"), ("plain", "usp")],
+    2: [(name, kind) for name in CONFIGS for kind in (KINDS if name in ("modern", "sprint") else ("fastseq", "ring"))],
+    4: [("modern", "fastseq"), ("modern", "usp"), ("plain", "usp"), ("sprint", "fastseq")],
 }
 
 
 def run(model: DiT, samples: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     index, config = torch.arange(samples), model.config
-    model.route = ROUTE
+    model.route = ROUTE.first, ROUTE.last
     *arguments, weights = inputs(config, index, config.input_size)
-    output = model(*arguments, kept=draw_kept_tokens(ROUTE, config.tokens, 0, 1, index))
+    more = {} if config.sprint is None else {"dropped": index == 1}
+    output = model(*arguments, kept=draw_kept_tokens(ROUTE, config.tokens, 0, 1, index), **more)
     (output * weights).sum().backward()
-    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def differences(mesh) -> dict[tuple[str, str, bool], tuple[float, float]]:

@@ -12,7 +12,7 @@ from opendit.sampling import fused_steps, sampling_engine
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CONFIGS, NAMED
 from tests.sampling.tape import TapeRecorder
-from tests.sampling.test_sampling_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
+from tests.sampling.test_sampling_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, SPRINT, conditions, fresh, off_by
 
 SETTINGS = {
     "guided": {},
@@ -65,7 +65,7 @@ def test_every_sampler(which, sampler, settings):
     assert len(kinds) >= (2 if "cfg_interval" in settings else 1)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+@pytest.mark.parametrize("config", [*CONFIGS, SPRINT], ids=[*NAMED, "sprint"])
 def test_every_architecture(config):
     compare(config, "ddpm", "ddpm", counts=(2, 2))
 

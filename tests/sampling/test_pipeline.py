@@ -62,6 +62,7 @@ JOBS = [
      "--prompt left up --num_frames 6 --sampler heun --cfg_scale 2"),
     ("classes", [1, 2], {"cache": "taylor:2:1"}, "--class_labels 1 2 --cache taylor:2:1"),
     ("classes", [1, 2], {"guidance_every": 3}, "--class_labels 1 2 --guidance_every 3"),
+    ("classes", [1, 2], {"guidance_by": "1:3:0.5"}, "--class_labels 1 2 --guidance_by 1:3:0.5"),
 ]  # fmt: skip
 
 

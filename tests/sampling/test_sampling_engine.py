@@ -24,6 +24,7 @@ OBJECTIVES = {
 EVERY = [(which, name) for which, of in OBJECTIVES.items() for name in of.samplers[: 1 if which == "v" else None]]
 LABELS = DiTConfig(**PICTURE, num_classes=5)
 CAPTIONS = VDiTConfig(**CLIP, text=TEXT)
+SPRINT = DiTConfig(**PICTURE | {"depth": 4}, num_classes=5, sprint=(1, 3))
 
 
 def fresh(config, objective=OBJECTIVES["ddpm"]):
@@ -63,9 +64,10 @@ def compare(
     objective = OBJECTIVES[which]
     model = fresh(config, objective).to(dtype)
     table_bytes = settings.pop("table_bytes", 1 << 28)
+    cache = settings.pop("cache", None)
     settings = {"steps": 5, "sampler": sampler, "cfg_scale": 3.0, **settings}
     recorder = TapeRecorder()
-    engine = SamplingEngine(model, objective, **settings, table_bytes=table_bytes, recorder=recorder)
+    engine = SamplingEngine(model, objective, **settings, cache=cache, table_bytes=table_bytes, recorder=recorder)
     assert engine.records
     for seed, count in enumerate(counts):
         y, null = conditions(config, count)
@@ -81,6 +83,13 @@ def compare(
 @pytest.mark.parametrize(("which", "dtype"), [("ddpm", torch.float64), ("flow", torch.float32)], ids=str)
 def test_every_architecture(config, which, dtype):
     compare(config, which, counts=(3, 3), dtype=dtype)
+
+
+@pytest.mark.parametrize("cache", [None, "first_block:1e-9"])
+@pytest.mark.parametrize("route", [(1, 3), (2, 4)])
+def test_fused_routes_with_blocks_in_parts_and_in_one(route, cache):
+    engine = compare(replace(SPRINT, sprint=route), "flow", counts=(3, 3), cache=cache)
+    assert engine.share_evaluated == 1
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def test_every_flag_is_listed_once():
              "data_parallel_replicate", "reduce_dtype", "tensor_parallel_size", "expert_parallel_size",
              "pipeline_parallel_size", "pipeline_schedule", "bucket_tokens", "pack_tokens", "max_upscale",
              "shuffle_tags", "tag_drop", "random_crop", "optimizer", "muon_momentum", "muon_precision",
-             "average", "route", "repa", "repa_block", "repa_weight", "repa_projector",
-             "base_precision"}  # fmt: skip
+             "average", "route", "route_until", "route_drop", "repa", "repa_block", "repa_weight", "repa_projector",
+             "uncertainty_weighting", "base_precision"}  # fmt: skip
     lists = [FREE & FLAGS, OF_THE_MODEL, set(MADE_INTO), known]
     assert set().union(*lists) == FLAGS
     assert sum(map(len, lists)) == len(set().union(*lists))

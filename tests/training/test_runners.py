@@ -30,6 +30,7 @@ from tests.training.test_train import QUIET, TINY
 from train import EagerPasses
 
 LABELS = DiTConfig((4, 4), 2, 2, 24, 2, 3, num_classes=3)
+SPRINT = replace(LABELS, sprint=(1, 2))  # its first five micro-batches have a route
 CAPTIONS = DiTConfig((4, 4), 2, 2, 24, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
 
 
@@ -80,7 +81,9 @@ def micro_batch(config, number: int, mesh, size: int = 2) -> MicroBatch:
     x, noise = (normal(seed, number, index, Stream.NOISE, (2, *config.input_size)) for seed in (1, 2))
     t = (37 * index + number) % 1000
     if config.text is None:
-        return MicroBatch(x, t, noise, (index + number) % 3)
+        kept = torch.tensor([[0, 1 + number % 3]], device=mesh.device).expand(size, -1)
+        routed = {"kept": kept if number < 5 else None, "dropped": index % 2 == number % 3} if config.sprint else {}
+        return MicroBatch(x, t, noise, (index + number) % 3, **routed)
     tokens = normal(3, number, index, Stream.NOISE, (5, 8))
     return MicroBatch(x, t, noise, TextCondition(tokens, tokens[..., 0] < 1, tokens.mean(1)))
 
@@ -117,6 +120,11 @@ def both(mesh, config, sizes):
 def test_replayed_steps_are_the_steps(world, config):
     for same, recorded, replayed in run_ranks(world, both, config, [[2]] * 8):
         assert same and recorded == 1 and replayed == 8 - GRAPH_WARMUP
+
+
+def test_a_step_is_recorded_again_where_a_route_ends():
+    ((same, recorded, replayed),) = run_ranks(1, both, SPRINT, [[2]] * 10)
+    assert same and recorded == 2 and replayed == 10 - 2 * GRAPH_WARMUP
 
 
 @pytest.mark.parametrize("world", (1, 2))

@@ -11,6 +11,7 @@ The safetensors member has the tensors
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
     pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
+    features (F, N, W) float16            with --repa: a vision encoder's features of the picture's N tokens
 
 A folder may hold pictures of several sizes, with separate tars for each size. ``empty-caption.safetensors``: see
 ``text_cache``.
@@ -78,7 +79,8 @@ class CachedSample(NamedTuple):
 
     Attributes:
         row: the sample's row in the original data set.
-        tensors: ``moments`` (F, 2C, [t,] h, w) fp16 and, with an encoder, the caption's ``tokens`` and ``pooled``.
+        tensors: ``moments`` (F, 2C, [t,] h, w) fp16 and, with an encoder, the caption's ``tokens`` and ``pooled``;
+            with a vision encoder ``features``.
         label: the sample's class.
         caption: stored instead of the class, if there is one.
     """

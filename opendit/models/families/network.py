@@ -163,6 +163,7 @@ class PublicDiT(DiT):
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
         self.sequence: Any = None
+        self.fusion = None
         self.second: PublicDiT | None = None  # in sampling, the network for times below ``config.boundary``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
