@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
 def train(run: Run) -> None:
     """Train until the last step, a signal, or the end of the data."""
     for step in range(run.first_step, run.last_step):
+        run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
             # Launch the passes of EagerPasses (below) kernel by kernel, replay them from CUDA graphs, or run the stages

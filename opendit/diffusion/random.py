@@ -40,6 +40,7 @@ class Stream(IntEnum):
     TAGS = 10
     ROUTE = 11
     INTERVAL = 12
+    EXPERT = 13
 
 
 def philox4x32(

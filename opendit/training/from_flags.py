@@ -534,6 +534,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         gather_fp8=flags.gather_fp8,
         muon=flags.muon_precision if flags.optimizer == "muon" else None,
         eight_bits=flags.optimizer == "adamw8bit",
+        networks=2 if flags.expert == "both" else 1,
     )
 
 
