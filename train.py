@@ -106,7 +106,7 @@ class Inputs:
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
         from opendit.diffusion.token_routing import draw_kept_tokens
-        from opendit.training.micro_batch import MicroBatch
+        from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 
         index = batch.index.to(self.device, non_blocking=True)
         if isinstance(batch.x, tuple):
@@ -118,7 +118,7 @@ class Inputs:
         t = self.objective.times(self.seed, batch.step, index, None if tokens is None else [tokens] * len(x0))
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
-            condition, given = self.first_frames(condition, to_pixels(x))
+            condition, given = condition_on_first_frames(condition, batch, x, self.latents, self.conditioner)
         kept = draw_kept_tokens(self.route, tokens, self.seed, batch.step, index)
         alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
         noise = self.noise(x0, batch.step, index)
@@ -142,14 +142,6 @@ class Inputs:
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
-
-    def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
-        """Condition an image-to-video model on the first frames of the clips.
-
-        Return the conditions, and the mask and latents of the clips in which all frames after the first are made grey.
-        If the model attends to image tokens, the conditions include image tokens of the first frames.
-        """
-        return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
         """Draw the conditioning frames; return their mask and latents, (B, 1 + C, T, H, W), or None without such

@@ -8,11 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, BadSample, Description, Embedding, Fingerprint, Item, Shapes, Size, View, flip_note
+from opendit.data.base import (
+    PLAIN,
+    BadSample,
+    Description,
+    Embedding,
+    Fingerprint,
+    FirstFrames,
+    Item,
+    Shapes,
+    Size,
+    View,
+    flip_note,
+)
 from opendit.data.contents import Checksums
 from opendit.data.folders import Ignored, files_below
 from opendit.data.latents_index import INDEX, OLD_FILES, REPAIR, VERSION, choose_index, read_indexes
@@ -145,6 +158,11 @@ class LatentDataset(ShardDataset):
                 wanted[2] = 1  # pictures among clips have one frame
             if shape != wanted:
                 raise ValueError(f"moments of shape {shape}, not {wanted}")
+            first, channels = self.index.get("first_frames"), shape[1] // 2
+            if first is not None and list(tensors["first_latents"].shape) != [shape[0], channels, *shape[2:]]:
+                raise ValueError(f"first_latents of shape {list(tensors['first_latents'].shape)}")
+            if first and list(tensors["first_tokens"].shape[::2]) != [shape[0], first]:
+                raise ValueError(f"first_tokens of shape {list(tensors['first_tokens'].shape)}")
             if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
         except BadSample:
@@ -169,7 +187,11 @@ class LatentDataset(ShardDataset):
         tensors, embedding = self._tensors(row), None
         if self.text_encoder is not None:
             embedding = padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
-        return self._labelled(row, Item(tensors["moments"][int(view.flip)].float(), embedding=embedding))
+        which, width, first = int(view.flip), self.index.get("first_frames"), None
+        if width is not None:
+            tokens = tensors["first_tokens"][which] if width else torch.empty(0, 0)
+            first = FirstFrames(tensors["first_latents"][which], tokens)
+        return self._labelled(row, Item(tensors["moments"][which].float(), embedding=embedding, first=first))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._shown(self.read(row).x)
@@ -273,6 +295,7 @@ class LatentDataset(ShardDataset):
             text_encoder=self.text_encoder,
             max_tokens=self.max_tokens,
             empty_caption=self.empty_caption,
+            first_frames=self.index.get("first_frames"),
             cut_captions=self._cut_captions(),
             counted_captions=((len(self), self.counted_captions),),
             largest_label=self._find_largest_label,

@@ -14,6 +14,7 @@ from opendit.common.utils import shown
 from opendit.encoders.folder import CONFIG, PretrainedConfig, loading, transformers_model
 from opendit.encoders.published_folder import read_json_of
 from opendit.encoders.text import STEM
+from opendit.encoders.vae import module_fingerprint
 
 ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel"
 ENCODER_CONFIG = FileKind(PretrainedConfig, MIB)
@@ -48,6 +49,10 @@ class PictureTokens:
             how: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
             self._processor: Any = transformers.CLIPImageProcessor.from_pretrained(folder / PROCESSOR, **how)
         self.device = torch.device(device)
+
+    def fingerprint(self) -> str:
+        """Hash the encoder's weights and how pictures are prepared for it."""
+        return module_fingerprint(self._encoder, str(self._processor))
 
     @torch.no_grad()
     def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
