@@ -293,7 +293,8 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
         _check_embeddings(flags, config, dataset.describe())
         if config.given_beside:
             _check_first_frames(flags, config, dataset)
-        why = "is of one network of two" if config.expert else "has no pictures to begin clips with"
+        one = "trains two networks by turns" if flags.expert == "both" else "is of one network of two"
+        why = one if config.expert else "has no pictures to begin clips with"
         if config.expert is not None or config.given_beside:
             if flags.evaluate_every:
                 raise ValueError(f"--evaluate_every: a run of {flags.model} {why}; leave the flag out")
