@@ -246,7 +246,8 @@ class TrainConfig(
         """
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
-            if self.expert is not None and folder.name not in ("transformer", "transformer_2"):
+            of_both = self.expert == "both" and (folder / "low").is_dir()  # a run that has trained both
+            if self.expert is not None and not of_both and folder.name not in ("transformer", "transformer_2"):
                 raise ValueError(f"--expert {self.expert}: {folder} has one network; leave the flag out")
             return str(self.pretrained)
         if self.expert is None:

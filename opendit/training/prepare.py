@@ -468,7 +468,8 @@ def _low_noise(high: RunSpecification) -> RunSpecification:
     if resume is not None:
         resume = find_checkpoint(str(low_noise_of(resume.folder)), flags.outputs, flags.model, mesh)
     if flags.pretrained is not None:
-        flags = replace(flags, pretrained=str(Path(flags.pretrained).with_name(f"{TRANSFORMER}_2")))
+        beside = Path(flags.pretrained).with_name(f"{TRANSFORMER}_2")
+        flags = replace(flags, pretrained=str(low_noise_of(flags.pretrained) or beside))
     plan, initial, initial_config, lora = plan_model(flags, high.dataset, resume), None, None, None
     if resume is not None:
         check_resume(resume, plan.config, plan.objective, bool(flags.lora))

@@ -3,6 +3,7 @@
 import math
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ class RunSpecification:
         """The specification of each network that the run trains."""
         return (self,) if self.low is None else (self, self.low)
 
-    @property
+    @cached_property
     def share(self) -> float:
         """Share of the steps that train the first network: the share of its times in all times of training."""
         objective = self.objective.for_tokens(self.model_config.tokens)

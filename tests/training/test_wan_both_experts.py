@@ -153,6 +153,14 @@ def test_a_network_takes_the_share_of_steps_that_its_times_have():
         assert math.isclose(high.share, part, abs_tol=0.01) and math.isclose(high.share + low.share, 1, abs_tol=1e-9)
 
 
+def test_a_run_starts_from_both_networks_of_another(root, fed, tmp_path):  # noqa: F811
+    around = ["--pretrained", str(fed[0]), "--vae", f"{root}/wan/vae", "--text_encoder", f"{root}/wan"]
+    run = trained(flags_of(root, tmp_path, "both", *around, "--lr", "1e-12"), tmp_path)
+    for at in AT.values():
+        averages, weights = (load_file(each / at / name) for each, name in ((fed[0], NAMES[1]), (run, NAMES[0])))
+        assert all(torch.allclose(weights[name], value, atol=1e-6) for name, value in averages.items())
+
+
 def test_a_lora_of_both_is_drawn_and_exported(root, tmp_path):  # noqa: F811
     run = trained(flags_of(root, tmp_path, "both", "--lora", "2"), tmp_path)
     files = [tmp_path / f"{name}.safetensors" for name in INSIDE]

@@ -81,8 +81,8 @@ class CachedSample(NamedTuple):
 
     Attributes:
         row: the sample's row in the original data set.
-        tensors: ``moments`` (F, 2C, [t,] h, w) fp16; with an encoder, the caption's ``tokens`` and ``pooled``; and for a
-            model of image to video ``first_latents`` and ``first_tokens``.
+        tensors: ``moments`` (F, 2C, [t,] h, w) fp16; with an encoder, the caption's ``tokens`` and ``pooled``; for a
+            model of image to video, ``first_latents`` and ``first_tokens``.
         label: the sample's class.
         caption: stored instead of the class, if there is one.
     """
