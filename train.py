@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
 def train(run: Run) -> None:
     """Train until the last step, a signal, or the end of the data."""
     for step in range(run.first_step, run.last_step):
+        run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
             # Launch the passes of EagerPasses (below) kernel by kernel, replay them from CUDA graphs, or run the stages
@@ -116,7 +117,7 @@ class Inputs:
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
         from opendit.diffusion.token_routing import draw_dropped, draw_kept_tokens
-        from opendit.training.micro_batch import MicroBatch
+        from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 
         index = batch.index.to(self.device, non_blocking=True)
         if isinstance(batch.x, tuple):
@@ -128,7 +129,7 @@ class Inputs:
         t = self.objective.times(self.seed, batch.step, index, None if tokens is None else [tokens] * len(x0))
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
-            condition, given = self.first_frames(condition, to_pixels(x))
+            condition, given = condition_on_first_frames(condition, batch, x, self.latents, self.conditioner)
         routed = self.route_until is None or batch.step < self.route_until
         kept = draw_kept_tokens(self.route if routed else None, tokens, self.seed, batch.step, index)
         dropped = draw_dropped(self.route, self.route_drop, self.seed, batch.step, index)
@@ -156,14 +157,6 @@ class Inputs:
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
-
-    def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
-        """Condition an image-to-video model on the first frames of the clips.
-
-        Return the conditions, and the mask and latents of the clips in which all frames after the first are made grey.
-        If the model attends to image tokens, the conditions include image tokens of the first frames.
-        """
-        return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
         """Draw the conditioning frames; return their mask and latents, (B, 1 + C, T, H, W), or None without such

@@ -19,6 +19,7 @@ from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
+LOW = "low"  # in a run of --expert both, the folder of the low-noise network; it also has a folder ``checkpoints``
 AVERAGES = "averages"  # folder for averages of deleted checkpoints (--average power:...)
 ENDED = "ended.json"  # describes how the run ended; see opendit/training/run_end.py
 _MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
@@ -32,6 +33,7 @@ WRITTEN = (
     "tensorboard",
     "samples",
     "checkpoints",
+    LOW,
     AVERAGES,
     "validation.png",
     "evaluation",
@@ -181,6 +183,24 @@ def newest_checkpoint(run: Path) -> Path | None:
     for folder in checkpoints_in(run):
         with contextlib.suppress(ValueError):
             return named_checkpoint(folder).resolve()
+    return None
+
+
+def low_noise_of(path: str | Path) -> Path | None:
+    """Return the checkpoint of the low-noise network that was saved with a checkpoint of the high-noise one.
+
+    Args:
+        path: the folder of a run, for its newest checkpoint, or the folder of a checkpoint or a file in it.
+
+    Returns:
+        A path that may not exist; None if the run does not train both networks (``--expert both``).
+    """
+    path = Path(path)
+    path = path.parent if path.is_file() else path
+    for run in (path, path.parent.parent):
+        if (run / LOW / CHECKPOINTS).is_dir():
+            step = newest_checkpoint(run) if run == path else named_checkpoint(path)
+            return None if step is None else run / LOW / CHECKPOINTS / step.name
     return None
 
 

@@ -490,6 +490,8 @@ class Checkpoints:
         enabled: False for a run that saves nothing, so that no host memory is allocated.
         write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
         best: tracks the best checkpoint, which is kept in addition to the newest ones; None to keep only the newest.
+        before: checkpoints of the run's other network, which are saved first. A checkpoint is written only if the other
+            network's is complete, which is kept as long as this one.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
@@ -511,10 +513,14 @@ class Checkpoints:
         enabled: bool = True,
         write_failures: WriteFailures | None = None,
         best: BestCheckpoint | None = None,
+        before: "Checkpoints | None" = None,
     ):
         self.folder, self.info, self.keep, self.in_use = folder, info, keep, in_use
         self.enabled = enabled
-        self._best = best
+        self._best, self._before = best, before
+        self._after: Path | None = None  # checkpoints of the network that is saved after this one
+        if before is not None:
+            before._after = folder
         self._write_failures = write_failures or WriteFailures()
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         self.failures: list[str] = []
@@ -537,6 +543,8 @@ class Checkpoints:
             return
         self.wait()
         self._kind.buffer.free()
+        if self._before is not None:
+            self._before._kind.buffer.free()
 
     def abandon(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the write in progress, because the run has failed."""
@@ -545,8 +553,8 @@ class Checkpoints:
 
     @property
     def host_bytes(self) -> int:
-        """Size of this rank's buffer in host memory."""
-        return self._kind.buffer.bytes
+        """Size of this rank's buffers in host memory."""
+        return self._kind.buffer.bytes + (0 if self._before is None else self._before.host_bytes)
 
     def save(self, state: dict[str, Any]) -> None:
         """Wait for the previous save, copy the tensors of the run, and start to write the checkpoint.
@@ -556,6 +564,8 @@ class Checkpoints:
         """
         started = time.perf_counter()
         self.wait()
+        if self._before is not None:
+            self._before.save(state)
         files = self._kind.copy()
         full = {
             **state,
@@ -621,6 +631,10 @@ class Checkpoints:
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
         step, written, problem, run = state["step"], {}, None, self.folder.parent
         try:
+            if self._before is not None:
+                self._before.wait()
+                if self._before.newest != step_folder(self._before.folder, step):
+                    raise ValueError("the other network was not saved")
             for name, tensors in files.items():
                 if bad := not_finite(tensors):
                     raise ValueError(f"{bad} in {name} is not finite")
@@ -645,6 +659,8 @@ class Checkpoints:
                     with self._write_failures.survive(f"checkpoints/{BEST_LINK}", step):
                         self._best.saved(self.folder, state)
                     kept.add(self._best.folder)
+                if self._after is not None:
+                    kept |= {self.folder / path.name for path in self._after.glob("step_*")}
                 prune(self.folder, self.keep, final, kept, self.ema.power)
             except Exception as error:
                 problem = f"rank 0: {error}"

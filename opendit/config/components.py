@@ -154,7 +154,9 @@ class StartFlags(Flags):
         unit="path",
     )
     expert: str | None = flag(
-        None, "of --pretrained of two networks, one for noisier times, the one to train", choices=("high", "low")
+        None,
+        "of --pretrained of two networks, one for noisier times, the one to train, or both: each step trains one",
+        choices=("high", "low", "both"),
     )
     download: bool = flag(False, "fetch --pretrained OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     lora: int | None = flag(

@@ -155,6 +155,8 @@ class TrainConfig(
         flags.check_streamed(world_size)
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
             flags.check_parallel(world_size)
+        if flags.expert == "both":
+            flags._check_both()
         flags._check_tensor_parallel(world_size)
         flags._check_pipeline_parallel(world_size)
         flags._check_sizes()
@@ -239,16 +241,30 @@ class TrainConfig(
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --pretrained, or the one of two networks in ``folder`` that --expert
-        chooses."""
+        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert).
+
+        With ``--expert both`` it is the high-noise network.
+        """
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
-            if self.expert is not None and folder.name not in ("transformer", "transformer_2"):
+            of_both = self.expert == "both" and (folder / "low").is_dir()  # a run that has trained both
+            if self.expert is not None and not of_both and folder.name not in ("transformer", "transformer_2"):
                 raise ValueError(f"--expert {self.expert}: {folder} has one network; leave the flag out")
             return str(self.pretrained)
         if self.expert is None:
-            raise ValueError(f"--expert: {folder} has two networks; say which to train, high or low")
-        return str(inside[self.expert])
+            raise ValueError(f"--expert: {folder} has two networks; say which to train, high, low or both")
+        return str(inside["low" if self.expert == "low" else "high"])
+
+    def _check_both(self) -> None:
+        """Raise ValueError for flags that do not work if the steps of a run train two networks by turns."""
+        clashes = {
+            "--pipeline_parallel_size, whose stages are of one network": self.pipeline_parallel_size > 1,
+            "--plugin gemini, which keeps the chunks of one network": self.plugin == "gemini",
+            "--parallel auto, which counts with one network": self.parallel == "auto",
+            "--card, which counts with one network": self.card is not None,
+            "held-out losses (--validate_*), which are of one network": self.validates,
+        }
+        self._reject("expert", clashes)
 
     def evaluating(self) -> EvaluateConfig:
         """Return the configuration of ``opendit evaluate`` for the evaluations of --evaluate_every."""

@@ -53,6 +53,19 @@ class Embedding(NamedTuple):
     pooled: Tensor
 
 
+class FirstFrames(NamedTuple):
+    """What an image-to-video model is given of a clip's first frame, read from a cache. A batch adds a leading
+    dimension B.
+
+    Attributes:
+        latents: (C, t, h, w) float16 means of the clip with all frames after the first one made grey, not yet scaled.
+        tokens: (L, D) float16 tokens of the frame by an image encoder; (0, 0) for models without one.
+    """
+
+    latents: Tensor
+    tokens: Tensor
+
+
 class View(NamedTuple):
     """Options for reading one row.
 
@@ -91,6 +104,7 @@ class Item(NamedTuple):
         skipped: "path: reason" of each unreadable file that this sample replaces.
         embedding: embedding of the caption, if it is cached.
         features: (N, width) float16 features of the picture's tokens, if they are cached.
+        first: what is given of a clip's first frame, if it is cached.
         small: if ``x`` is smaller than requested, the enlargement that is still to be done.
         whole: if ``x`` is smaller than requested, the (height, width) after the enlargement.
         shortened: True if the clip was too short, so that its frames are closer together than requested.
@@ -103,6 +117,7 @@ class Item(NamedTuple):
     skipped: tuple[str, ...] = ()
     embedding: Embedding | None = None
     features: Tensor | None = None
+    first: FirstFrames | None = None
     small: Small | None = None
     whole: tuple[int, ...] = ()
     shortened: bool = False
@@ -165,6 +180,8 @@ class Description:
         vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
         text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
         features: cached features of the pictures; None if there are none.
+        first_frames: width of the tokens of cached first frames, 0 for first frames without tokens; None if there are
+            no cached first frames.
         cut_captions: lines for the log about captions that were truncated before they were embedded.
         notes: lines for the log about files that were left out when the data set was opened.
         counted_captions: (rows, number of captions that are checked before training starts) for each source. The number
@@ -195,6 +212,7 @@ class Description:
     max_tokens: int = 0
     empty_caption: Embedding | None = None
     features: CachedFeatures | None = None
+    first_frames: int | None = None
     cut_captions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     counted_captions: tuple[tuple[int, int], ...] = ()

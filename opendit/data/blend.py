@@ -37,7 +37,7 @@ from opendit.data.recaptioned import Recaptioned
 from opendit.data.row_arrays import kept_array, stream_of
 from opendit.data.sources import Request, build_dataset
 
-SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens".split()
+SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens first_frames".split()
 WHAT_TO_DO = {
     "kind": "train on pixels or on cached latents alone: make latents of all sources by preprocess.py latents",
     "conditioning": "train on classes or on captions alone: give the sources with classes a CSV of path,text",

@@ -21,6 +21,7 @@ from opendit.data.base import (
     Description,
     Embedding,
     Fingerprint,
+    FirstFrames,
     Item,
     Shapes,
     Size,
@@ -163,6 +164,11 @@ class LatentDataset(ShardDataset):
                 wanted[2] = 1  # pictures among clips have one frame
             if shape != wanted:
                 raise ValueError(f"moments of shape {shape}, not {wanted}")
+            first, channels = self.index.get("first_frames"), shape[1] // 2
+            if first is not None and list(tensors["first_latents"].shape) != [shape[0], channels, *shape[2:]]:
+                raise ValueError(f"first_latents of shape {list(tensors['first_latents'].shape)}")
+            if first and list(tensors["first_tokens"].shape[::2]) != [shape[0], first]:
+                raise ValueError(f"first_tokens of shape {list(tensors['first_tokens'].shape)}")
             if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
             if self.features is not None:
@@ -192,9 +198,13 @@ class LatentDataset(ShardDataset):
         tensors, embedding = self._tensors(row), None
         if self.text_encoder is not None:
             embedding = padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
-        features = tensors["features"][int(view.flip)] if self.features else None
-        moments = tensors["moments"][int(view.flip)].float()
-        return self._labelled(row, Item(moments, embedding=embedding, features=features))
+        which, width, first = int(view.flip), self.index.get("first_frames"), None
+        if width is not None:
+            tokens = tensors["first_tokens"][which] if width else torch.empty(0, 0)
+            first = FirstFrames(tensors["first_latents"][which], tokens)
+        features = tensors["features"][which] if self.features else None
+        moments = tensors["moments"][which].float()
+        return self._labelled(row, Item(moments, embedding=embedding, features=features, first=first))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._shown(self.read(row).x)
@@ -299,6 +309,7 @@ class LatentDataset(ShardDataset):
             max_tokens=self.max_tokens,
             empty_caption=self.empty_caption,
             features=self.features,
+            first_frames=self.index.get("first_frames"),
             cut_captions=self._cut_captions(),
             counted_captions=((len(self), self.counted_captions),),
             largest_label=self._find_largest_label,

@@ -68,6 +68,7 @@ class LatentsSettings(JsonObject):
     shard_size: Positive
     precision: Word = ""
     video: ClipSettings = absent()
+    first_frames: Word = absent()  # identity of the encoder of first frames, or "latents" without one
     text: Word | None = None
     features: Word = absent()
 
@@ -159,6 +160,7 @@ class LatentsOfOneSize(JsonObject):
     skipped: Skipped = []
     video: ClipSettings = absent()
     data_fps: Rate = 1  # frames a second of the files that the clips were read from
+    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of their tokens, 0 for none
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
     features: StoredFeatures = absent()
@@ -191,6 +193,7 @@ def check_index(index: dict[str, Any], path: Path) -> None:
     require(index["count"] == counted, f"count is {index['count']:,}, its shards' counts are {counted:,} in all")
     require(counted > 0, "count is 0: it holds no samples")
     require(len({shard["file"] for shard in shards}) == len(shards), "shards name a file twice")
+    require("first_frames" not in index or "video" in index, "first_frames is there, but no video")
     require((len(shape) == 4) == ("video" in index), f"latent_shape is {shape}, which is not that of its video field")
     for shard in shards:
         own = shard.get("latent_shape", shape)

@@ -34,6 +34,7 @@ from opendit.data.base import (
     BadFileCounter,
     DataError,
     Embedding,
+    FirstFrames,
     Item,
     MediaDataset,
     SampleKey,
@@ -401,6 +402,7 @@ class Batch:
         skipped: "path: reason" for every unreadable file.
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
+        first: what is given of the clips' first frames, if it is cached.
         text: B captions; None if the conditioning is by label.
         features: (B, N, width) float16 cached features of the pictures' tokens.
         small: the enlargement of each sample that ``enlarge`` still has to do on the device; None if none is needed.
@@ -420,6 +422,7 @@ class Batch:
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # embedding of the captions, if cached
     features: Tensor | None = None
+    first: FirstFrames | None = None
     small: tuple[Small | None, ...] | None = None
     shared: Tensor | tuple[Tensor, ...] | None = None  # if pinned: ``x`` in memory shared with the worker
 
@@ -434,11 +437,12 @@ class Batch:
         self.__dict__.update(state, y=torch.from_numpy(state["y"]), index=torch.from_numpy(state["index"]))
 
     def pin_memory(self) -> "Batch":  # called by DataLoader
-        embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
+        cached = ((name, getattr(self, name)) for name in ("embedding", "first"))
+        parts = {name: part and type(part)(*(tensor.pin_memory() for tensor in part)) for name, part in cached}
         x = self.x.pin_memory() if isinstance(self.x, Tensor) else tuple(part.pin_memory() for part in self.x)
         features = None if self.features is None else self.features.pin_memory()
-        pinned = dict(x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
-        return replace(self, **pinned, features=features, shared=self.x)
+        pinned = dict(x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), features=features, **parts)
+        return replace(self, **pinned, shared=self.x)
 
 
 @dataclass
@@ -519,8 +523,9 @@ class _BatchReader(Dataset[Any]):
             shortened=sum(item.shortened for item in items),
             bytes_read=sum(item.bytes_read for item in items),
             text=tuple(item.text or "" for item in items) if self.has_text else None,
-            embedding=_stack_embeddings([item.embedding for item in items]),
+            embedding=_stack([item.embedding for item in items]),
             features=None if items[0].features is None else torch.stack([cast(Tensor, i.features) for i in items]),
+            first=_stack([item.first for item in items]),
             small=tuple(item.small for item in items) if any(item.small for item in items) else None,
         )
 
@@ -598,8 +603,9 @@ class OwnMemory:
         return out.copy_(x)
 
 
-def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
-    return None if parts[0] is None else Embedding(*(torch.stack(fields) for fields in zip(*parts, strict=True)))
+def _stack(parts: Sequence[Any]) -> Any:
+    """Stack the fields of named tuples of tensors. Return None for a list of None."""
+    return None if parts[0] is None else type(parts[0])(*map(torch.stack, zip(*parts, strict=True)))
 
 
 class BatchIterator:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from opendit.common.json_file import MIB, read_json
 from opendit.common.safe_files import make_folder, refuse_links
 from opendit.common.utils import sha256_of
 from opendit.config.parallel_sizes import find_place
@@ -40,12 +41,14 @@ from opendit.data.text_cache import (
     form_of,
     write_empty_caption,
 )
+from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import HUB, Codec, load_codec
 from opendit.encoders.video_vae import load_video_codec
 from opendit.encoders.vision import VisionTeacher
 from opendit.models.families import FAMILIES
+from opendit.models.given_frames import first_frames_alone
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.supervisor import Supervisor
 
@@ -80,6 +83,45 @@ class _RowReader(Dataset[Any]):
         return good, labels, captions, torch.stack(pictures) if pictures else None, skipped
 
 
+@dataclass(frozen=True)
+class FirstFrameEncoder:
+    """Encodes what an image-to-video model is given of clips' first frames.
+
+    Args:
+        width: width of the tokens that the model takes of a frame; 0 for models without such tokens.
+        tokens: makes these tokens; None if ``width`` is 0.
+    """
+
+    width: int
+    tokens: PictureTokens | None
+
+    @classmethod
+    def of(cls, folder: Path, family: str, device: torch.device) -> "FirstFrameEncoder | None":
+        """Return the encoder for the model in a pipeline's folder; None if the model takes no first frames.
+
+        Raises ValueError, with one line, if a file of the folder is damaged.
+        """
+        path = folder / "transformer/config.json"
+        try:
+            spec = FAMILIES[family].layout(read_json(path, MIB))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: {error!r}") from error
+        if not spec.given:
+            return None
+        return cls(spec.text.picture, PictureTokens(folder, spec.text.picture, device) if spec.text.picture else None)
+
+    def fingerprint(self) -> str:
+        return "latents" if self.tokens is None else self.tokens.fingerprint()
+
+    def encode(self, codec: Codec, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a shard for B clips, each of the ``views`` (B, 3, T, H, W) in [-1, 1], on the CPU."""
+        grey = [first_frames_alone(view) for view in views]
+        made = {"first_latents": [codec.moments(view).chunk(2, dim=1)[0] for view in grey]}
+        if self.tokens is not None:
+            made["first_tokens"] = [self.tokens.of_clips(view) for view in views]
+        return {name: torch.stack(parts, dim=1).half().cpu() for name, parts in made.items()}
+
+
 def make_latents(
     dataset: MediaDataset,
     codec: Codec,
@@ -89,6 +131,7 @@ def make_latents(
     flips: bool,
     encoder: AnyEncoder | None = None,
     counted: CaptionCount | None = None,
+    first: FirstFrameEncoder | None = None,
     batch_size: int = 64,
     num_workers: int = 4,
     shard_size: int = 4096,
@@ -112,6 +155,7 @@ def make_latents(
         flips: also encode the mirror image of every picture.
         encoder: frozen text encoder, or the encoders of a public model. Without one, captions are stored as text.
         counted: rank 0's count of the captions by the encoder's tokens, which is stored in the index.
+        first: encodes first frames of clips for a model of image to video; None for other models.
         shard_size: samples of a tar.
         tar_bytes: approximate bytes of a tar, instead of ``shard_size``.
         bucket_tokens: most tokens of a sample of a ShapedDataset.
@@ -127,7 +171,7 @@ def make_latents(
         DataError: more than ``max_bad`` of the files can't be read, or a latent doesn't fit float16.
     """
     output = Path(output)
-    work = _Encoding(dataset, codec, encoder, image_size, flips, teacher)
+    work = _Encoding(dataset, codec, encoder, image_size, flips, teacher, first)
     settings = work.settings(tar_bytes or shard_size, bucket_tokens)
     plan = _plan(dataset, lambda rows: work.samples_of_a_tar(tar_bytes, rows) if tar_bytes else shard_size)
     all_names = [tar_name(image_size, shard, len(plan)) for shard in range(len(plan))]
@@ -218,6 +262,7 @@ class _Encoding:
     image_size: int
     flips: bool
     teacher: VisionTeacher | None = None
+    first: FirstFrameEncoder | None = None
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +290,8 @@ class _Encoding:
 
         Every caption is assumed to have the most tokens."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
+        if self.first:
+            numbers += numbers // 2
         if self.encoder:
             numbers += form_of(self.encoder).numbers(self.encoder.max_tokens)
         if self.teacher is not None:
@@ -267,6 +314,8 @@ class _Encoding:
         }
         if about.clips is not None:
             settings["video"] = {name: value for name, value in vars(about.clips).items() if value is not None}
+        if self.first is not None:
+            settings["first_frames"] = self.first.fingerprint()
         if self.has_captions:
             settings["text"] = self.encoder and self.encoder.fingerprint()
         if self.teacher is not None:
@@ -293,11 +342,13 @@ class _Encoding:
                         f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
                         "bf16 or fp32, and check the VAE's weights if that doesn't help"
                     )
+                firsts = {} if self.first is None else self.first.encode(self.codec, shown)
                 embedded = embed(self.encoder, captions) if self.encoder else [()] * len(rows)
                 seen = self._features(shown, rows)
                 parts = zip(rows, made.cpu(), embedded, seen, labels, captions or [None] * len(rows), strict=True)
-                for row, moments, words, features, label, caption in parts:
+                for number, (row, moments, words, features, label, caption) in enumerate(parts):
                     tensors = {"moments": moments, **dict(zip(("tokens", "pooled"), words, strict=False)), **features}
+                    tensors |= {name: made[number] for name, made in firsts.items()}
                     samples.append(CachedSample(row, tensors, label, caption))
             bar.update(len(rows) + len(skipped))
         return samples, all_skipped
@@ -354,6 +405,8 @@ class _Encoding:
             index["video"] = settings["video"]
             if (rate := self.dataset.shapes().frame_rate()) is not None:
                 index["data_fps"] = rate
+        if self.first is not None:
+            index["first_frames"] = self.first.width
         if self.has_captions:
             index["conditioning"] = "text"
         if self.teacher is not None:
@@ -455,6 +508,10 @@ def run(
                 raise ValueError(f"--repa {repa}: a patch of {patch[0]} does not divide {sides} latents; give --model")
             grid = tuple(side // p for side, p in zip(sides, patch, strict=True))
             teacher = VisionTeacher(str(Path(repa).expanduser().resolve()), grid, 1.0, False, device, dtype)
+        first = None
+        if pretrained is not None and use_video:
+            family = cast(str, family_in(name_of_folder(pretrained) or ""))
+            first = FirstFrameEncoder.of(Path(pretrained), family, device)
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
@@ -474,6 +531,7 @@ def run(
             flips=about.random_flip,
             encoder=encoder,
             counted=counted,
+            first=first,
             batch_size=batch_size,
             num_workers=num_workers,
             shard_size=shard_size,

@@ -41,6 +41,7 @@ class Stream(IntEnum):
     ROUTE = 11
     INTERVAL = 12
     ROUTE_DROP = 13
+    EXPERT = 14
 
 
 def philox4x32(

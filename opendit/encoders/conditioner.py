@@ -39,10 +39,14 @@ class Conditioner(ABC):
         """Return ``y`` with the null condition for the samples where ``dropped`` (B,) bool is True."""
         return where(dropped, self.null(), y)
 
-    def of_clips(self, y: Condition, pixels: Tensor) -> Condition:
-        """Add tokens that encode the first frames of clips (B, 3, T, H, W) in [-1, 1] to the condition ``y``.
+    def of_clips(self, y: Condition, pixels: Tensor | None, tokens: Tensor | None = None) -> Condition:
+        """Add tokens that encode the first frames of clips to the condition ``y``.
 
         Return ``y`` unchanged if the model does not attend to such tokens.
+
+        Args:
+            pixels: clips (B, 3, T, H, W) in [-1, 1].
+            tokens: (B, L, D) tokens from a cache, which are used instead of the clips.
         """
         return y
 
@@ -164,9 +168,12 @@ class PublishedConditioner(CaptionConditioner):
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         return where(dropped, *same_length(self.null(), y))
 
-    def of_clips(self, y: Condition, pixels: Tensor) -> Condition:
+    def of_clips(self, y: Condition, pixels: Tensor | None, tokens: Tensor | None = None) -> Condition:
+        if tokens is not None and tokens.numel():
+            return replace(cast(TextCondition, y), pooled=tokens.to(self.device, torch.float32))
         if self.pictures is None:
             return y
+        assert pixels is not None, "a model that attends to tokens of first frames has clips, or their cached tokens"
         return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
     def _told(self, y: TextCondition) -> TextCondition:

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -161,6 +162,16 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
         raise ValueError(f"{folder / CONFIG} describes {described:,} weights, the folder's files hold {held:,}")
 
 
+def lazy_module(name: str) -> Any:
+    """Import diffusers or transformers, which takes seconds.
+
+    These libraries replace their own module during its import. If one thread imports such a library, an ``import``
+    statement of another thread waits, and then returns the module before its replacement, without the library's
+    classes. ``import_module`` looks the module up again after it has waited.
+    """
+    return import_module(name)
+
+
 def transformers_model(
     folder: Path,
     name: str,
@@ -181,9 +192,7 @@ def transformers_model(
     """
     refuse_adapters(folder)
     shapes = weight_shapes(folder, stem)
-    import transformers  # imported here only, because the import takes seconds
-
-    model_class = getattr(transformers, name)
+    model_class = getattr(lazy_module("transformers"), name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
     check_size(lambda: model_class(made), shapes, folder)
     # Without a folder, transformers takes the tensors that it is given.

@@ -11,9 +11,10 @@ from torch import Tensor
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind
 from opendit.common.utils import shown
-from opendit.encoders.folder import CONFIG, PretrainedConfig, loading, transformers_model
+from opendit.encoders.folder import CONFIG, PretrainedConfig, lazy_module, loading, transformers_model
 from opendit.encoders.published_folder import read_json_of
 from opendit.encoders.text import STEM
+from opendit.encoders.vae import module_fingerprint
 
 ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel"
 ENCODER_CONFIG = FileKind(PretrainedConfig, MIB)
@@ -43,11 +44,14 @@ class PictureTokens:
         with loading(str(path)):
             self._encoder: Any = transformers_model(path, CLASS, STEM).eval().requires_grad_(False).to(device)
         with loading(str(folder / PROCESSOR)):
-            import transformers
-
             how: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
-            self._processor: Any = transformers.CLIPImageProcessor.from_pretrained(folder / PROCESSOR, **how)
+            kind = lazy_module("transformers").CLIPImageProcessor
+            self._processor: Any = kind.from_pretrained(folder / PROCESSOR, **how)
         self.device = torch.device(device)
+
+    def fingerprint(self) -> str:
+        """Hash the encoder's weights and how pictures are prepared for it."""
+        return module_fingerprint(self._encoder, str(self._processor))
 
     @torch.no_grad()
     def encode(self, pictures: Sequence[Image.Image]) -> Tensor:

@@ -27,6 +27,7 @@ from opendit.encoders.folder import (
     CONFIG,
     PIPELINE_INDEX,
     Width,
+    lazy_module,
     loading,
     refuse_adapters,
     stored_bytes,
@@ -392,21 +393,17 @@ def load_published_text(
     for component, module in components.items():
         if component.startswith("text_encoder"):
             module.eval().requires_grad_(False).to(device)
-    import diffusers  # imported here only, because the import takes many seconds
-
     rest: dict[str, Any] = dict.fromkeys(("scheduler", "vae", "transformer"))
     if (unused := _prompts(family).unused) is not None:
         rest[unused] = torch.nn.Identity()
-    pipeline = getattr(diffusers, family.pipelines[0])(**rest, **components)
+    pipeline = getattr(lazy_module("diffusers"), family.pipelines[0])(**rest, **components)
     return PublishedText(pipeline, family, name=str(folder), device=device, max_tokens=max_tokens)
 
 
 def _load(path: Path, class_name: str, dtype: torch.dtype, kind: str, device: torch.device) -> Any:
     if class_name in MODEL_TYPES:
         return transformers_model(path, class_name, STEM, dtype, kind, device)
-    import transformers
-
-    tokenizer_class = getattr(transformers, TOKENIZER_OF.get(class_name, class_name))
+    tokenizer_class = getattr(lazy_module("transformers"), TOKENIZER_OF.get(class_name, class_name))
     tokenizer = tokenizer_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # Disable the warning about long captions, because count_tokens reports them.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True

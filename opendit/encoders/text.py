@@ -23,6 +23,7 @@ from opendit.encoders.folder import (
     PretrainedConfig,
     Width,
     fetch,
+    lazy_module,
     loading,
     pinned,
     reason,
@@ -267,9 +268,8 @@ def _load(name: str, folder: Path, **stored: Any):
     with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
         check_tokenizer(folder)
         model = transformers_model(folder, CLASSES[config["model_type"]][1], STEM, **stored)
-        import transformers
-
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        how: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+        tokenizer = lazy_module("transformers").AutoTokenizer.from_pretrained(folder, **how)
         if config["model_type"].startswith("clip") and not isinstance(model.config.eos_token_id, int):
             raise ValueError(f"its eos_token_id is {model.config.eos_token_id!r}, no number")
         check_vocabulary(tokenizer, model)

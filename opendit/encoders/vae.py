@@ -26,6 +26,7 @@ from opendit.encoders.folder import (
     PretrainedConfig,
     check_size,
     fetch,
+    lazy_module,
     one_line,
     reason,
     refuse_adapters,
@@ -385,9 +386,7 @@ def _own(folder: Path, config: dict[str, Any]) -> AutoencoderKL:
 
 def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     shapes = weight_shapes(folder, STEM)
-    import diffusers  # imported here only, because the import takes seconds
-
-    vae_class = getattr(diffusers, class_name)
+    vae_class = getattr(lazy_module("diffusers"), class_name)
     made = vae_class.load_config(folder, local_files_only=True)
     check_size(lambda: vae_class.from_config(made), shapes, folder)
     vae, report = vae_class.from_pretrained(

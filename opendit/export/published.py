@@ -7,7 +7,7 @@ change. The weights have the published names, shapes and dtypes.
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from opendit.checkpoint.files import file_id
 from opendit.checkpoint.lora import Merged, of_run
 from opendit.checkpoint.pretrained import read_newest
 from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, network_of, open_published
+from opendit.checkpoint.run_folders import low_noise_of
 from opendit.checkpoint.tensor_set import write_weights
 from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, remove_tree, rename, sync_folder
 from opendit.config.names import WHOLE
@@ -47,6 +48,7 @@ def export_published(
     output: Path,
     most_bytes: int,
     more: Mapping[str, str] | None = None,
+    low: tuple[Mapping[str, Tensor], Path, PublishedFolder] | None = None,
 ) -> list[str]:
     """Write a folder that diffusers loads: ``base`` with other weights.
 
@@ -59,6 +61,7 @@ def export_published(
         base: the public model's folder.
         most_bytes: largest size of a weights file.
         more: further metadata of the weights file.
+        low: ``state``, ``source`` and ``base`` of the low-noise network, if both networks of a pipeline are written.
 
     Returns:
         The files of ``base`` that were not copied, because they hold code.
@@ -72,26 +75,32 @@ def export_published(
     root = output.parent
     refuse_links(root, [output.name])
     _check_output(output, (base.pipeline or base.transformer, source))
-    weights = base.published(state, source)
+    networks = [(state, source, base), *([] if low is None else [low])]
+    written = {
+        each.transformer.name if each.pipeline else TRANSFORMER: (each.published(of, path), each)
+        for of, path, each in networks
+    }
     new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
     remove_tree(new)
-    # in a pipeline with two networks, either name is possible
-    inside = base.transformer.name if base.pipeline else TRANSFORMER
-    make_folder(new / inside, root=root)
+    for inside in written:
+        make_folder(new / inside, root=root)
     try:
         left_out = []
         for path, place in _others(base):
+            if place.parts[0] in written:
+                continue
             if any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_TAKEN):
                 left_out.append(str(place))
                 continue
             file_id(path, base.root)
             link_or_copy(path, new / place, root=root, make=True)
-        link_or_copy(base.transformer / CONFIG, new / inside / CONFIG, root=root)
-        # Don't copy the metadata of the run, because they contain captions and paths.
-        said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
-        metadata = {**said, **base.files.metadata, **(more or {}), "format": "pt"}
-        write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
-        sync_folder(new / inside, root=root)
+        for inside, (weights, each) in written.items():
+            link_or_copy(each.transformer / CONFIG, new / inside / CONFIG, root=root)
+            # Don't copy the metadata of the run, because they contain captions and paths.
+            said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
+            metadata = {**said, **each.files.metadata, **(more or {}), "format": "pt"}
+            write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
+            sync_folder(new / inside, root=root)
         _take_place(new, output, old)
         sync_folder(root)
     finally:
@@ -190,13 +199,18 @@ def export_run(
         weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
     else:
         weights = read_newest(ckpt, which, notes)
-    opened = open_published(network_of(base, weights.config), families)
-    try:
-        if "lora" in weights.info:
-            check_lora(weights)
-            weights = replace(weights, state=Merged(opened.tensors(), *of_run(weights)))
-        length = caption_length(weights, opened.family, notes)
-        left_out = export_published(weights.state, weights.path, opened, output, most_bytes, length)
-    finally:
-        opened.close()
+    networks: list[tuple[Mapping[str, Tensor], Path, PublishedFolder]] = []
+    with ExitStack() as stack:
+        for each in [
+            weights,
+            *([] if (low := low_noise_of(weights.path)) is None else [read_newest(low, which, notes)]),
+        ]:
+            opened = stack.enter_context(closing(open_published(network_of(base, each.config), families)))
+            state = each.state
+            if "lora" in each.info:
+                check_lora(each)
+                state = Merged(opened.tensors(), *of_run(each))
+            networks.append((state, each.path, opened))
+        (high, *low), length = networks, caption_length(weights, networks[0][2].family, notes)
+        left_out = export_published(*high, output, most_bytes, length, low[0] if low else None)
     return notes + [f"{Path(base) / name} holds code, or may; it was left out" for name in left_out]

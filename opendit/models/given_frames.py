@@ -42,6 +42,13 @@ def in_place(x: Tensor, channels: int) -> Tensor:
     return torch.where(mask > 0, given, x)
 
 
+def first_frames_alone(pixels: Tensor) -> Tensor:
+    """Return clips (B, 3, T, H, W) in [-1, 1] with all frames after the first one made grey."""
+    grey = torch.zeros_like(pixels)
+    grey[:, :, 0] = pixels[:, :, 0]
+    return grey
+
+
 def give_beside(latents: Tensor) -> Tensor:
     """Return mask ++ given (B, 1 + C, T, H, W) for an image-to-video model. latents: (B, C, T, H, W), the latents of
     clips that are grey after their first frame."""

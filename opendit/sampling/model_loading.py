@@ -23,7 +23,7 @@ from opendit.checkpoint.pretrained import (
     read_info,
 )
 from opendit.checkpoint.published import EXPERTS, is_published
-from opendit.checkpoint.run_folders import newest_run
+from opendit.checkpoint.run_folders import low_noise_of, newest_run
 from opendit.checkpoint.tensor_set import is_set, open_set
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
@@ -237,6 +237,7 @@ def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | No
         ValueError: a network is missing, or ``second`` does not contain the other network.
     """
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
+    second = low_noise_of(path) if second is None else second
     if second is not None and (two is None or two.expert is None):
         raise ValueError(f"--second_ckpt {second}: {path} is no run of one network of two; leave it out")
     if two is None:
@@ -281,6 +282,8 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
                 "that opendit export lora has made of them"
             )
         found[added].append((each, weight))
+        if (low := low_noise_of(each)) is not None:
+            found["low"].append((low, weight))
     return found
 
 

@@ -32,7 +32,7 @@ class Batches:
         interchangeable: bool,
     ):
         self._loader, self._count = loader, count
-        self._monitor, self._pace, self._diagnosis = monitor, pace, diagnosis
+        self._monitor, self._pace, self.diagnosis = monitor, pace, diagnosis
         self._interrupt, self._interchangeable = interrupt, interchangeable
         self._last: Batch | None = None
 
@@ -54,7 +54,7 @@ class Batches:
             waited = time.perf_counter() - asked
             self._monitor.loader_wait(waited)
             self._pace.begin(waited)
-            self._diagnosis.keep(batch)
+            self.diagnosis.keep(batch)
             yield batch
 
     def _next(self) -> Batch:

@@ -7,11 +7,11 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -98,6 +98,16 @@ class TrainingFlops:
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
             return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
         return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]), micro_batch.kept is not None)
+
+
+class TrainedNetwork(NamedTuple):
+    """A network that a run trains, with the objects that train it. skipped: looks for its skipped steps."""
+
+    engine: Engine
+    ema: EMA
+    runner: Runner
+    inputs: MakesMicroBatches
+    skipped: SkippedSteps
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
@@ -208,14 +218,15 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
 
 def open_checkpoints(
     spec: RunSpecification,
-    engine: Engine,
-    ema: EMA,
+    networks: Sequence[TrainedNetwork],
     monitor: Monitor,
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
     """Open the run's checkpoints. evaluated: identifier of the settings that determine the figures of
     --evaluate_every."""
+    engine, ema = networks[0].engine, networks[0].ema
+    before = None if spec.low is None else open_checkpoints(spec.low, networks[1:], monitor, supervisor)
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
@@ -227,6 +238,7 @@ def open_checkpoints(
         enabled=spec.flags.save,
         write_failures=monitor.failures,
         best=best_checkpoint(spec, evaluated),
+        before=before,
     )
     supervisor.closes(checkpoints.abandon)
     return checkpoints
@@ -256,7 +268,8 @@ def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor
         return asked == "sharded"
     if PLUGINS[spec.flags.plugin].sharded_checkpoints or spec.stages is not None:
         return True
-    sizes = {name: math.prod(shape) for name, shape in engine.shapes.items()}
+    networks = 2 if spec.flags.expert == "both" else 1
+    sizes = {name: networks * math.prod(shape) for name, shape in engine.shapes.items()}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = most_bytes_of_a_host(sizes, len(spec.flags.ema_decays), spec.mesh.world_size, ranks)
     there = host_memory()
@@ -303,6 +316,8 @@ class Run:
     """The state of a training run.
 
     Attributes:
+        networks: the networks of the run. engine, ema, runner, inputs and skipped are those of the step's network.
+        network_of: returns the number of the network that a step trains.
         done: number of steps done since the run's first start.
         result: result of the last step; None before the first step since this start.
         batches: source of the next step's batches.
@@ -336,7 +351,16 @@ class Run:
     evaluation: Evaluation | None
     fingerprint: dict[str, Any]
     done: int
+    networks: Sequence[TrainedNetwork] = ()
+    network_of: Callable[[int], int] = lambda step: 0
     result: StepResult | None = None
+
+    def begin(self, step: int) -> None:
+        """Choose the network that a step trains. A run of several networks (--expert both) trains them by turns."""
+        if len(self.networks) > 1:
+            network = self.networks[self.network_of(step)]
+            self.engine, self.ema, self.runner, self.inputs, self.skipped = network
+            self.batches.diagnosis = self.skipped.diagnosis
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
         """Count the samples and the work of a micro-batch for the log."""
@@ -415,6 +439,44 @@ class Run:
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)
 
 
+def build_network(
+    spec: RunSpecification,
+    make_inputs: Callable[..., MakesMicroBatches],
+    make_passes: Callable[..., EagerPasses],
+    pace: Pace,
+) -> TrainedNetwork:
+    """Build one of the run's networks with the objects that train it, and load its checkpoint if the run is resumed."""
+    flags, mesh, config = spec.flags, spec.mesh, spec.model_config
+    engine = build_model_and_engine(spec)
+    route = flags.token_route
+    cast(DiT, engine.module).route = None if route is None else (route.first, route.last)
+    ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
+    if spec.resume:
+        load_checkpoint(spec.resume, engine, ema)
+    passes = make_passes(engine, spec.objective, flags.grad_accumulation, after_forward=pace.end)
+    runner = build_runner(passes, graph=flags.enable_cuda_graph, packs=flags.pack_tokens is not None)
+    inputs = make_inputs(
+        spec.latents,
+        spec.objective,
+        spec.conditioner,
+        mesh.device,
+        flags.global_seed,
+        flags.label_drop,
+        packing=_packing(spec),
+        tokens_of=lambda size: math.prod(config.grid_of(size)),
+        given_frames=spec.given_frames,
+        in_place=config.given_in_place,
+        beside=config.given_beside,
+        route=route,
+        route_until=flags.route_until,
+        route_drop=flags.route_drop,
+        teacher=spec.teacher,
+        uncertain=flags.uncertainty_weighting,
+    )
+    diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
+    return TrainedNetwork(engine, ema, runner, inputs, SkippedSteps(engine, diagnosis, flags.max_bad_steps))
+
+
 def _packing(spec: RunSpecification) -> Packing | None:
     flags, mesh = spec.flags, spec.mesh
     if flags.pack_tokens is None:
@@ -475,47 +537,25 @@ def build(
     flags, mesh, failures = spec.flags, spec.mesh, WriteFailures()
     with spec.lock:
         announce_memory(spec)
-        engine = build_model_and_engine(spec)
-        route = flags.token_route
-        cast(DiT, engine.module).route = None if route is None else (route.first, route.last)
-        ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
-        if spec.resume:
-            load_checkpoint(spec.resume, engine, ema)
         pace = Pace(mesh)
-        passes = make_passes(engine, spec.objective, flags.grad_accumulation, after_forward=pace.end)
-        runner = build_runner(passes, graph=flags.enable_cuda_graph, packs=flags.pack_tokens is not None)
+        networks = [build_network(each, make_inputs, make_passes, pace) for each in spec.networks]
+        engine, ema, runner, inputs, skipped = networks[0]
         announce(spec, failures, engine, ema, runner.note)
-        inputs = make_inputs(
-            spec.latents,
-            spec.objective,
-            spec.conditioner,
-            mesh.device,
-            flags.global_seed,
-            flags.label_drop,
-            packing=_packing(spec),
-            tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
-            given_frames=spec.given_frames,
-            in_place=spec.model_config.given_in_place,
-            beside=spec.model_config.given_beside,
-            route=route,
-            route_until=flags.route_until,
-            route_drop=flags.route_drop,
-            teacher=spec.teacher,
-            uncertain=flags.uncertainty_weighting,
-        )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation
-        diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, count)
         with (
-            contextlib.closing(runner),
+            contextlib.ExitStack() as runners,
             open_monitor(spec, supervisor, failures) as monitor,
             open_loader(spec, supervisor) as loader,
-            open_checkpoints(spec, engine, ema, monitor, supervisor, evaluated) as checkpoints,
+            open_checkpoints(spec, networks, monitor, supervisor, evaluated) as checkpoints,
             open_profiler(spec, monitor) as profiler,
             supervisor.announced(),
             Interrupt(mesh, flags.max_hours, lambda: checkpoints.stall_s + checkpoints.write_s) as interrupt,
         ):
+            for network in networks:
+                runners.enter_context(contextlib.closing(network.runner))
             sampler = EMASampler(spec, engine, ema, monitor)
+            engines = [network.engine for network in networks]
             skipped_before = spec.resume.state["skipped"] if spec.resume else 0
             run = Run(
                 mesh=mesh,
@@ -525,16 +565,18 @@ def build(
                 engine=engine,
                 ema=ema,
                 runner=runner,
-                batches=Batches(loader, count, monitor, pace, diagnosis, interrupt, _interchangeable(spec)),
+                batches=Batches(loader, count, monitor, pace, skipped.diagnosis, interrupt, _interchangeable(spec)),
                 inputs=inputs,
-                flops=TrainingFlops(spec.model_config, spec.lora, route),
+                flops=TrainingFlops(spec.model_config, spec.lora, flags.token_route),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
                 periodic=PeriodicWork(flags, spec.last_step),
-                skipped=SkippedSteps(engine, diagnosis, flags.max_bad_steps),
+                skipped=skipped,
                 monitor=monitor,
                 profiler=profiler,
-                log=StepLog(engine, loader, spec.schedule, checkpoints, monitor, pace, spec.first_step, skipped_before),
+                log=StepLog(
+                    engines, loader, spec.schedule, checkpoints, monitor, pace, spec.first_step, skipped_before
+                ),
                 checkpoints=checkpoints,
                 sampler=sampler,
                 grids=SampleGrids(spec, sampler, monitor),
@@ -542,6 +584,8 @@ def build(
                 evaluation=evaluation,
                 fingerprint=spec.fingerprint,
                 done=spec.first_step,
+                networks=networks,
+                network_of=spec.network_of,
             )
             with recorded_end(run, spec.folder, supervisor):
                 yield run

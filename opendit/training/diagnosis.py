@@ -219,7 +219,7 @@ class SkippedSteps:
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):
-        self._engine, self._diagnosis, self._most = engine, diagnosis, most
+        self._engine, self.diagnosis, self._most = engine, diagnosis, most
         self.skipping = self.failing = False
 
     def look(self, done: int, result: StepResult) -> None:
@@ -235,10 +235,10 @@ class SkippedSteps:
         if in_a_row >= self._most:
             raise FloatingPointError(
                 f"{in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before them): "
-                f"{self._diagnosis.find(gradients=True)}; try a lower --lr, --mixed_precision bf16, or --load an "
+                f"{self.diagnosis.find(gradients=True)}; try a lower --lr, --mixed_precision bf16, or --load an "
                 "earlier checkpoint"
             )
-        if self.failing and not told and self._diagnosis.harmless:
-            cause = self._diagnosis.find(gradients=False)
+        if self.failing and not told and self.diagnosis.harmless:
+            cause = self.diagnosis.find(gradients=False)
             if self._engine.mesh.is_main:
                 logger.warning(f"step {done}: skipped, its gradients were not finite: {cause}")

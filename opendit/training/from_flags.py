@@ -137,6 +137,7 @@ def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
         ("sample_shape", "samples of shape {} where those of --data_path have {}"),
         ("class_names", "the classes {} where --data_path has {}"),
         ("text_encoder", "captions encoded by {} where those of --data_path are by {}"),
+        ("first_frames", "first frames with tokens of width {} where those of --data_path are of {}"),
     ):
         theirs, ours = (getattr(each.describe(), what) for each in (found, training))
         if theirs != ours:
@@ -291,8 +292,9 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
         config, objective = _public_model(flags, source, channels, size, dataset.describe().max_tokens)
         _check_embeddings(flags, config, dataset.describe())
         if config.given_beside:
-            _check_first_frames(flags, dataset)
-        why = "is of one network of two" if config.expert else "has no pictures to begin clips with"
+            _check_first_frames(flags, config, dataset)
+        one = "trains two networks by turns" if flags.expert == "both" else "is of one network of two"
+        why = one if config.expert else "has no pictures to begin clips with"
         if config.expert is not None or config.given_beside:
             if flags.evaluate_every:
                 raise ValueError(f"--evaluate_every: a run of {flags.model} {why}; leave the flag out")
@@ -424,17 +426,17 @@ def _public_model(
     return config, replace(own, **changes)
 
 
-def _check_first_frames(flags: TrainConfig, dataset: MediaDataset) -> None:
+def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: MediaDataset) -> None:
     """Raise ValueError for data or flags that an image-to-video model can't use.
 
-    An image-to-video model encodes the first frame of every clip, so it needs the clips, not only cached latents.
+    An image-to-video model is given the first frame of every clip, which cached latents must have, too.
     """
-    if dataset.describe().kind == "latents" and not isinstance(dataset, MockDataset):
-        raise ValueError(f"--data_path {flags.data_path}: cached latents have no first frames, which {flags.model} is "
-                         "given; train on the clips themselves")  # fmt: skip
-    for name in ("validate_path", "validate_share", "pack_tokens"):
-        if getattr(flags, name):
-            raise ValueError(f"--{name}: does not work with a model of image to video; leave it out")
+    about, width = dataset.describe(), config.spec.text.picture
+    if about.kind == "latents" and about.first_frames != width and not isinstance(dataset, MockDataset):
+        raise ValueError(f"--data_path {flags.data_path}: these cached latents lack first frames as {flags.model} is "
+                         "given them; make them with preprocess.py latents --pretrained")  # fmt: skip
+    if flags.pack_tokens:
+        raise ValueError("--pack_tokens: does not work with a model of image to video; leave it out")
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
@@ -546,6 +548,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         gather_fp8=flags.gather_fp8,
         muon=flags.muon_precision if flags.optimizer == "muon" else None,
         eight_bits=flags.optimizer == "adamw8bit",
+        networks=2 if flags.expert == "both" else 1,
     )
 
 

@@ -77,6 +77,7 @@ class Setup:
         muon: precision in which Muon orthogonalises the matrices of blocks, which then have only one moment. None for
             AdamW.
         eight_bits: True if AdamW's moments are kept in 8 bits.
+        networks: number of networks of which each step trains one; all of their states are kept.
 
     Attention needs no setting: all of torch's kernels except ``math`` keep q, k, v, the output and one number for each
     row and head.
@@ -113,6 +114,7 @@ class Setup:
     encoders: int = 0
     muon: str | None = None
     eight_bits: bool = False
+    networks: int = 1
 
     @property
     def autocast(self) -> bool:
@@ -224,6 +226,10 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.encoders:
         needs = estimate(config, replace(setup, encoders=0), batch)
         return replace(needs, states=needs.states | {"encoders": setup.encoders})
+    if setup.networks > 1:
+        needs = estimate(config, replace(setup, networks=1), batch)
+        states, host = ({name: setup.networks * n for name, n in of.items()} for of in (needs.states, needs.host))
+        return replace(needs, states=states, host=host)
     if setup.muon is not None:
         return _with_muon(config, setup, estimate(config, replace(setup, muon=None), batch))
     if setup.eight_bits:
@@ -737,7 +743,7 @@ def save_buffers(config: DiTConfig, setup: Setup) -> float:
     ranks."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
     squares = trained - (0 if setup.muon is None else matrix_count(config))
-    return 4 * (trained * (2 + setup.averages) + squares) / setup.world
+    return 4 * setup.networks * (trained * (2 + setup.averages) + squares) / setup.world
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:

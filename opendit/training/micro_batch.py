@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from opendit.data import Batch
+from opendit.data.base import to_pixels
 from opendit.data.enlarging import enlarge
 from opendit.diffusion import Objective
 from opendit.diffusion.objectives.base import Prepared
 from opendit.diffusion.random import Stream, normal
+from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
 from opendit.models import Condition, TextCondition
 from opendit.models.alignment import Alignment
-from opendit.models.given_frames import give_beside, times_of_frames, with_given
+from opendit.models.given_frames import first_frames_alone, give_beside, times_of_frames, with_given
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
 from opendit.models.uncertainty import weighted
 
@@ -250,21 +252,46 @@ class Latents:
         # A VAE on a CPU may return channels_last, for which the backward pass of Gemini's sharded convolution crashes.
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
-    def of_first_frames(self, pixels: Tensor) -> Tensor:
-        """Encode the first frames of clips (B, 3, T, H, W) as the condition of an image-to-video model.
-
-        The frames after the first one are replaced by grey. Return the mask and the latents, encoded without noise; see
+    def of_first_frames(self, x: Tensor) -> Tensor:
+        """Return mask and latents of the first frames, encoded without noise, for a model of image to video; see
         :func:`give_beside`.
+
+        Args:
+            x: clips (B, 3, T, H, W), whose frames after the first one are replaced by grey; or cached means (B, C, t,
+                h, w) of such clips.
         """
-        codec, grey = self.codec, torch.zeros_like(pixels)
+        if self.cached is not None:
+            return give_beside(
+                sample_moments(torch.cat([x, torch.zeros_like(x)], dim=1), torch.zeros_like(x), *self.cached)
+            )
+        codec = self.codec
         assert codec is not None, "a run on pixels has one"
-        grey[:, :, 0] = pixels[:, :, 0]
-        moments = codec.moments(grey)
+        moments = codec.moments(first_frames_alone(x))
         return give_beside(codec.sample(moments, torch.zeros_like(moments.chunk(2, dim=1)[0])))
 
     def _noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
         shape = (moments.shape[1] // 2, *moments.shape[2:])
         return normal(self.seed, step, index, Stream.VAE, shape)
+
+
+def condition_on_first_frames(
+    y: Condition, batch: Batch, x: Tensor, latents: Latents, conditioner: Conditioner
+) -> tuple[Condition, Tensor]:
+    """Condition an image-to-video model on the first frames of clips.
+
+    Args:
+        y: the conditions of the B clips.
+        x: the clips (B, 3, T, H, W) on the device, used unless ``batch`` has cached first frames.
+
+    Returns:
+        The conditions, with tokens of the first frames if the model attends to such tokens, and the mask and latents of
+        the clips with all frames after the first one made grey.
+    """
+    if batch.first is None:
+        pixels = to_pixels(x)
+        return conditioner.of_clips(y, pixels), latents.of_first_frames(pixels)
+    means, tokens = (part.to(x.device, torch.float32, non_blocking=True) for part in batch.first)
+    return conditioner.of_clips(y, None, tokens), latents.of_first_frames(means)
 
 
 class SampleInputs(Protocol):

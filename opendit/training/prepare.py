@@ -12,7 +12,8 @@ from opendit.checkpoint.ema import WARMUP
 from opendit.checkpoint.load import Checkpoint, find_checkpoint
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
-from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
+from opendit.checkpoint.published import TRANSFORMER
+from opendit.checkpoint.run_folders import CHECKPOINTS, LOW, WRITTEN, low_noise_of, new_run_folder
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import CACHED_FEATURES, SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
@@ -91,7 +92,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     resume = _checkpoint(flags, flags.model, mesh, notes)
-    flags = _lora_of_resume(flags, resume, mesh.world_size)
+    flags = _lora_of_resume(_both_of_resume(flags, resume), resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
     plan = plan_model(flags, dataset, resume)
@@ -215,6 +216,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     )
     spec.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)
     notes += note
+    if flags.expert == "both":
+        spec.low = _low_noise(spec)
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)
@@ -410,7 +413,8 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
             published = load_published_text(Path(name).expanduser(), family, dtype=torch.bfloat16, **how)
         trim = family.text.padding == "remove"
         width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
-        pictures = PictureTokens(Path(name), width, mesh.device) if width and not mock else None
+        encodes = width and not mock and dataset.describe().first_frames is None  # else the cache has the tokens
+        pictures = PictureTokens(Path(name), width, mesh.device) if encodes else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
     # random latents (mock) have no captions
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
@@ -442,6 +446,45 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None, world_size: i
     flags.check_lora()
     flags.check_streamed(world_size, known=True)
     return flags
+
+
+def _both_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
+    """Return the flags with --expert both if the resumed run trains both networks of a model."""
+    if resume is None:
+        return flags
+    both, folder = low_noise_of(resume.folder) is not None, resume.folder
+    if folder.parents[1].name == LOW and (folder.parents[2] / CHECKPOINTS).is_dir():
+        raise ValueError(f"--load: {folder} is of one network of a run of both; load {folder.parents[2]}")
+    if both and flags.expert not in (None, "both"):
+        raise ValueError(f"--expert {flags.expert}: {folder} is of a run of both networks; give both")
+    if not both and flags.expert == "both":
+        raise ValueError(f"--expert both: {folder} is of a run of one network; give the one that it trains")
+    return replace(flags, expert="both") if both else flags
+
+
+def _low_noise(high: RunSpecification) -> RunSpecification:
+    """Return the specification of the low-noise network of --expert both. It differs from that of the high-noise
+    network in weights, configuration, times and folder."""
+    flags, resume, mesh = high.flags, high.resume, high.mesh
+    if getattr(high.model_config, "expert", None) != "high":
+        raise ValueError(f"--expert both: {flags.pretrained} has one network; leave the flag out")
+    if resume is not None:
+        resume = find_checkpoint(str(low_noise_of(resume.folder)), flags.outputs, flags.model, mesh)
+    if flags.pretrained is not None:
+        beside = Path(flags.pretrained).with_name(f"{TRANSFORMER}_2")
+        flags = replace(flags, pretrained=str(low_noise_of(flags.pretrained) or beside))
+    plan, initial, initial_config, lora = plan_model(flags, high.dataset, resume), None, None, None
+    if resume is not None:
+        check_resume(resume, plan.config, plan.objective, bool(flags.lora))
+    config = plan.config
+    if flags.pretrained and (flags.lora or not resume):
+        initial, initial_config, config = check_pretrained(
+            flags.pretrained, flags.model, config, [], mesh, resumed=resume is not None
+        )
+    if flags.lora:
+        lora = _lora(flags, config, initial, resume, [])
+    own: dict[str, Any] = dict(objective=plan.objective, model_config=config, lora=lora, resume=resume)
+    return replace(high, **own, initial=initial, initial_config=initial_config, folder=high.folder / LOW)
 
 
 def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:

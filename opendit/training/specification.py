@@ -3,6 +3,7 @@
 import math
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.base import BadSample, Embedding
 from opendit.data.shaped import crop_media, shape_latents, token_size
 from opendit.diffusion import Objective, objective_from_dict
+from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.diffusion.random import Stream, uniform
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.vae import ImageCodec, codec_geometry
@@ -73,6 +76,23 @@ class RunSpecification:
     prompts: tuple[list[str], Condition] | None = None
     clip_fps: float | None = None  # frames per second of the clips that the model draws; None if unknown
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
+    low: "RunSpecification | None" = None  # the low-noise network of --expert both; the others are the high-noise one's
+
+    @property
+    def networks(self) -> "tuple[RunSpecification, ...]":
+        """The specification of each network that the run trains."""
+        return (self,) if self.low is None else (self, self.low)
+
+    @cached_property
+    def share(self) -> float:
+        """Share of the steps that train the first network: the share of its times in all times of training."""
+        objective = self.objective.for_tokens(self.model_config.tokens)
+        return 1.0 if self.low is None else cast(FlowObjective, objective).share
+
+    def network_of(self, step: int) -> int:
+        """Return the number of the network that a step trains, 0 or 1. It is keyed by the seed and the step."""
+        u = uniform(self.flags.global_seed, step, torch.zeros(1, dtype=torch.int64), Stream.EXPERT)
+        return int(u >= self.share)
 
     @property
     def given_frames(self) -> str | None:

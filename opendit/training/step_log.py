@@ -4,6 +4,7 @@ import logging
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -104,6 +105,7 @@ class StepLog:
     """Writer of the lines of a run's log. Call on every rank.
 
     Args:
+        engines: the engines of the run's networks.
         first_step: first step of this start of the run.
         skipped_before: number of steps that the run skipped before this start.
 
@@ -115,7 +117,7 @@ class StepLog:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         loader: BatchIterator,
         schedule: BatchSchedule,
         checkpoints: Checkpoints,
@@ -124,7 +126,7 @@ class StepLog:
         first_step: int,
         skipped_before: int,
     ):
-        self._engine, self._loader, self._checkpoints = engine, loader, checkpoints
+        self._engines, self._loader, self._checkpoints = engines, loader, checkpoints
         self._schedule = schedule
         self._monitor, self._pace = monitor, pace
         self._skipped_before = self.skipped = skipped_before
@@ -138,14 +140,14 @@ class StepLog:
         Args:
             measured: figures of validation and evaluation at this step.
         """
-        mesh = self._engine.mesh
+        mesh = self._engines[0].mesh
         self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
         if (of := measured.get("eval_of")) is not None:
             names = {k: k.removeprefix("eval_") for k, v in measured.items() if k.startswith("eval_") and k != "eval_s"}
             figures = {name: measured[k] for k, name in names.items() if isinstance(measured[k], float)}
             self.figures["evaluation"] = {"of": of, "figures": figures}
         grad_norm = float(result.grad_norm) if result.finite else None
-        self.skipped = self._skipped_before + int(self._engine.skipped)
+        self.skipped = self._skipped_before + sum(int(engine.skipped) for engine in self._engines)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
         # ranks that share samples read the same files, so count these once

@@ -62,6 +62,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "trained": f"{weights:,} weights" + (f": {spec.lora}, and what is new" if spec.lora else ""),
+        **({} if spec.low is None else {"networks": f"two by turns, the high-noise one in {spec.share:.1%} of steps"}),
         **({"blocks": blocks} if (blocks := _blocks(spec, engine)) else {}),
         "optimizer": _optimizer(engine) + ("; moments in host memory" if flags.offloaded_state == "state" else ""),
         "EMA": f"{'power functions of widths' if ema.power else 'decay'} {', '.join(map(str, ema.decays))}"
@@ -165,7 +166,7 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
         base = Path(str(spec.flags.pretrained))
         base = quote(base.parent if alone else base)  # the folder that contains both networks
         return f"python sample.py{video} --ckpt {base} --lora {quote(spec.folder)} --prompt WORDS"
-    command = f"python sample.py --ckpt {quote(spec.folder)}" + " --second_ckpt RUN" * alone
+    command = f"python sample.py --ckpt {quote(spec.folder)}" + " --second_ckpt RUN" * (alone and spec.low is None)
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
         # needed because sample.py loads no encoder that only a checkpoint names

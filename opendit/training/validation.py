@@ -28,7 +28,7 @@ from opendit.diffusion.random import Stream, normal
 from opendit.models import Condition
 from opendit.parallel.engines import Engine
 from opendit.training import monitor as monitoring
-from opendit.training.micro_batch import MicroBatch
+from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 from opendit.training.monitor import Monitor
 from opendit.training.runners import Runner
 from opendit.training.specification import RunSpecification
@@ -203,12 +203,14 @@ class FixedBatch(NamedTuple):
             compute one.
         x0: (B, C, ...) float32 latents.
         condition: condition of the B samples.
+        given: mask and latents of first frames for a model of image to video; None for other models.
     """
 
     numbers: Tensor
     new: int
     x0: Tensor
     condition: Condition
+    given: Tensor | None = None
 
 
 class Validation:
@@ -259,10 +261,13 @@ class Validation:
             for turn, batch in zip(turns, read, strict=True):
                 index = batch.index.to(device)
                 with torch.no_grad():
-                    x0 = latents.of(to_pixels(cast(Tensor, batch.x).to(device)), 0, index)
-                    condition = spec.conditioner.of_batch(batch)
+                    x, given = cast(Tensor, batch.x).to(device), None
+                    x0, condition = latents.of(to_pixels(x), 0, index), spec.conditioner.of_batch(batch)
+                    if spec.model_config.given_beside:
+                        condition, given = condition_on_first_frames(condition, batch, x, latents, spec.conditioner)
                 new = self.samples.new[turn] if turn < there else 0
-                found.append(FixedBatch(batch.index, new, x0.cpu(), condition.to("cpu")))
+                given = None if given is None else given.cpu()
+                found.append(FixedBatch(batch.index, new, x0.cpu(), condition.to("cpu"), given))
                 shown.update()
         return found
 
@@ -282,7 +287,10 @@ class Validation:
         device = self._engine.mesh.device
         index, x0 = batch.numbers.to(device), batch.x0.to(device)
         noise = normal(SEED, 0, index, Stream.NOISE, tuple(x0.shape[1:]))
-        given = draw_conditioning_frames(self._spec.given_frames, x0, SEED, 0, index)
+        if batch.given is None:
+            given = draw_conditioning_frames(self._spec.given_frames, x0, SEED, 0, index)
+        else:
+            given = batch.given.to(device)
         t, condition = self._times[batch.numbers].to(device), batch.condition.to(device)
         return MicroBatch.of(x0, t, noise, condition, given, self._spec.model_config.given_in_place)
 

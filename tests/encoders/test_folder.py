@@ -3,7 +3,9 @@
 import json
 import pickle
 import shutil
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from opendit.encoders import folder as folder_module
 from opendit.encoders import load_codec, vae
+from opendit.encoders.folder import lazy_module
 from opendit.encoders.text import HUB, load_text_encoder, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import load_video_codec
@@ -233,3 +236,17 @@ def test_the_hub_is_asked_for_a_commit_only(hub, names, monkeypatch):
         with pytest.raises(FileNotFoundError, match="couldn't be fetched"):
             load_text_encoder(name, device="cpu") if hub is HUB else load_codec(name, channels=3, device="cpu")
         assert set(asked) == {(repository, commit)} and len(asked) == 2 and len(commit) == 40
+
+
+def test_a_library_that_replaces_its_module_is_imported_by_two_threads(tmp_path, monkeypatch):
+    """As diffusers and transformers do: an import statement in the second thread would return the first module."""
+    code = "import sys, time, types\ntime.sleep(0.5)\nsys.modules[__name__] = types.SimpleNamespace(it='is there')\n"
+    (tmp_path / "replaces_its_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(lazy_module, "replaces_its_module")
+        while "replaces_its_module" not in sys.modules:
+            time.sleep(0.01)
+        second = threads.submit(lazy_module, "replaces_its_module")
+    assert first.result().it == second.result().it == "is there"
+    del sys.modules["replaces_its_module"]

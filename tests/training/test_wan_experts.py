@@ -171,7 +171,7 @@ def test_times_of_a_range_are_those_of_all_that_lie_in_it(mode):
 
 
 def test_what_does_not_work_is_refused_in_one_line(root, runs, refusal, tmp_path, capsys):
-    assert "wan has two networks; say which to train, high or low" in refusal(flags_of(root, tmp_path, None))
+    assert "wan has two networks; say which to train, high, low or both" in refusal(flags_of(root, tmp_path, None))
     assert "--evaluate_every: a run of wan/wan is of one network of two" in refusal(
         flags_of(root, tmp_path, "low", "--evaluate_every", "1")
     )

@@ -1,7 +1,9 @@
 """Wan's image to video: clips that always begin with a picture, by Wan 2.1 (whose blocks attend to its tokens) and by
 the two networks of Wan 2.2 A14B; drawn, trained and exported, against diffusers."""
 
+import json
 import threading
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import opendit
+import preprocess
 import sample
 import train
+from opendit.checkpoint.pretrained import read_config
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
+from opendit.data import build_dataset
+from opendit.data.base import BadSample
 from opendit.data.clips import decode_frames
 from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
@@ -102,6 +108,59 @@ def beside(pipeline, frame):
     return pipeline.prepare_latents(pixels, 1, 4, 32, 32, FRAMES, torch.float32, torch.device("cpu"))[1]
 
 
+@cache
+def network_and_pipeline(folder):
+    inside = "transformer" if folder.name == "wan_i2v" else "transformer_2"
+    network = networks().WanTransformer3DModel.from_pretrained(folder, subfolder=inside)
+    return network, networks().DiffusionPipeline.from_pretrained(folder)
+
+
+def check_losses(root, name, batch, found, rtol):
+    """Compare the losses of a micro-batch with those of diffusers' network, given what the pipeline makes of the clips'
+    first frames."""
+    network, pipeline = network_and_pipeline(root / name)
+    t = batch.t.float().view(-1, 1, 1, 1, 1)
+    frames = [first_frame(root, number) for number in range(4)]
+    for row in range(len(found)):
+        differences = [float((batch.given[row, 1:] - beside(pipeline, frame)[0, 4:]).abs().max()) for frame in frames]
+        frame = frames[int(np.argmin(differences))]
+        given = beside(pipeline, frame)
+        assert torch.allclose(torch.cat([batch.given[row, :1]] * 4 + [batch.given[row, 1:]]), given[0], atol=2e-3)
+        more = {"encoder_hidden_states_image": pipeline.encode_image(frame)} if name == "wan_i2v" else {}
+        x = torch.cat([((1 - t) * batch.x0 + t * batch.noise)[row : row + 1], given], dim=1)
+        text = batch.condition.tokens[row : row + 1].float()
+        with torch.no_grad():
+            output = network(x, 1000 * batch.t[row : row + 1].float(), text, return_dict=False, **more)[0]
+        expected = (output[0] - (batch.noise - batch.x0)[row]).square().mean()
+        assert torch.allclose(found[row], expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_latents_and_held_out_losses_are_those_of_the_clips(root, name, tmp_path, monkeypatch):
+    """With a vanishing learning rate, all losses of a run, held-out ones too, are those of the published network."""
+    cache = f"latents --data_path {root}/clips.csv --output {tmp_path}/cache --pretrained {root}/{name} --use_video"
+    cache += f" --num_frames {FRAMES} --image_size 32"
+    assert preprocess.main(cache.split()) == 0
+    seen, true_losses = [], EagerPasses.losses
+    monkeypatch.setattr(
+        EagerPasses, "losses", lambda self, batch: seen.append((batch, true_losses(self, batch))) or seen[-1][1]
+    )
+    for data in ("cache", "clips.csv"):
+        folder = tmp_path if data == "cache" else root
+        more = ["--data_path", str(folder / data), "--lr", "1e-12", "--validate_share", "0.5", "--validate_every", "2"]
+        more += ["--validate_samples", "10"]
+        train.main(flags_of(root, name, tmp_path / data / "out", *more, "--batch_size", "2"))
+    kinds = {batch.x0.requires_grad or found.requires_grad for batch, found in seen}
+    assert kinds == {True, False}, "both training and held-out losses are seen"
+    for batch, found in seen:
+        check_losses(root, name, batch, found.detach(), rtol=5e-3)
+    index = json.loads((path := tmp_path / "cache/index.json").read_text())
+    index["sizes"][0]["first_frames"] = CLIP_WIDTH + 1
+    path.write_text(json.dumps(index))
+    with pytest.raises((ValueError, BadSample), match="first_tokens"):
+        build_dataset(str(path.parent), 32, seed=0, use_video=True, num_frames=FRAMES).read(0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp_path):
     seen, true_losses = [], EagerPasses.losses
@@ -110,25 +169,10 @@ def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp
             EagerPasses, "losses", lambda self, batch: seen.append((batch, true_losses(self, batch))) or seen[-1][1]
         )
         train.main(flags_of(root, name, tmp_path / "out"))
-    (batch, found), inside = seen[0], "transformer" if name == "wan_i2v" else "transformer_2"
-    network = networks().WanTransformer3DModel.from_pretrained(root / name, subfolder=inside)
-    pipeline = networks().DiffusionPipeline.from_pretrained(root / name)
-    t = batch.t.float().view(-1, 1, 1, 1, 1)
-    frames = [first_frame(root, number) for number in range(4)]
-    for row in range(4):  # what the pipeline makes of the clip's first frame
-        differences = [float((batch.given[row, 1:] - beside(pipeline, frame)[0, 4:]).abs().max()) for frame in frames]
-        frame = frames[int(np.argmin(differences))]
-        given = beside(pipeline, frame)
-        assert torch.allclose(torch.cat([batch.given[row, :1]] * 4 + [batch.given[row, 1:]]), given[0], atol=1e-3)
-        more = {"encoder_hidden_states_image": pipeline.encode_image(frame)} if name == "wan_i2v" else {}
-        x = torch.cat([((1 - t) * batch.x0 + t * batch.noise)[row : row + 1], given], dim=1)
-        text = batch.condition.tokens[row : row + 1]
-        with torch.no_grad():
-            output = network(x, 1000 * batch.t[row : row + 1].float(), text, return_dict=False, **more)[0]
-        expected = (output[0] - (batch.noise - batch.x0)[row]).square().mean()
-        assert torch.allclose(found[row], expected, rtol=1e-3)
+    check_losses(root, name, *seen[0], rtol=1e-3)
     (run,) = (tmp_path / "out").glob("0*")
     export(f"diffusers --ckpt {run} --base {root}/{name} --output {tmp_path}/tuned".split())
+    inside = "transformer" if name == "wan_i2v" else "transformer_2"
     state = networks().WanTransformer3DModel.from_pretrained(tmp_path / "tuned", subfolder=inside).state_dict()
     trained = load_file(run / "checkpoints/latest/ema.safetensors")
     assert torch.equal(trained["x_embedder.proj.weight"], state["patch_embedding.weight"])
@@ -141,7 +185,6 @@ def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp
 
 
 REFUSED = {
-    "--validate_share 0.25": "--validate_share: does not work with a model of image to video; leave it out",
     "--pack_tokens 64": "--pack_tokens: does not work with a model of image to video; leave it out",
     "--evaluate_every 1": "--evaluate_every: a run of wan/wan_i2v has no pictures to begin clips with",
 }
@@ -155,13 +198,15 @@ def test_what_does_not_work_is_refused_in_one_line(root, more, refusal, tmp_path
     assert REFUSED[more] in refusal(argv)
 
 
-def test_cached_latents_are_refused(root):
+def test_cached_latents_without_first_frames_are_refused(root):
     flags = parse(TrainConfig, ["--data_path", "CACHE", "--model", "wan/wan_i2v"])
-    cache: Any = SimpleNamespace(describe=lambda: SimpleNamespace(kind="latents"))
-    with pytest.raises(
-        ValueError, match="--data_path CACHE: cached latents have no first frames, which wan/wan_i2v is"
-    ):
-        _check_first_frames(flags, cache)
+    config: Any = read_config(root / "wan_i2v" / "model_index.json")
+    for width in (None, 0, CLIP_WIDTH + 1):
+        cache: Any = SimpleNamespace(describe=lambda width=width: SimpleNamespace(kind="latents", first_frames=width))
+        with pytest.raises(
+            ValueError, match="--data_path CACHE: these cached latents lack first frames as wan/wan_i2v"
+        ):
+            _check_first_frames(flags, config, cache)
 
 
 def test_an_encoder_of_another_width_is_refused(root):

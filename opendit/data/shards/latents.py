@@ -12,6 +12,9 @@ The safetensors member has the tensors
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
     pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
     features (F, N, W) float16            with --repa: a vision encoder's features of the picture's N tokens
+    first_latents (F, C, t, h, w) float16 for a model of image to video: means of the clip with all frames after the
+                                          first one made grey,
+    first_tokens  (F, L, D) float16       and, if the model has an image encoder, its tokens of the first frame
 
 A folder may hold pictures of several sizes, with separate tars for each size. ``empty-caption.safetensors``: see
 ``text_cache``.
@@ -79,8 +82,8 @@ class CachedSample(NamedTuple):
 
     Attributes:
         row: the sample's row in the original data set.
-        tensors: ``moments`` (F, 2C, [t,] h, w) fp16 and, with an encoder, the caption's ``tokens`` and ``pooled``;
-            with a vision encoder ``features``.
+        tensors: ``moments`` (F, 2C, [t,] h, w) fp16; with an encoder, the caption's ``tokens`` and ``pooled``; with a
+            vision encoder ``features``; for a model of image to video, ``first_latents`` and ``first_tokens``.
         label: the sample's class.
         caption: stored instead of the class, if there is one.
     """

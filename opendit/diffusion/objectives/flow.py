@@ -370,6 +370,13 @@ class FlowObjective(Objective):
         )
         return shift_times(made(low + u * (high - low)), shift)
 
+    @property
+    def share(self) -> float:
+        """Share of the times of training without ``least`` and ``most`` that lie between these two."""
+        whole, ends = replace(self, least=None, most=None), (self.least or 0.0, 1.0 if self.most is None else self.most)
+        low, high = share_below(whole.times_at, torch.tensor(ends, dtype=torch.float64)).tolist()
+        return abs(high - low)
+
     def _check_resolved(self) -> None:
         if self.shift_tokens is not None or self.empirical_tokens == 0:
             raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")

@@ -1,0 +1,93 @@
+"""Whole pipelines of public models on a GPU, in bf16 and FP8: drawn latents against diffusers' pipelines in fp32 on the
+CPU, and twenty steps of train.py against those in fp32."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import opendit
+import train
+from opendit.data.row_arrays import FOLDER
+from opendit.data.video_file import write_mp4
+from opendit.diffusion.random import initial_noise
+from opendit.kernels.fp8_linear import float8_available
+from tests.encoders.published_folders import write_pipeline
+from tests.sampling import test_public_pipelines as pipelines
+from tests.training import test_wan_frames as frames
+from tests.training.test_train import log_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+HEADS = dict(attention_head_dim=64, num_attention_heads=4)
+NETWORKS: dict[str, dict[str, Any]] = {  # heads and widths that the kernels and FP8 take
+    "qwen_image": HEADS | dict(axes_dims_rope=(16, 24, 24)),
+    "flux2_klein": HEADS | dict(axes_dims_rope=(16, 16, 16, 16)),
+    "cosmos2": HEADS,
+    "wan_ti2v": HEADS | dict(ffn_dim=528),
+}
+BOUNDS = {"bf16": 0.1, "fp8": 0.2}  # of the latents, by their norm
+CURVES = {"bf16": 0.03, "fp8": 0.09}  # of the losses
+STEPS, LENGTH = 20, 9
+names = pytest.mark.parametrize("name", NETWORKS)
+
+
+def available(precision: str) -> None:
+    """Skip the test if this GPU has no FP8 and the precision is FP8."""
+    found, why = float8_available("cuda", torch.bfloat16)
+    if precision == "fp8" and not found:
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Return a folder with the pipelines, captioned pictures and captioned clips."""
+    root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
+    for name, values in NETWORKS.items():
+        write_pipeline(root / name, name, **values)
+    rows = ["path,text"], ["path,text"]
+    for number in range(4):
+        Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"{number}.png")
+        write_mp4(root / f"{number}.mp4", random.integers(0, 256, (LENGTH, 64, 64, 3), np.uint8), 8)
+        for lines, suffix in zip(rows, ("png", "mp4"), strict=True):
+            lines.append(f"{number}.{suffix},{pipelines.PROMPTS[number % 2]}")
+    for lines, kind in zip(rows, ("pictures", "clips"), strict=True):
+        (root / f"{kind}.csv").write_text("\n".join(lines) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(tmp_path_factory.mktemp("sizes")))
+        yield root
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@names
+def test_latents_are_near_those_of_diffusers(root, name, precision):
+    available(precision)
+    pipe = opendit.load(root / name, precision="bf16", fp8=precision == "fp8")
+    if name == "wan_ti2v":
+        how = dict(steps=frames.STEPS, guidance=2.5, seed=3, size=frames.SIZE, frames=LENGTH, progress=False)
+        found = frames.drawn(lambda: pipe(frames.PROMPTS, **how)).cpu()
+        noise = initial_noise(3, torch.arange(2), tuple(found.shape[1:]))
+        expected = frames.theirs(root / name, noise)
+    else:
+        noise, found, _ = pipelines.ours(pipe, name, 2.5, pipelines.PROMPTS)
+        expected = pipelines.theirs(root / name, name, noise.cpu(), 2.5, "latent", pipelines.PROMPTS)
+    assert (found.cpu() - expected).norm() < BOUNDS[precision] * expected.norm()
+
+
+@pytest.mark.parametrize("precision", CURVES)
+@names
+def test_twenty_steps_follow_the_curve_of_fp32(root, name, precision, tmp_path):
+    available(precision)
+    data = f"{root}/clips.csv --use_video --num_frames {LENGTH}" if name == "wan_ti2v" else f"{root}/pictures.csv"
+    common = f"--pretrained {root}/{name} --data_path {data} --image_size 64 --batch_size 4 --num_workers 0 --lr 1e-4"
+    common += f" --log_every 1 --sample_every 0 --no_save --warmup_steps 0 --max_steps {STEPS}"
+    half = "--mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn"
+    flags = {"fp32": "--mixed_precision fp32", precision: half + (" --fp8" if precision == "fp8" else "")}
+    losses = []
+    for how, more in flags.items():
+        train.main([*common.split(), *more.split(), "--outputs", str(tmp_path / how)])
+        (run,) = (tmp_path / how).glob("0*")
+        losses.append([line["loss"] for line in log_of(run)])
+    assert len(losses[0]) == STEPS and losses[1] == pytest.approx(losses[0], rel=CURVES[precision])
