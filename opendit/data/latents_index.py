@@ -317,7 +317,7 @@ def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> 
 def _indexes(folder: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (all indexes of a folder, its indexes of other picture sizes)."""
     if any(folder.glob(OLD_FILES)):
-        raise ValueError(f"--output {folder}: {convert_advice(str(folder))}, or pass another folder")
+        raise ValueError(f"--output {folder}: {convert_advice(str(folder))}; or name another folder")
     if not (folder / INDEX).exists():
         return [], []
     try:

@@ -40,8 +40,8 @@ class Stream(IntEnum):
     TAGS = 10
     ROUTE = 11
     INTERVAL = 12
-    ROUTE_DROP = 13
-    EXPERT = 14
+    EXPERT = 13
+    ROUTE_DROP = 14
 
 
 def philox4x32(

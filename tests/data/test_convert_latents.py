@@ -111,7 +111,7 @@ def test_every_program_names_the_command(old, tmp_path, capsys, pictures, codec)
     advice = f"holds latents in safetensors files, .* python preprocess.py shards --data_path {files} --output TARS"
     with pytest.raises(ValueError, match=f"--data_path {files}: {advice}"):
         build_dataset(str(files), 16, seed=0, **how)
-    with pytest.raises(ValueError, match=f"--output {files}: {advice}, or pass another folder"):
+    with pytest.raises(ValueError, match=f"--output {files}: {advice}; or name another folder"):
         make(pictures, codec, files)
     assert preprocess.main(["look", str(files), "--output", str(tmp_path / "look")]) == 2
     assert "python preprocess.py shards --data_path" in capsys.readouterr().err
