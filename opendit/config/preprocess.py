@@ -156,12 +156,12 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option(
         "--bucket_tokens",
         whole(1, 2**30, "tokens"),
-        "crop to shapes near a sample's own of at most this many tokens, as in train.py",
+        "crop to shapes of at most this many tokens, as in train.py",
     )
     latents.option(
         "--repa",
         FOLDER,
-        "of a frozen vision transformer, whose features of the pictures are stored, too, for train.py --repa cached",
+        "vision transformer, whose features are stored too",
     )
     latents.option("--model", NAME, "whose tokens (default: --pretrained's or DiT-XL/2)")
     latents.option(

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from opendit.checkpoint.files import damage, read_state, write_manifest
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.checkpoint.run_folders import MANIFEST
+from opendit.common.utils import DataError
 from opendit.data import SampleKey, build_dataset
 from opendit.data.make_latents import make_latents
 from opendit.data.shards.latents import read_header
@@ -150,7 +151,7 @@ def try_all(kind, strategy, put, read, folder):
         try:
             read()
         except Exception as error:
-            assert isinstance(error, ValueError | FileNotFoundError), f"{type(error).__name__}: {error}"
+            assert isinstance(error, ValueError | FileNotFoundError | DataError), f"{type(error).__name__}: {error}"
             message = str(error)
             assert "\n" not in message and str(folder) in message and len(message) < 2500, message
             assert "weights_only" not in message

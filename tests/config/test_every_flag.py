@@ -104,6 +104,7 @@ PREPROCESS = {
     "shards --data_path": {("a folder",): "what is in it is looked at later"},
     "shards --output": {NAMES: "a folder of that name"},
     "latents --data_path": {("a folder",): "what is in it is looked at later"},
+    "latents --repa": {("a folder",): "what is in it is looked at later"},
     "latents --vae": {("a folder",): "what is in it is looked at later"},
     "latents --output": {NAMES: "a folder of that name"},
     "latents --data_timeout": {ZEROS: "any time"},

@@ -132,6 +132,8 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         offload="none",
         base_precision="bf16",
         optimizer="adamw",
+        streamed_blocks=0,
+        offloaded_state="none",
     )
     return SimpleNamespace(
         flags=flags,
