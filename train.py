@@ -89,8 +89,6 @@ class Inputs:
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model, which always takes the first frame as conditioning.
         route: settings of blocks that see only some of the tokens (``--route``).
-        route_until: step from which on these blocks see all tokens; None for never.
-        route_drop: share of the samples that do without the result of these blocks, if the route is fused.
         teacher: encoder whose features tokens are aligned with (``--repa``), or its features in the batches.
         uncertain: True if the weights of losses are learned (``--uncertainty_weighting``).
     """
@@ -107,8 +105,6 @@ class Inputs:
     in_place: bool = False
     beside: bool = False
     route: TokenRoute | None = None
-    route_until: int | None = None
-    route_drop: float = 0.0
     teacher: VisionTeacher | CachedTeacher | None = None
     uncertain: bool = False
 
@@ -116,7 +112,7 @@ class Inputs:
         """Return the micro-batch on the device. The host does not wait for the device."""
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
-        from opendit.diffusion.token_routing import draw_dropped, draw_kept_tokens
+        from opendit.diffusion.token_routing import draw_route
         from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 
         index = batch.index.to(self.device, non_blocking=True)
@@ -130,13 +126,10 @@ class Inputs:
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
             condition, given = condition_on_first_frames(condition, batch, x, self.latents, self.conditioner)
-        routed = self.route_until is None or batch.step < self.route_until
-        kept = draw_kept_tokens(self.route if routed else None, tokens, self.seed, batch.step, index)
-        dropped = draw_dropped(self.route, self.route_drop, self.seed, batch.step, index)
-        features = None if batch.features is None else batch.features.to(self.device, non_blocking=True)
-        alignment = self.teacher and self.teacher.alignment(to_pixels(x) if features is None else features)
+        features = to_pixels(x) if batch.features is None else batch.features.to(self.device, non_blocking=True)
+        alignment = self.teacher and self.teacher.alignment(features)
+        more = *draw_route(self.route, tokens, self.seed, batch.step, index), alignment, self.uncertain
         noise = self.noise(x0, batch.step, index)
-        more = kept, dropped, alignment, self.uncertain
         return MicroBatch.of(x0, t, noise, condition, given, self.in_place, *more)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
@@ -222,13 +215,7 @@ def start(flags: TrainConfig) -> Path | None:
     if flags.dry_run is not None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
-        mesh = init_mesh(
-            sequence_parallel=flags.sequence_parallel_size,
-            tensor_parallel=flags.tensor_parallel_size,
-            expert_parallel=flags.expert_parallel_size,
-            pipeline_parallel=flags.pipeline_parallel_size,
-            replicate=flags.data_parallel_replicate,
-        )
+        mesh = init_mesh(**flags.group_sizes)
         if flags.parallel == "auto":
             flags, mesh = choose_on_ranks(flags, mesh)
         elif flags.card is not None:

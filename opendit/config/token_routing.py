@@ -13,12 +13,16 @@ class TokenRoute:
     """A route: blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
 
     fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD.
+    until: step from which on these blocks see all tokens; None for never.
+    drop: share of the samples of a training step that do without the result of these blocks, if the route is fused.
     """
 
     first: int
     last: int
     share: float
     fused: bool = False
+    until: int | None = None
+    drop: float = 0.0
 
     def kept(self, tokens: int) -> int:
         """Return how many of a sample's ``tokens`` the routed blocks see; at least one."""

@@ -604,10 +604,23 @@ class TrainConfig(
             )
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """Arguments of ``init_mesh``: the number of ranks in each kind of group."""
+        return {
+            "sequence_parallel": self.sequence_parallel_size,
+            "tensor_parallel": self.tensor_parallel_size,
+            "expert_parallel": self.expert_parallel_size,
+            "pipeline_parallel": self.pipeline_parallel_size,
+            "replicate": self.data_parallel_replicate,
+        }
+
+    @property
     def token_route(self) -> TokenRoute | None:
         """The parsed --route; None if all blocks see all tokens and nothing is fused."""
-        route = None if self.route is None else parse_route(self.route)
-        return route if route is not None and (route.share > 0 or route.fused) else None
+        if self.route is None:
+            return None
+        route = replace(parse_route(self.route), until=self.route_until, drop=self.route_drop)
+        return route if route.share > 0 or route.fused else None
 
     def _check_route(self) -> None:
         """Raise ValueError, with the reason, for flags that can't be combined with --route."""

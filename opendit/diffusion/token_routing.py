@@ -7,6 +7,15 @@ from opendit.config.token_routing import TokenRoute
 from opendit.diffusion.random import Stream, uniform
 
 
+def draw_route(
+    route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return :func:`draw_kept_tokens`, with None from ``route.until`` on, and :func:`draw_dropped`."""
+    sparse = route is not None and (route.until is None or step < route.until)
+    kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
+    return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)
+
+
 def draw_kept_tokens(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> Tensor | None:

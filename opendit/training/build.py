@@ -468,8 +468,6 @@ def build_network(
         in_place=config.given_in_place,
         beside=config.given_beside,
         route=route,
-        route_until=flags.route_until,
-        route_drop=flags.route_drop,
         teacher=spec.teacher,
         uncertain=flags.uncertainty_weighting,
     )
