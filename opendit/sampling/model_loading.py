@@ -21,9 +21,10 @@ from opendit.checkpoint.pretrained import (
     load_pretrained,
     read_config,
     read_info,
+    weights_in,
 )
 from opendit.checkpoint.published import EXPERTS, is_published
-from opendit.checkpoint.run_folders import low_noise_of, newest_run
+from opendit.checkpoint.run_folders import checkpoints_in, low_noise_of, newest_run
 from opendit.checkpoint.tensor_set import is_set, open_set
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
@@ -206,7 +207,8 @@ def load_model(
     notes: list[str] = []
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
-    stored = read_config(find_weights(path, which))
+    files = [find_weights(path, which), *(weights_in(folder, which) for folder in checkpoints_in(Path(path)))]
+    stored = next(filter(None, map(read_config, files)), None)  # the newest checkpoint of a run may be damaged
     both = _both_of(path, stored, second, which)
     added = {"high": list(lora)} if both is None else _loras_of_experts(lora, which)
     rest = (num_classes, notes, loader.device, dtype, stage, mesh)
@@ -214,7 +216,9 @@ def load_model(
     if both is not None:
         network.config = both.config
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        network.second, _ = load_pretrained(both.low, name, which, added["low"], *rest)
+        # Of a run of both networks, ``weights`` may be older than the newest checkpoint, if that is damaged.
+        low = (low_noise_of(weights.path) if second is None else None) or both.low
+        network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
     objective = objective_from_dict(weights.info.get("objective"))
     return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)

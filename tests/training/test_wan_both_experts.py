@@ -145,6 +145,16 @@ def test_both_are_drawn_and_exported_from_one_run(root, fed, tmp_path):  # noqa:
     assert torch.equal(found, drawn(opendit.load(run / "checkpoints" / folder_name(STEPS), **around), sampler="unipc"))
 
 
+def test_a_damaged_checkpoint_is_left_out_with_that_of_the_other_network(root, tmp_path, capfd):  # noqa: F811
+    run = trained(flags_of(root, tmp_path, "both", "--ckpt_every", "3"), tmp_path)
+    around = {"vae": root / "wan" / "vae", "text_encoder": root / "wan"}
+    older = drawn(opendit.load(run / "checkpoints" / folder_name(3), **around))
+    assert not torch.equal(older, drawn(opendit.load(run, **around)))
+    file = run / "checkpoints" / folder_name(STEPS) / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    assert torch.equal(older, drawn(opendit.load(run, **around)))
+
+
 def test_a_network_takes_the_share_of_steps_that_its_times_have():
     for mode in ("uniform", "logit_normal", "mode"):
         whole = FlowObjective(3.0, times_are=mode)
