@@ -19,7 +19,7 @@ from opendit.config.checks import check_vae, check_weights
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
 from opendit.config.flags import BATCH, Value, one_of, whole
-from opendit.config.names import PRECISIONS
+from opendit.config.names import BASE_PRECISIONS, PRECISIONS
 
 SHORTEST_PASSWORD = 8
 
@@ -39,6 +39,7 @@ def build_parser() -> CommandLine:
     parser.option("--model", Value(unit="name"), "of those that do not say (Meta's .pt)")
     parser.option("--vae", Value(unit="name"), "ema, mse, PATH or none; from the checkpoint when left out")
     parser.option("--text_encoder", Value(unit="name"), "clip, t5 or a folder; from the checkpoint when left out")
+    parser.option("--text_precision", one_of(BASE_PRECISIONS), "of text encoders' weights, as in sample.py", "bf16")
     parser.heading("Drawing: precision, memory, and how much at a time")
     parser.switch("--vae_tiling", "decode large pictures and clips in overlapping tiles: less memory")
     parser.option("--mixed_precision", one_of(PRECISIONS), "of the model (default: bf16 on a GPU, else fp32)")

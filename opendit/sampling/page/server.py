@@ -275,8 +275,10 @@ class Loader:
         text = info.get("config", {}).get("text")
         if options["vae"] is not None and info.get("vae") != "none":
             arguments["vae"] = options["vae"]
-        if options["text_encoder"] is not None and text and text["name"] != "bytes":
-            arguments["text_encoder"] = options["text_encoder"]
+        if text and text["name"] != "bytes":
+            arguments["text_precision"] = options["text_precision"]
+            if options["text_encoder"] is not None:
+                arguments["text_encoder"] = options["text_encoder"]
         if options["model"] is not None and not info:
             arguments["model"] = options["model"]
         return load(

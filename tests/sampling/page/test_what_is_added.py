@@ -1,5 +1,7 @@
 """LoRAs on top of weights, and pictures that clips begin with: what the page draws is what Python draws."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -117,3 +119,17 @@ def test_a_browser_sends_loras_and_a_picture(catalog, tmp_path, visit):
         page.locator("#sample-status", has_text="style.safetensors:0.5").wait_for()
         assert one.drawn(1).first.get_attribute("src") != source
         one.close()
+
+
+def test_text_encoders_are_stored_in_the_precision_of_the_flag(catalog, monkeypatch):
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
+    from opendit.sampling.page import server
+
+    given = []
+    monkeypatch.setattr(server, "load", lambda _, **how: given.append(how.get("text_precision")))
+    options, _ = build_parser().read(["--text_precision", "int8"])
+    place = "checkpoints/step_0000001/ema.safetensors"
+    write(catalog.outputs / "003-DiT-Ti-2" / place, text=replace(BYTES, name="clip"))
+    for name in (BASE, CLIPS, "003-DiT-Ti-2"):  # classes, bytes, and CLIP
+        server.Loader(options)(catalog.weights(name, NEWEST, "ema"))
+    assert given == [None, None, "int8"]
