@@ -60,7 +60,7 @@ class DDPM:
     betas: Tensor  # (n,) float64, like the next four tables
     alphas_cumprod: Tensor
     posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
-    posterior_mean_xt: Tensor  # weight of x_0's counterpart x_t in the same mean
+    posterior_mean_xt: Tensor  # weight of x_t in the same mean
     posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7, clipped
     timestep_map: Tensor  # (n,) int64: each step's timestep in the full schedule, on which the network was trained
     _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
@@ -123,8 +123,8 @@ class DDPM:
         """Return this schedule at ``num_steps`` timesteps, spaced as evenly as possible in log(sigma / alpha).
 
         Both ends are included. DPM-Solver extrapolates along log(sigma / alpha). On this axis, no step may be much
-        longer than the step before, as the last step of ``respaced`` is. The solver's authors use this spacing too (Lu
-        et al. 2022). Raises ValueError unless 1 <= num_steps <= n.
+        longer than the step before it. The last step of ``respaced`` is too long. The solver's authors use this spacing
+        too (Lu et al. 2022). Raises ValueError unless 1 <= num_steps <= n.
         """
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")

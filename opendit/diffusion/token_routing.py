@@ -1,4 +1,4 @@
-"""Draw the tokens that routed blocks process, and the samples whose result is dropped (``--route``)."""
+"""Draw the tokens that a route's blocks process, and the samples whose routed tokens are dropped (``--route``)."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def draw_kept_tokens(
     All subsets of this size are equally likely. The draw depends on (seed, step, index) only.
 
     Args:
-        route: None, or a route without a share, keeps all tokens and returns None.
+        route: the route; if None, or if its share of skipped tokens is 0, the result is None, for all tokens.
         tokens: number of tokens per sample.
     """
     if route is None or tokens is None or route.share == 0:
@@ -35,8 +35,8 @@ def draw_kept_tokens(
 
 
 def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Draw the samples of a training step whose tokens after a fused route are all mask tokens, (B,) bool: a ``share``
-    of them. Return None without a route that is fused."""
+    """Draw the samples whose tokens after a fused route are all replaced by mask tokens, (B,) bool. Each sample is
+    drawn with probability ``share``. Return None if there is no route, or the route is not fused."""
     if route is None or not route.fused:
         return None
     return uniform(seed, step, index, Stream.ROUTE_DROP) < share

@@ -15,7 +15,7 @@ Model = Callable[[Tensor, Tensor], Tensor]
 
 
 class LinearForm(NamedTuple):
-    """Weights of a quantity that is ``x`` times the state x plus ``output`` times the model's output."""
+    """The weights in a sum: ``x`` is the weight of the state x, and ``output`` the weight of the model's output."""
 
     x: float
     output: float

@@ -1,12 +1,12 @@
-"""The two gradients of LoRA's wide side, with one read of the gradient of the output.
+"""Compute two of LoRA's gradients, those of thin = x A^T and of B, with one read of the output's gradient.
 
-With y = x W^T + scale * (x A^T) B^T, thin = x A^T (M, r) and dy (M, O), the backward pass needs
+With y = x W^T + scale * thin B^T, thin (M, r) and dy (M, O), the backward pass needs
 
     dthin = scale * dy B  (M, r),  dB = scale * dy^T thin  (O, r)
 
-As two matrix products, each reads dy, which is much larger than everything else. Here a program reads a block of rows
-and columns of dy once for both. It sums dthin over its columns, and dB over its rows. The sums of all programs are in
-fp32, and are added in a fixed order. Inputs and outputs are bf16 or fp16.
+Two separate matrix products would each read dy, which is much larger than the other tensors. Here a program reads its
+rows and columns of dy once for both gradients. It sums dthin over its columns, and dB over its rows. The programs' sums
+are fp32, and are added in a fixed order. Inputs and outputs are bf16 or fp16.
 """
 
 import torch
@@ -17,9 +17,9 @@ from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.models.layers import low_rank_gradients as low_rank_gradients_reference
 
-ROWS, COLUMNS = 256, 64  # of a tile, 32 KiB in half precision
-PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
-LARGEST_RANK = 64  # of A and B; then thin products are no longer limited by the bandwidth of memory
+ROWS, COLUMNS = 256, 64  # size of a tile of dy, 32 KiB in half precision
+PROGRAMS = 264  # number of programs to aim for: two for each of an H100's 132 multiprocessors
+LARGEST_RANK = 64  # above this rank, the products are not limited by memory bandwidth, so one read of dy gains little
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
@@ -30,7 +30,8 @@ def _low_rank_gradients_kernel(
     D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Process ``blocks`` blocks of columns of a block of rows. WIDE: RANK, rounded up to what tl.dot takes."""
+    """Process ``blocks`` tiles, side by side in the same rows. WIDE: RANK, rounded up to a size that tl.dot
+    supports."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -62,7 +63,7 @@ def _low_rank_gradients_kernel(
 def _gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     (rows, width), rank = dy.shape, b.shape[1]
     row_programs, all_blocks = -(-rows // ROWS), -(-width // COLUMNS)
-    blocks = -(-all_blocks // min(all_blocks, -(-PROGRAMS // row_programs)))  # of columns in a program
+    blocks = -(-all_blocks // min(all_blocks, -(-PROGRAMS // row_programs)))  # tiles per program
     parts = -(-all_blocks // blocks)
     dthin = dy.new_empty(parts, rows, rank, dtype=torch.float32 if parts > 1 else dy.dtype)
     db = dy.new_empty(row_programs, width * rank, dtype=torch.float32)
@@ -87,13 +88,13 @@ _gradients_op = operator(
 
 def _takes(dy: Tensor, b: Tensor) -> bool:
     usable, _ = kernels_available(dy.device, dy.dtype)
-    dtypes = (torch.float16,) if interpreting() else (torch.float16, torch.bfloat16)  # it can't multiply bf16
+    dtypes = (torch.float16,) if interpreting() else (torch.float16, torch.bfloat16)  # Triton on CPUs lacks bf16
     fits = dy.dtype == b.dtype and dy.dtype in dtypes and b.shape[1] <= LARGEST_RANK and dy.numel() > 0
     return usable and fits and not torch.compiler.is_compiling()
 
 
 def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return scale * dy b and scale * dy^T thin, by one Triton kernel in half precision on a GPU that has kernels.
+    """Return scale * dy b and scale * dy^T thin. In half precision on a GPU, one Triton kernel computes both.
 
     Args:
         dy: (M, O).

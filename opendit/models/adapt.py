@@ -173,7 +173,7 @@ def _same_classes(before: Sequence[str], after: Sequence[str]) -> bool:
 def _same_table(
     own: Sequence[int], there: Sequence[int], before: Sequence[str], after: Sequence[str], null_class: bool
 ) -> bool:
-    """Return True if the file's label table fits the model: if it has the same shape and classes, and the null
+    """Return True if the file's label table can be reused: it has the model's shape and classes, and a row for the null
     class."""
     return own == there and null_class and _same_classes(before, after)
 

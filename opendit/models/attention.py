@@ -83,10 +83,11 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the last arguments for operations with a shift, a scale or a gate, which tell the modulation of each row.
+    """Return the optional last argument of operations with a shift, a scale or a gate: the index of each token's
+    modulation vector, as a tuple of length 0 or 1.
 
-    For packs this is the row's sample, for samples with several modulation vectors the index of its vector, (B, n).
-    Otherwise there is no such argument."""
+    In a pack, the index is that of the token's sample. If samples have several modulation vectors, the indices are (B,
+    n). Otherwise the tuple is empty, because each sample has one vector."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
@@ -297,8 +298,8 @@ class Attention(nn.Module):
         # This changes only strides: the memory order stays (B, N, H, d), and attention preserves it.
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if self.halves and rotary is not None:
-            # The operation rotates neighbouring channels, so reorder channels. The products of q and k do not change if
-            # both are reordered, so q and k keep the new order.
+            # The table rotates channels i and i + d / 2, but the operation rotates neighbouring channels, so reorder
+            # the channels. The products of q and k do not change if both are reordered, so q and k keep the new order.
             q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
             q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
         if self._turns_all_channels(grid):  # Treat all channels as one head, so that the norm covers all channels.

@@ -64,8 +64,8 @@ from opendit.models.layers import (
 # Input of cross-attention: the caption's tokens (B, L, D) and mask (B, L) bool; or the keys and values (B, L, H, d)
 # that a block has computed from the tokens, and the mask.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-# A block's shifts, scales and gates, concatenated to (B, chunks * D); or the inputs from which the block computes them.
-# These are the condition c (B, D) and the modulation that all blocks share (None without one).
+# A block's shifts, scales and gates, concatenated to (B, chunks * D); or the pair from which the block computes them:
+# the condition c (B, D), and the modulation that all blocks share (None without one).
 Modulation = Tensor | tuple[Tensor, Tensor | None]
 Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last): the deferred sum x + gate * last(z)
 

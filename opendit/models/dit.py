@@ -55,13 +55,12 @@ class DiT(nn.Module):
         )
         self.t_embedder: TimestepEmbedder = TimestepEmbedder(dim)
         self.text_encoder: BytesEncoder | None = BytesEncoder(text) if text and text.inside else None
-        # num_classes is not None, because ``text`` is None
+        # only used without ``text``; num_classes is then not None
         classes = cast(int, config.num_classes), dim, config.null_class
         self.y_embedder: CaptionEmbedder | LabelEmbedder = (
             CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
         )
-        # Positions for the configured size: learned positions or fixed tables. With rotary positions, neither is
-        # needed.
+        # Learned positions or fixed tables for the configured size. Rotary positions need neither.
         self.learned_positions: LearnedPositions | None = (
             LearnedPositions(config.grid, dim) if config.positions == "learned" else None
         )
@@ -79,11 +78,14 @@ class DiT(nn.Module):
         self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
         self.grad_checkpoint: bool | str = False  # the argument ``checkpointed`` of run_blocks
-        # True if blocks are shard units, whose weights exist only while the block is called.
+        # True to compute modulations inside the blocks, because a block's weights are on the device only while it is
+        # called.
         self.modulate_in_blocks = False
-        # Function (number of tokens, sizes of their grid) that divides a sequence over the ranks of a group.
+        # Function of (number of tokens, sizes of their grid) that returns the division of a sequence over ranks; None:
+        # one rank.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
-        # First block that sees only some tokens in calls with ``kept``, and first block after them.
+        # The route: its first block, and the first block after it. In calls with ``kept``, its blocks process only
+        # those tokens.
         self.route: tuple[int, int] | None = config.sprint
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
@@ -195,7 +197,8 @@ class DiT(nn.Module):
         aligned: bool = False,
         uncertain: bool = False,
     ) -> Any:
-        """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
+        """Compute the network's output for noised latents, such as the noise (and, with learned sigma, the variance
+        fraction).
 
         A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch.
         The prediction is the mean over the repeats and has T = 1 again. So the loss counts the frame once, and the
@@ -210,14 +213,15 @@ class DiT(nn.Module):
                 segment.
             kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None if all blocks see all
                 tokens.
-            dropped: (B,) bool, samples without the tokens after the route of a configuration with ``sprint``; None for
-                none.
+            dropped: (B,) bool, True for samples whose tokens after the route are replaced by mask tokens; only with
+                ``sprint``. None for no sample.
             aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
             uncertain: True to also return the u(t) of :class:`~opendit.models.uncertainty.Uncertainty`, (B,) fp32.
 
         Returns:
             (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; (N, out_channels, *patch) for a
-            pack. If ``aligned`` or ``uncertain``, a tuple of the prediction and what was asked for.
+            pack. If ``aligned`` or ``uncertain``, a tuple of the prediction, the projected tokens if ``aligned``, and
+            u(t) if ``uncertain``.
 
         Raises:
             ValueError: the patch does not divide a side.
@@ -407,8 +411,8 @@ class DiT(nn.Module):
             old: Tensor | None = getattr(owner, attribute, None)
             where, dtype = (device, None) if old is None else (device or old.device, old.dtype)
             made = sincos_position_table(dim, *sizes, device=where or torch.get_default_device())
-            # A buffer is saved, but never trained or sharded. The old tensor is not overwritten, because a caller may
-            # still use it.
+            # A table is a buffer, which is saved but never trained or sharded. Register a new tensor instead of
+            # overwriting the old one, because a caller may still use the old one.
             owner.register_buffer(attribute, made.to(dtype or made.dtype).unsqueeze(0))
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
@@ -416,7 +420,7 @@ class DiT(nn.Module):
         positions.
 
         The fixed positions of a clip are the sum of a temporal and a spatial table. Both tables count from 0 for every
-        size, so a picture has the same positions as the first patches, along time, of a clip.
+        size, so a picture has the same positions as a clip's first layer of patches along time.
 
         Raises ValueError if there are fewer learned positions than patches.
         """

@@ -22,8 +22,8 @@ from opendit.models.parameter_names import canonical_name, fits
 from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
 
-TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # all linear layers of attention and MLP
-OUTSIDE = ("media_refiner", "text_refiner", "final_layer")  # modules beside the blocks whose layers may get LoRA
+TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # default targets: all linear layers of attention and MLP
+OUTSIDE = ("media_refiner", "text_refiner", "final_layer")  # modules outside of the blocks that LoRA may adapt
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # suffixes of peft's parameter names
 
 
@@ -33,7 +33,7 @@ class Lora:
 
     Attributes:
         rank: Default rank of A and B.
-        alpha: Scale of the LoRA term, before the division by ``rank``.
+        alpha: Numerator of the LoRA term's factor, alpha / rank.
         base: Weights file that LoRA is added to.
         targets: Patterns of layer names in the format of --lora_targets. Empty for all layers of attention and MLP in
             the blocks.
@@ -46,7 +46,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor by which B A is multiplied. It is the same for all layers, even for layers with another rank."""
+        """The factor by which B A is multiplied. Layers with another rank than the default have the same factor."""
         return self.alpha / self.rank
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,9 +67,9 @@ class LoraLayer(NamedTuple):
 
 
 def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
-    """Return the linear layers that get LoRA, by name. The last pattern that matches the end of a layer's name
-    determines the rank. Outside of the blocks, a pattern must match the whole name and begin with the name of one of
-    the modules in ``OUTSIDE``. Routers and experts never get LoRA."""
+    """Return the linear layers that get LoRA, by name. In the blocks, a pattern must match the end of a layer's name.
+    Outside of the blocks, it must match the whole name and begin with the name of a module in ``OUTSIDE``. If several
+    patterns match a layer, the last one determines the rank. Routers and experts never get LoRA."""
     layers, found = _linear_layers(model), {}
     for text in lora.targets or TARGETS:
         pattern, rank = parse_target(text)
@@ -91,7 +91,8 @@ def _linear_layers(model: DiT) -> dict[str, nn.Linear]:
 
 @functools.cache
 def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
-    """Return the result of :func:`targets` for a model with this configuration, without allocating weights."""
+    """Return the layers that get LoRA in a model with this configuration, as :func:`targets` does, without allocating
+    weights."""
     with on_meta():
         return targets(build_model(config), lora)
 

@@ -4,8 +4,9 @@ all tokens in all blocks.
     [T] Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", 2025
     [S] Park et al., "Sprint: Sparse-Dense Residual Fusion for Efficient Diffusion Transformers", 2025
 
-In [T] the other tokens skip the route unchanged and are put back at their positions after its last block. In [S] a mask
-token replaces them there, and a projection fuses the result with all tokens as they were before the route.
+In [T] the other tokens skip the route unchanged. After its last block, all tokens are again in their positions. In [S]
+a learned mask token takes the place of each skipped token after the route. A projection then fuses this sequence with
+the sequence of all tokens from before the route.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +25,8 @@ class RoutedShards(SequenceShards, Protocol):
     """Division of a sequence over ranks, for routes whose kept tokens may be on any rank."""
 
     def join(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, n, F) of all ranks and return (B, N, F). The ranks may use the result differently, so
-        the gradient of the result may differ between ranks."""
+        """Gather the tokens (B, n, F) of all ranks and return (B, N, F). Ranks may use the result differently, so the
+        backward pass must allow gradients that differ between ranks."""
         ...
 
     def of_length(self, length: int) -> "RoutedShards":
@@ -34,7 +35,7 @@ class RoutedShards(SequenceShards, Protocol):
 
 
 class Fusion(nn.Module):
-    """[S] eq. 5: a projection of the tokens after a route and those before it, side by side.
+    """[S] eq. 5: a linear projection of each token's features after a route, concatenated with those before it.
 
     Args:
         dim: Width D of the tokens.
@@ -48,19 +49,20 @@ class Fusion(nn.Module):
     def forward(self, deep: Tensor, shallow: Tensor, dropped: Tensor | None = None) -> Tensor:
         """Fuse the tokens ``deep`` after a route with the tokens ``shallow`` before it, both (B, N, D).
 
-        dropped: (B,) bool, samples whose ``deep`` tokens are all replaced by mask tokens; None for none."""
+        dropped: (B,) bool, True for samples whose ``deep`` tokens are all replaced by mask tokens; None for no
+        sample."""
         if dropped is not None:
             deep = torch.where(dropped.view(-1, 1, 1), self.mask_token.to(deep.dtype), deep)
         return self.linear(torch.cat((deep, shallow), dim=-1))
 
     def masks(self, like: Tensor, tokens: int) -> Tensor:
-        """Return mask tokens (B, tokens, D), of as many samples and of the dtype of ``like``."""
+        """Return mask tokens (B, tokens, D), with the batch size and dtype of ``like``."""
         return self.mask_token.to(like.dtype).expand(len(like), tokens, -1)
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices. The gradient is a copy, whereas the gradient of ``gather`` is a slower
-    sum."""
+    """x.gather(1, index) for distinct indices. Its backward pass copies gradients; that of ``gather`` would add them,
+    which is slower."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -88,16 +90,16 @@ def run_routed(
     dropped: Tensor | None = None,
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """Run all blocks on x (B, N, D) like :func:`run_blocks`, but the blocks of a route only on the tokens ``kept``.
+    """Run all blocks on x (B, N, D) like :func:`run_blocks`. The blocks of a route process only the tokens ``kept``.
 
-    If ``grid`` divides the sequence over ranks, x has this rank's tokens. The ranks gather all tokens before and after
-    the route to balance the kept tokens between ranks.
+    If ``grid`` divides the sequence over ranks, x has this rank's tokens. Before and after the route, ranks gather all
+    tokens, because each rank must get an equal number of kept tokens.
 
     Args:
         route: First block of the route, and first block after it.
         kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens.
         fusion: Fuses the tokens after the route with those before it; None to put the kept tokens back among the
-            others.
+            skipped ones.
         dropped: See :meth:`Fusion.forward`.
     """
     blocks, modulations, (first, last) = list(blocks), iter(modulations), route
@@ -115,8 +117,9 @@ def run_routed(
 def run_on_kept(
     run: Callable[..., Tensor], x: Tensor, grid: TokenGrid | None, kept: Tensor | None, fusion: Fusion | None = None
 ) -> Tensor:
-    """Return this rank's tokens x (B, N, D), of which those ``kept`` are replaced by run(tokens, grid=their grid), and
-    all others by mask tokens if there is a ``fusion``. Other arguments: see :func:`run_routed`."""
+    """Replace the tokens ``kept`` of x (B, N, D) by run(tokens, grid=grid of these tokens), and return this rank's
+    tokens. The other tokens stay; with a ``fusion`` they become mask tokens. Other arguments: see
+    :func:`run_routed`."""
     if kept is None:
         return run(x, grid=grid)
     index = kept.unsqueeze(-1).expand(-1, -1, x.shape[-1])

@@ -1,14 +1,14 @@
 """Shards of blocks in host memory under FSDP2 (--plugin fsdp --offload blocks[:N]).
 
-A rank's shards of the blocks' parameters lie in its page-locked host memory. When a block's weights are gathered, FSDP2
-copies the shards to the device on a side stream, then gathers them from the ranks, up to AHEAD blocks before the block
-that computes, forwards and backwards. So every rank's link carries only its own share of a block. Shards of frozen
-weights are never copied back. Of weights that are trained, the reduced gradients are copied to the host, and the
+A rank's shards of the blocks' parameters lie in its page-locked host memory. To gather a block's weights, FSDP2 first
+copies each rank's shard to its device on a side stream. It begins up to AHEAD blocks before the block is needed, in the
+forward and the backward pass. So the link between a rank's host and device carries only that rank's shards. Shards of
+frozen weights are never copied back. For trained weights, the reduced gradients are copied to the host, and the
 optimizer's kernels update the masters there.
 
-FSDP2 does this by its CPUOffloadPolicy, for all parameters of a unit and with an optimizer on the CPU. Here the same
-attributes are set parameter by parameter, so that LoRA's weights stay on the device beside frozen weights that do not,
-and so that a GPU computes the update.
+FSDP2's CPUOffloadPolicy also does this, but only for all parameters of a unit, and with the optimizer on the CPU. This
+module sets the policy's attributes for single parameters. LoRA's weights can therefore stay on the device while frozen
+weights of the same unit are on the host, and a GPU computes the update.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from opendit.parallel.streamed_blocks import ALIGNMENT, spread_numbers
 
 
 def hosted_parameters(model: Any, count: int) -> list[str]:
-    """Return the names of the parameters whose shards lie in host memory: those of ``count`` blocks, evenly spread.
+    """Return the names of the parameters whose shards belong in host memory: those of ``count`` evenly spaced blocks.
 
     If the model has frozen parameters (--lora), only frozen ones are named.
     """
@@ -36,7 +36,7 @@ def hosted_parameters(model: Any, count: int) -> list[str]:
 
 @torch.no_grad()
 def move_to_host(model: nn.Module, names: list[str], device: torch.device) -> None:
-    """Allocate the shards of these parameters in host memory, page-locked if the device is a GPU.
+    """Move the shards of these parameters to host memory, page-locked if the device is a GPU.
 
     The parameters become new DTensors. They keep their values, unless they are on the meta device and have none.
 
@@ -64,7 +64,7 @@ def move_to_host(model: nn.Module, names: list[str], device: torch.device) -> No
 
 
 def managed_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield the objects in which FSDP2 manages the parameters of the model, one for each parameter."""
+    """Yield FSDP2's internal object (FSDPParam) of each parameter of the model."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             group = unit._get_fsdp_state()._fsdp_param_group

@@ -1,13 +1,15 @@
 """Products of tensor parallelism whose communication overlaps with computation, through symmetric memory.
 
-A collective before or after a product leaves the multiprocessors idle. Here copy engines move tokens during the product
-(Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"):
+Tensor parallelism has two kinds of products: column products of all ranks' tokens with a rank's output features, and
+row products, whose results are summed over the ranks. A collective before or after a product leaves the multiprocessors
+idle. Here copy engines move tokens during the product (Wang et al. 2023, "Overlap Communication with Dependent
+Computation via Decomposition"):
 
     column, forward    send own tokens; multiply own tokens; multiply each other rank's tokens once they have arrived
-    row, forward       multiply other ranks' tokens, for them to fetch; multiply own tokens meanwhile; add what arrived
+    row, forward multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add the results
 
 The backward pass of a column product is a row product, and vice versa. The gradient of a column product's weight needs
-the tokens of all ranks, which are sent again instead of being kept.
+the tokens of all ranks. The forward pass does not keep these tokens, so the backward pass sends them again.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +24,8 @@ from opendit.kernels.linear import weight_gradient
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, sample_by_sample
 from opendit.parallel.sequence.products import column_sums
 
-# minimum number of tokens of a sample on a rank; below it, the separate products for each sample and rank would take
-# longer than a collective
+# minimum number of a sample's tokens on a rank; with fewer, the separate products for each sample and rank would take
+# longer than a collective and one product
 LEAST_TOKENS = 1024
 
 
@@ -110,7 +112,7 @@ def _of_own_tokens(
     z: Tensor, matrix: Tensor | None, memory: PeerMemory, meanwhile: Callable[[], None] = lambda: None
 ) -> Tensor | None:
     """Compute z @ matrix from this rank's z (B, P n, columns). Return the sum over all ranks for this rank's tokens,
-    (B, n, F), or None without a matrix. meanwhile: enqueues further work after the barrier, during the transfers."""
+    (B, n, F), or None without a matrix. meanwhile: function that enqueues work to run during the transfers."""
     rank, size = memory.group.rank, memory.group.size
     own = z.unflatten(1, (size, -1)).select(1, rank)
     if matrix is None:
@@ -166,7 +168,7 @@ def _arriving(memory: PeerMemory, x: Tensor, events: list[Any]) -> Iterator[tupl
     """Yield (rank, the rank's tokens (B, n, F)): first this rank, then each other rank when its tokens have arrived."""
     yield memory.group.rank, x
     received = _buffer(memory, Buffer.INPUT, x)
-    for i, peer in enumerate(reversed(_others(memory))):  # the previous rank sends to this rank first
+    for i, peer in enumerate(reversed(_others(memory))):  # the previous rank's tokens arrive first
         memory.wait(events[i])
         memory.ready(Buffer.INPUT, again=i > 0)
         yield peer, received[:, _tokens_of(peer, x)]

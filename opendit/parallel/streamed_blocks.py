@@ -1,15 +1,15 @@
-"""Frozen weights of blocks in host memory, copied to the GPU before they are used (--offload blocks[:N]).
+"""Keep blocks' frozen weights in host memory, and copy them to the GPU before use (--offload blocks[:N]).
 
 The frozen weights of a block are contiguous in page-locked host memory. The GPU has AHEAD + 1 slots, each as large as
 the largest streamed block. The weights of the n-th streamed block are views of slot n % (AHEAD + 1). When a block is
-called, a side stream begins to copy the next AHEAD blocks (in the backward pass, the previous blocks) into slots that
-are no longer needed. The device waits until the called block has been copied; the host never waits.
+called, a side stream begins to copy the next AHEAD blocks (in the backward pass, the AHEAD blocks before it) into slots
+whose blocks are no longer needed. The device waits until the called block has been copied; the host never waits.
 
-Blocks must be recomputed in the backward pass. Then the backward pass also calls the blocks, and their weights are read
-only during these calls. Weights are never copied back, because they do not change.
+Blocks must be recomputed in the backward pass. The backward pass then calls each block again, so that a block's weights
+are read only during its calls. Weights are never copied back, because they do not change.
 
-Copies can be part of a CUDA graph. A recorded pass begins with empty slots, because the content of the slots is not
-known when the graph is replayed. After a recording, every other pass also begins with empty slots, because this class
+Copies can be part of a CUDA graph. A recorded pass treats all slots as empty and copies every block, because the slots'
+content at a replay is unknown. After a recording, every other pass also treats the slots as empty, because this class
 does not notice when a replay changes their content.
 """
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opendit.parallel.host_memory import HostMemory, padded
 
-AHEAD = 2  # number of blocks that are copied ahead of their use
+AHEAD = 2  # maximum number of blocks that are copied before they are called
 ALIGNMENT = 256  # bytes
 
 
@@ -44,8 +44,8 @@ class StreamedBlocks:
         model: model with ``blocks``. The constructor makes it compute modulations inside the blocks.
         count: number of blocks to stream; all if the model has fewer.
         device: device that computes.
-        deferred: on a CPU, True to copy a block when it is called instead of when its copy begins. Both must give the
-            same results.
+        deferred: on a CPU, where copies are not asynchronous, True to copy a block as late as possible (when it is
+            called), False to copy it as early as possible. Tests check that both give the same results.
 
     Attributes:
         host: weights by parameter name, in page-locked memory if the device is a GPU.
@@ -53,7 +53,8 @@ class StreamedBlocks:
         slots: memory of the slots, uint8 tensors on the device.
         copied: number of copies begun.
         recorded: True if a pass was recorded as a CUDA graph.
-        recordable: True if the backward pass reaches the first streamed block, and therefore waits for all copies.
+        recordable: True if the backward pass reaches the first streamed block. It then waits for all copies, as
+            recording a CUDA graph requires.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):

@@ -222,12 +222,12 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        # The network's input is the timestep; with a shift, the same timestep means another noise level.
+        # A shift changes the noise level of each timestep, and so the meaning of the network's input.
         shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings except those at their defaults, which older checkpoints do not contain."""
+        """Return the settings. Those that older checkpoints do not contain are left out at their defaults."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

@@ -12,12 +12,13 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predic
 designed.
 
 The loss weights an error of the predicted x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise ratio.
-So flow learns much sooner what a sample's high-noise steps decide. In clips, whose frames resemble each other, these
-steps decide even the subject (docs/log/2026-11-21-moving-digits-objective.md).
+At high noise, the former weight is about 1 and the latter close to 0, so flow learns much sooner what a sample's
+high-noise steps decide. In clips, whose frames resemble each other, these steps decide even the subject
+(docs/log/2026-11-21-moving-digits-objective.md).
 
 With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
-the space. So a patch of many pixels needs no more channels than its pictures have dimensions ([J] sec. 3). The velocity
-is (x_t - x_0) / t. The loss is the velocity's squared error, with t clamped to at least LEAST_TIME ([J] sec. 4).
+the space. So the network's width may be smaller than the number of values in a patch ([J] sec. 3). The velocity is (x_t
+- x_0) / t. The loss is the velocity's squared error, with t clamped to at least LEAST_TIME ([J] sec. 4).
 """
 
 import math
@@ -159,10 +160,10 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the times t of diffusers' UniPC for flows, and the corresponding inputs of the network, each (``steps`` +
     1,) float64.
 
-    Times are spaced evenly from 1 to 1/1000 and shifted, and the last one is replaced by 0. The first is 1 - 1e-6,
-    where lambda = ln((1 - t) / t) is finite. Rounding to float32, as in diffusers, raises 1 - t of the first time by
-    1.3 %, which affects second-order steps. The network's inputs are 1000 t, truncated to whole numbers. So the first
-    one is 999.
+    Times are spaced evenly from 1 to 1/1000 and shifted, and the last one is replaced by 0. The first time is 1 - 1e-6
+    instead of 1, so that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers, because
+    this changes 1 - t of the first time by 1.3 % and thereby the second-order steps. The network's inputs are 1000 t,
+    truncated to whole numbers. So the first one is 999.
     """
     # same order of operations as numpy.linspace, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
@@ -372,7 +373,7 @@ class FlowObjective(Objective):
 
     @property
     def share(self) -> float:
-        """Share of the times of training without ``least`` and ``most`` that lie between these two."""
+        """Fraction of training times that would lie between ``least`` and ``most`` if these limits were not applied."""
         whole, ends = replace(self, least=None, most=None), (self.least or 0.0, 1.0 if self.most is None else self.most)
         low, high = share_below(whole.times_at, torch.tensor(ends, dtype=torch.float64)).tolist()
         return abs(high - low)
@@ -437,7 +438,7 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings except unused ones, which older checkpoints do not contain."""
+        """Return the settings. Those that older checkpoints do not contain are left out if they are unused."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}

@@ -12,7 +12,7 @@ The right side, without a gradient, is the training target of u. In du/dt, the n
 because noise - x_0 varies from sample to sample ([I] sec. 4.1). At r = t, the loss is that of ``flow``.
 
 Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where this u is computed without
-condition. So a guided sample needs one evaluation per step.
+condition. So guided sampling evaluates the network once per step instead of twice.
 """
 
 import math
@@ -163,7 +163,7 @@ class MeanFlowObjective(Objective):
             raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
         error = (at_least_float32(output) - target).square().flatten(1).mean(1)
         weighted = error / (error.detach() + SMALLEST) ** self.power
-        # the returned value is the error itself, because ``weighted`` is always about 1
+        # return the error, with the gradient of ``weighted``; the value of ``weighted`` is always about 1
         return error.detach() + weighted - weighted.detach()
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
