@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 # seconds between two updates of the lock file's time stamp, which show other machines that the owner is alive
 HEARTBEAT_S = 10.0
-PATIENCE_S = 45.0  # seconds without such an update after which another machine's lock is taken over
+PATIENCE_S = 45.0  # seconds without a new time stamp after which another machine's lock is taken over
 EMPTY_S = 2.0  # maximum wait in seconds for an owner to write its name into a new lock
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()

@@ -2,8 +2,8 @@
 
 Reference: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
 2312.02696, sec. 3 and appendix C. The average after t updates is a weighted mean of the weights after each update i <=
-t, with factors proportional to i^exponent. The standard deviation of these factors over i, called their profile, is a
-constant fraction of t, the ``width`` (sigma_rel).
+t, with factors proportional to i^exponent. The factors as a function of i are the average's profile. The standard
+deviation of this distribution over i is a constant fraction of t; this fraction is the ``width`` (sigma_rel).
 """
 
 import json
@@ -35,7 +35,7 @@ class Profile:
 
 
 def exponent_of(width: float) -> float:
-    """Return the exponent (gamma) of the power function whose relative standard deviation is ``width``.
+    """Return the exponent (gamma) of the power function whose profile has the given ``width``.
 
     The exponent is the largest root of EDM2's eq. 127.
 

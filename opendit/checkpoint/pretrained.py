@@ -43,7 +43,7 @@ METADATA_KEY = "opendit"
 WeightedLora = tuple[str | Path, float]  # a path, and the factor for its products
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
-ROUNDING = 1e-6  # fp32 tolerance, because other libraries computed the tables in Meta's files
+ROUNDING = 1e-6  # tolerance for differences of fp32 tables, because other libraries computed the tables in Meta's files
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:

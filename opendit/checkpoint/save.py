@@ -355,7 +355,7 @@ def put_in_place(final: Path) -> OSError | None:
         OSError: the checkpoint could not be renamed.
     """
     run = final.parent.parent
-    if os.path.lexists(final):  # from an earlier attempt, before the run was resumed at an earlier step
+    if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
         rename(final, _replaced(final), root=run)
     rename(incomplete(final), final, root=run)
@@ -379,7 +379,7 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
         remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
-        if left == in_use:  # a run that resumed from the replaced folder never used the new folder, which is unusable
+        if left == in_use:  # the run resumed from the replaced folder because the new one is damaged
             remove_tree(final, root=run)
         if os.path.lexists(final):
             remove_tree(left, root=run)
@@ -490,8 +490,8 @@ class Checkpoints:
         enabled: False for a run that saves nothing, so that no host memory is allocated.
         write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
         best: tracks the best checkpoint, which is kept in addition to the newest ones; None to keep only the newest.
-        before: checkpoints of the run's other network, which are saved first. A checkpoint is written only if the other
-            network's is complete, which is kept as long as this one.
+        before: the ``Checkpoints`` of the run's other network, which is saved first. A checkpoint is written only after
+            the other network's checkpoint of the same step is complete. Both are kept equally long.
 
     Attributes:
         failures: a message for every save that failed, on every rank.

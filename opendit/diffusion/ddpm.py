@@ -35,8 +35,9 @@ def linear_betas(T: int = 1000) -> Tensor:
 def space_timesteps(T: int, num_steps: int) -> list[int]:
     """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends.
 
-    Rounding follows guided-diffusion and Meta's DiT: positions are a running float sum, rounded half to even. A single
-    step is timestep 0. Raises ValueError unless 1 <= num_steps <= T.
+    Rounding follows guided-diffusion and Meta's DiT: the stride is added up in float arithmetic, and each sum is
+    rounded to the nearest integer, half to even. A single step is timestep 0. Raises ValueError unless 1 <= num_steps
+    <= T.
     """
     if not 1 <= num_steps <= T:
         raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
@@ -61,7 +62,7 @@ class DDPM:
     alphas_cumprod: Tensor
     posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
     posterior_mean_xt: Tensor  # weight of x_t in the same mean
-    posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7, clipped
+    posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7; finite even at t = 0
     timestep_map: Tensor  # (n,) int64: each step's timestep in the full schedule, on which the network was trained
     _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 

@@ -335,7 +335,8 @@ class Sink:
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # The host waits for this copy, and therefore for this stream, which only computes features.
+            # The host waits for this copy. The stream only computes features, so the host does not wait for the
+            # drawing.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:

@@ -31,8 +31,8 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
-    """Return metadata with the number of tokens of a run's captions if it is not that of diffusers' pipeline, whose
-    argument has the same name. Then add a message for the user to ``notes``."""
+    """Return metadata with the maximum number of caption tokens, and add a message for the user to ``notes``, if a run
+    was trained with another number than the default of diffusers' pipeline; otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
         return {}

@@ -278,8 +278,8 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Add up fp32 slots to ``outputs``. With ``sample_of_row`` (rows,), the slots are numbered as in the packed
-    form."""
+    """Add up fp32 slots, and write the sums to ``outputs``. With ``sample_of_row`` (rows,), the slots are numbered as
+    in the packed form."""
     (slots, width), count = partial.shape, len(outputs)
     # Tiles have 4,096 numbers. If there are many slots, tiles are tall and narrow, so that few samples still make
     # enough programs.

@@ -75,7 +75,7 @@ def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> 
     """Return (y, scale) with x W^T = y * scale, where y is (..., out) and scale (rows, 1). A scale of None means 1."""
     x = _in_float8(x, len(weight))
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
-    # Apply the scale now in fp16, where y could overflow without it.
+    # Apply the scale now if nothing is saved by deferring it, or in fp16, where y could overflow without it.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
         return multiply(x, weight), None
     check_widths(weight)

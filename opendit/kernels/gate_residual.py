@@ -197,10 +197,10 @@ def _backward_fake(
 
 
 def kept_branch(branch: Tensor, bias: Tensor | None, sums: bool, of_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return branch and bias as the backward pass needs them, None for what it does not.
+    """Return the branch and the bias to save for the backward pass; None for one that is not needed.
 
-    Only the gate's gradient needs the branch. LoRA freezes gates and biases. sums: the gate needs a gradient. of_bias:
-    the bias needs one.
+    Only the gate's gradient needs the branch. With LoRA, gates and biases are frozen. sums: True if the gate needs a
+    gradient. of_bias: True if the bias needs a gradient.
     """
     return branch if sums else None, bias if sums or of_bias else None
 

@@ -284,7 +284,7 @@ def _backward(
     cut = common.cut_rows("gate_rmsnorm_residual_backward", launch, h, gate.shape[0], sample_of_row)
     outputs, sums = cut.new_sums(
         (branch_rstd,) * (3 if follows else 1) if needs_sums else ()
-    )  # like branch_rstd, in fp32
+    )  # sums are fp32, as branch_rstd is
     main, tail = split_width(width)
     _gate_rmsnorm_residual_backward_kernel[(cut.programs,)](
         *(cut.x if grad is None else grad.contiguous() for grad in (dh, dy)), cut.x, gate, branch.contiguous(), weight,

@@ -37,7 +37,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 def _turned(x: Tensor) -> Tensor:
     usable, _ = kernels_available(x.device, x.dtype)
-    # the transpose kernel would pad the rows to a multiple of 16
+    # torch copies if the number of rows is not a multiple of 16, because the transpose kernel would pad the result
     if not usable or x.shape[0] % 16 or torch.compiler.is_compiling():
         return x.t().contiguous()
     return transpose(x)
@@ -47,7 +47,7 @@ def linear(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
     """Compute x W^T (..., out) for x (..., in), weight (out, in), as ``opendit.models.layers.multiply`` does."""
-    # Neither weights with LoRA nor stored weights need a gradient.
+    # Weights with LoRA and stored weights are frozen, so this module's faster gradient is not needed.
     if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
         return multiply(x, weight, bias, low_rank, low_rank_gradients)
     # Gemini's parameters intercept torch functions, and autocast casts inside torch functions, so both need F.linear.

@@ -145,7 +145,8 @@ def _normalise_rotate(
 ) -> tuple[Tensor, Tensor]:
     if q_norm is None or k_norm is None:
         return rotate_heads(q, k, table=table)
-    # If ranks divide the channels of a norm, they must exchange sums of squares within the norm, which no kernel does.
+    # If ranks divide the channels of a norm, the norm must sum squares over the ranks. No kernel does this, so use
+    # torch.
     divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
     if divided or (across and not fits_across(q.shape[2], q.shape[3])):
         return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)

@@ -107,7 +107,7 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
     place = tensor.data_ptr(), tensor.numel()
 
     def pack(kept: Tensor):
-        # A matrix product saves a view (tokens, D) of its input.
+        # Compare address and size, not the shape, because a matrix product saves a view (tokens, D) of its input.
         return (recomputed.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
 
     def unpack(packed) -> Tensor:

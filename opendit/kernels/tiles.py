@@ -136,8 +136,8 @@ def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS
 def row_sums(x, ROWS: tl.constexpr):
     """Return the sums of a tile's rows, (ROWS, 1); a scalar for a tile of one row.
 
-    A row has a scalar because (1,) tensors of the main and the tail block would need a conversion of layouts: 84 warp
-    shuffles for a row of the forward pass instead of 20.
+    The sum of a single row is a scalar, because adding (1,) tensors of the main and the tail block would need a
+    conversion of layouts: 84 warp shuffles for a row of the forward pass instead of 20.
     """
     if ROWS == 1:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
@@ -276,8 +276,8 @@ def logistic(power, APPROXIMATE: tl.constexpr):
 def gelu_coarse(u, APPROXIMATE: tl.constexpr):
     """Compute GELU(u) in its tanh form, for results that are rounded to few bits.
 
-    APPROXIMATE: use the hardware's tanh, whose error is 2^-11. With an exponential and a reciprocal instead, the units
-    that compute these functions limited the speed, not memory.
+    APPROXIMATE: use the hardware's tanh, whose error is 2^-11. With an exponential and a reciprocal instead, the
+    hardware units for these functions limited the kernel's speed; with tanh, memory bandwidth limits it.
     """
     if APPROXIMATE:
         z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))

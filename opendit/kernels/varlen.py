@@ -28,8 +28,8 @@ from opendit.kernels.flash_attention_4 import CUTE, SegmentLengths
 from opendit.models.segments import SegmentRun
 
 # A run is a dense call if each of its segments has at least LONG tokens, or if it has at least two segments with
-# TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half, and takes longer than the
-# host's call.
+# TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half, and runs longer than the
+# host takes to launch it.
 LONG, TOGETHER = 1024, 4096
 
 

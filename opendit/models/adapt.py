@@ -154,8 +154,8 @@ def adapt(
 
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
-    """Return the name that the parameter ``name`` has in weights of ``found``. The axes of learned positions are
-    numbered from the first axis, which is time for clips and rows for pictures."""
+    """Return the name that the parameter ``name`` has in weights of ``found``. The numbers of learned positions' axes
+    differ between clips and pictures: axis 0 is time for clips, and rows for pictures."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name
@@ -207,7 +207,7 @@ def _resized(
         return _filters(shape, value)
     if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
         channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
-        # The head has one row per position in a patch. Rows are ordered by frame first.
+        # The head's rows are ordered by position in the patch (frame, row, column), then by channel.
         rows = value.view(-1, found.out_channels, *rest)[:, :channels]
         made = torch.zeros(shape, device="cpu").view(-1, config.out_channels, *rest)
         frames = config.patch[0] if config.is_video and not found.is_video else 1

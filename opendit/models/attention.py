@@ -446,7 +446,8 @@ class TemporalAttention(AxialAttention):
 
 
 def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # A kernel selected for whole samples may not support sequences of one token, which pictures have along time.
+    # Along time, a picture has sequences of one token. The selected kernel may not support these, so use
+    # local_attention.
     return (local_attention if q.shape[2] == 1 else attend)(q, k, v)
 
 

@@ -247,7 +247,7 @@ class ResidualStream:
             self.put(self.take(ops))
         if joined and len(self._parts) > 1:
             x, y = ops.residual_then_norm(*cast(Sum, self._taken()), shift, scale, norm, self._rows)
-        # This operation's backward pass adds the gradients from both uses of x.
+        # x is also used outside of the norm. The backward pass of this operation adds the gradients from both uses.
         elif self._outside or norm is not None:
             x, y = ops.residual_and_norm(self.take(ops), shift, scale, norm, self._rows)
         else:

@@ -96,8 +96,8 @@ class FanInUniform(Uniform):
 
 # ------------------------------------------------------------------------------------------------------------- drawing
 
-# Values are drawn from multiples of GRID to multiples of GRID, so that an element is always computed by the same
-# instructions.
+# Every range of elements that is drawn begins and ends at a multiple of GRID. Otherwise the same element could be
+# computed by other vector instructions, which round differently.
 GRID = 1 << 12
 # number of elements that a thread draws at a time; this takes 3 ms, about 30 us of which hold Python's global lock
 CHUNK = 1 << 20

@@ -144,7 +144,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass, as separate amounts for the quantities that memory can be proportional to.
+    """Memory kept for the backward pass, split by the quantity that it is proportional to: tokens, samples, or neither.
     Instances can be added.
 
     Attributes:
@@ -215,8 +215,9 @@ class Plan:
         projections: Function from a configuration to patterns of modules -> operations (fields of BlockOps) that get
             the module as their projection. Only these operations read the module's weights.
         units: Patterns of modules that are shard units. All parameters of a unit are gathered and freed together. The
-            rest of the model is one more unit. A block's modulation belongs to the block's unit. A separate unit would
-            be reduced right after the block, and the backward pass would wait for the block's reduction.
+            rest of the model is one more unit. A block's modulation belongs to the block's unit. As a separate unit,
+            its gradients would be reduced right after the block's, and the backward pass would wait for the block's
+            reduction.
     """
 
     rules: Callable[[OwnConfig], dict[str, Rule]]
@@ -429,9 +430,9 @@ def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of cross-attention: q, the attention output, k and v of the text, and tensors before and after
     the heads.
 
-    With a gate, the latter are the input h and the projected output, and the projection's weight is kept in float8.
-    Without a gate, they are h and the output of the norm before cross-attention (and its copy under autocast), or both
-    products of an RMSNorm.
+    The tensors before and after the heads depend on the gate. With a gate, they are the input h and the projected
+    output, and the projection's weight is kept in float8. Without a gate, they are h and the output of the norm before
+    cross-attention (and its copy under autocast), or both products of an RMSNorm.
     """
     if not config.cross_attention:
         return Kept()

@@ -26,7 +26,7 @@ class RoutedShards(SequenceShards, Protocol):
 
     def join(self, x: Tensor) -> Tensor:
         """Gather the tokens (B, n, F) of all ranks and return (B, N, F). Ranks may use the result differently, so the
-        backward pass must allow gradients that differ between ranks."""
+        backward pass sums the gradients of all ranks."""
         ...
 
     def of_length(self, length: int) -> "RoutedShards":

@@ -130,8 +130,8 @@ def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
 
 
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
-    """Convert the newest revision's configuration of the model ``name`` to another revision. It is returned unchanged
-    if the model does not differ between revisions."""
+    """Convert the newest revision's configuration of the model ``name`` to another revision. The configuration is
+    returned unchanged if the model does not differ between revisions."""
     if not config.depends_on_revision:
         return config
     kind_name, size, _ = parse_name(name)

@@ -218,11 +218,11 @@ class ShardedOptimizer:
 
     ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
-    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). Kernels access masters in host memory
-    and their gradients in place, and only in this case the host waits for the step. A kernel on a side stream updates
-    the averages in place during the next forward and backward passes. The next step waits for that kernel before it
-    changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting
-    state in host memory.
+    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). If masters and their gradients are in
+    host memory, kernels access them in place; only in this case does the host wait for the step. A kernel on a side
+    stream updates the averages in place during the next forward and backward passes. The next step waits for that
+    kernel before it changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before
+    reading or setting state in host memory.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.

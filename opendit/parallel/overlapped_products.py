@@ -67,7 +67,7 @@ class _Column(torch.autograd.Function):
             if of_weight:
                 dweight = weight_gradient(rows, _buffer(memory, Buffer.EVERYONE, x).flatten(0, 1))
 
-        memory.begin(Buffer.GRADIENT)  # the barrier in begin() also ends the transfer to EVERYONE
+        memory.begin(Buffer.GRADIENT)  # begin() also ensures that all ranks have finished reading EVERYONE
         if of_weight:
             _send(memory, Buffer.EVERYONE, x, own=True)
         if of_x or of_weight:

@@ -17,8 +17,8 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
 class Prepared(NamedTuple):
     """A micro-batch prepared for the network.
 
-    The first dimension of every tensor is the batch. Therefore this object can be split into smaller micro-batches,
-    sent to another pipeline stage, and recorded in a CUDA graph.
+    This object consists only of tensors whose first dimension is the batch. Therefore it can be split into smaller
+    micro-batches, sent to another pipeline stage, and recorded in a CUDA graph.
 
     x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), the network's time. context: further inputs
     of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
@@ -113,7 +113,7 @@ class Objective(ABC):
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
-        """Convert the network's time (B,) to sigma (B,): the noise's standard deviation over the signal's scale.
+        """Convert the network's time (B,) to sigma (B,): the noise's standard deviation divided by the signal's scale.
 
         Only sigma is comparable across objectives, numbers of steps and samplers.
         """

@@ -59,8 +59,8 @@ def training_loss(
         min_snr: gamma of ``min_snr_weight``, which weights the squared error but not the variational bound.
 
     In the hybrid loss, the variational bound trains only the variance, because its mean is detached. As in Meta's DiT,
-    the bound is in bits and averaged over dimensions. Its weight is 1, because each sample uses one random term out of
-    1000, and the paper's weight is 0.001. The loss is computed in float32.
+    the bound is in bits and averaged over dimensions. Its weight is 1: the bound is a sum of 1000 terms, estimated as
+    1000 times one random term, and the paper weights the sum by 0.001. The loss is computed in float32.
 
     Raises:
         ValueError: the shapes don't match, or ``prediction`` is unknown.

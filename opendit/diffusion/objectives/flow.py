@@ -401,7 +401,8 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # ``of_x`` weights errors of x_0; an error of x_0 is t times the error of the velocity
+        # ``of_x`` weights squared errors of x_0. An error of x_0 is t times the velocity's error, so its square has the
+        # factor t^2.
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:

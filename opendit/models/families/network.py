@@ -248,7 +248,7 @@ class PublicDiT(DiT):
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """Select from rotations that cover all channels the tokens and heads whose queries this rank projects.
+        """If rotations cover the channels of all heads, select the tokens and heads whose queries this rank projects.
 
         Rotations that all heads share are returned unchanged, because ranks apply these after the exchange of heads.
         """

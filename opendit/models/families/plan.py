@@ -255,7 +255,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
 
 
 def backward(config: PublicConfig, execution: Execution) -> float:
-    own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # if gates are trained, fc2's output is freed
+    own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # fc2's output was freed if gates are trained
     return own * _streams(config, config.spec.block) / config.tokens
 
 

@@ -55,7 +55,8 @@ class GeminiEngine(BoosterEngine):
         scale = self.scaler_state().get("scale", 1.0)
         self.optimizer.step()
         if self._skipped:
-            # Otherwise Gemini would add the gradients of the next micro-batch to the non-finite gradients.
+            # Discard the non-finite gradients. Otherwise Gemini would add the gradients of the next micro-batch to
+            # them.
             self.optimizer.chunk_manager.accumulating_grads = False
             return self._on_host(math.inf, scale)
         return self._on_host(self.optimizer._current_grad_norm / scale, scale)

@@ -150,8 +150,8 @@ class PeerMemory:
         self._made[buffer][-1][0].barrier(channel=channel)
 
     def _note_recording(self) -> None:
-        """Forget what was used last where the recording of a graph begins or ends: recorded work has not run, and a
-        failed recording may have ended anywhere."""
+        """Forget the last used buffer when the recording of a graph begins or ends, because recorded work has not run,
+        and a failed recording may have ended after any use."""
         if self._capturing != torch.cuda.is_current_stream_capturing():
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 

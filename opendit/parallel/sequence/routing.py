@@ -147,8 +147,8 @@ class _Pending:
 @functools.lru_cache(maxsize=32)  # a cache, because ranks with whole samples always pass the same arguments
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
-    by expert for each rank. Return these indices and the stack's number of rows, which is the number for the expert
-    with the most."""
+    by expert for each rank. Return these indices and the stack's number of rows, which is the largest number of rows of
+    any expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:
