@@ -1,6 +1,6 @@
 """Lock a folder, so that only one process writes to it.
 
-The lock names its owner, and it ends when the owner's process ends.
+The lock file names the owner. The lock ends when the owner's process ends.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from opendit.common.safe_files import LinkRefused, open_to_write, refuse_links, remove, touch
 
 if TYPE_CHECKING:
-    from opendit.parallel.mesh import Mesh  # imports torch
+    from opendit.parallel.mesh import Mesh  # only for type checkers, because it imports torch
 
 logger = logging.getLogger(__name__)
 

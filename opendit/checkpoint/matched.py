@@ -24,7 +24,7 @@ from opendit.models.zoo import Shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, overlap, runs_of
 
 Names = tuple[str, ...]
-Pair = tuple[Names, Names, int]  # names in each set, and the dimension of concatenation for both
+Pair = tuple[Names, Names, int]  # (names in one set, names in the other, dimension of concatenation for both)
 
 
 @dataclass(frozen=True)

@@ -326,8 +326,8 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False only if two sets of runs share no element. This fast check excludes most files that a rank need not
-    read."""
+    """Return False if a fast check shows that two sets of runs share no element; True if they may share one. This
+    excludes most files that a rank need not read."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()

@@ -160,7 +160,7 @@ def plan(
             found.append(name)
         elif asked:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
-        elif METRICS[name].features in layout:  # no message for metrics of clips if the samples are pictures
+        elif METRICS[name].features in layout:  # without the features (as for clips' metrics of pictures), no message
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out
 

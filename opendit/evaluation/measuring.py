@@ -212,7 +212,7 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
     """Compute the features of real digits.
 
-    The training digits are as many as the samples, but at most REAL. All held-out digits are used.
+    The number of training digits equals the number of samples, but is at most REAL. All held-out digits are used.
 
     Args:
         reference: True if the held-out digits are also the reference.

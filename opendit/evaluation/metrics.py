@@ -165,7 +165,7 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | 
         log_p = part.double().log_softmax(dim=1)
         p = log_p.exp()
         marginal = p.mean(dim=0)
-        # xlogy is 0 for a class with probability 0
+        # xlogy gives 0 for a class with probability 0, where p * log(p) would be NaN
         divergence = (p * log_p).sum(dim=1).mean() - torch.special.xlogy(marginal, marginal).sum()
         scores.append(divergence.exp())
     scores = torch.stack(scores)
@@ -233,7 +233,7 @@ def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGH
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    # squared distances are computed from products, which are more exact if the features are centred
+    # centre the features, because squared distances are computed from products, whose rounding errors then are smaller
     centre = reference.mean(dim=0)
     samples, reference = samples.float() - centre, reference.float() - centre
     return (

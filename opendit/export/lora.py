@@ -97,7 +97,7 @@ def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, 
         key = f"diffusion_model.{layer}" if form == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
         a, b = as_one(parts, shapes[name])
         state |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
-        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # all layers of a run have the same scale
+        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # all parts of a run's LoRA have one scale
     return state
 
 

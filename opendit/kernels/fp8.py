@@ -120,7 +120,7 @@ def _amax_kernel(
         x = tl.load(x0_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if GELU:
             x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.maximum(x, 0.1702))  # -0.17 <= GELU(x) <= max(x, 0)
+            largest = tl.maximum(largest, tl.maximum(x, 0.1702))  # |GELU(x)|: -0.1702 <= GELU(x) <= max(x, 0)
         else:
             largest = tl.maximum(largest, tl.abs(x))
         if TENSORS > 1:

@@ -61,7 +61,8 @@ def _torch_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
-        # Older versions have no argument ``scale``, and always use head_size ** -0.5.
+        # Pass ``scale`` only if it differs from head_size ** -0.5. Older versions lack this argument and use that
+        # value.
         how: dict[str, Any] = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
         return cast(Tensor, varlen_attn(q, k, v, offsets, offsets, longest, longest, **how))
 

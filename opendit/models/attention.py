@@ -417,8 +417,8 @@ class FrameAttention(AxialAttention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # The time axis's rotations are the same for all tokens of a frame, so they do not change the products of q and
-        # k.
+        # Rotations along time may be included: they are the same for all tokens of a frame, and so do not change the
+        # products of q and k.
         parts = self.prepare(q, k, v, grid, ops, normalised)
         frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)

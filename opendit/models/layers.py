@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
-        # If ranks divide the features, the total number of features, and the function that sums (..., 1) over the
+        # The total number of features and, if ranks divide the features, the function that sums (..., 1) over the
         # ranks.
         self.features = dim
         self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
@@ -199,7 +199,7 @@ def multiply(
     gradients: function to use in place of :func:`low_rank_gradients`."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    if has_torch_function((x,)):  # x is the deferred result of a kernel, which computes it for torch functions
+    if has_torch_function((x,)):  # x is a kernel's deferred result, which a torch function computes
         return handle_torch_function(multiply, (x,), x, weight, bias, low_rank, gradients)
     if low_rank is None:
         return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))

@@ -313,7 +313,8 @@ def mlp_rules(branches: int = 1) -> dict[str, Rule]:
 
 
 EXPERT_RULES: dict[str, Rule] = {
-    # Every rank needs all affinities for the softmax over the experts, but applies only those of this rank's experts.
+    # Every rank needs the full router for the softmax over the experts, but uses only the affinities of its own
+    # experts. So a rank's gradient of the router is only a part of the sum.
     "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),

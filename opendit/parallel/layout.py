@@ -327,8 +327,8 @@ def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs:
     into, out_of, length = overlap(target_runs, source_runs)
     steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
     if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
-        # The runs are a few columns of a matrix, one run in each row. One copy per row would take longer than reading
-        # the file.
+        # The runs are a few columns of a matrix, one run in each row. Copy all rows at once, because one copy per row
+        # would take longer than reading the file.
         size = (len(length) - 2, int(length[1]))
         views = [
             flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))

@@ -195,7 +195,7 @@ class OnePassAdamW:
                 self._fused.attach(*self._averages)
             if self.staged is not None and self._fused.kernels:
                 self._fused.stage(self.staged)
-        if any(state["step"] is not self._fused.count for state in states):  # the state is new or has just been loaded
+        if any(state["step"] is not self._fused.count for state in states):  # new or just loaded: share one count
             self._fused.count.fill_(states[0]["step"])
             for state in states:
                 state["step"] = self._fused.count
@@ -370,8 +370,8 @@ class ShardedOptimizer:
         if self._offload == "state" and self._device.type == "cuda":
             self._updated = torch.cuda.Event()
             self._updated.record(torch.cuda.current_stream(self._device))
-            # torch's allocator does not know that kernels read gradients in host memory, and would give this memory to
-            # others. From here on the host may also read the masters.
+            # Make the host wait for the step: torch's allocator does not know that kernels still read gradients in host
+            # memory, and would reuse this memory. After that, the host may also read the masters.
             if self._hosted:
                 self._updated.synchronize()
         for parameter in self._parameters:

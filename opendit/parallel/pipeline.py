@@ -433,7 +433,7 @@ class StageForward:
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]
-        # for a picture in a video model, see ``DiT.predict``
+        # In a video model, a picture's single frame is repeated to fill the patch; see ``DiT.forward``.
         repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1
         sizes = (repeats, *shape[-2:]) if repeats > 1 else tuple(shape[2:])
         c, context = model.condition(t, y)

@@ -305,11 +305,11 @@ class RankWatch:
         now = time.monotonic()
         if now - looked < PING:
             return looked
-        if now - looked > 3 * PING:  # this process was stopped itself
+        if now - looked > 3 * PING:  # this process was itself stopped, so the other ranks may not have been silent
             for peer in self._peers.values():
                 peer.heard = now
         for peer in self._peers.values():
-            # don't send more pings, because a stopped process would not read them
+            # after the warning (``named``), send no more pings, because a stopped process would not read them
             if self.place.rank == 0 and not peer.named:
                 self._send(peer, ping=True)
             if now - peer.heard > SILENT and not peer.named and self.place.rank <= 1:

@@ -185,7 +185,7 @@ class SharedTokens:
         heads."""
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)
-        # MadeProjection, because its input has already been gathered
+        # A MadeProjection does not gather its input, which has already been gathered.
         own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)
         output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
@@ -234,7 +234,7 @@ def check_tensor_parallel(config: DiTConfig, size: int) -> None:
     """Raise ValueError, which names sizes that work, unless ``size`` ranks can divide the layers of a model."""
     check_divisible(config, "tp", size)
     experts = plan_of(config).divisible(config).get("ep", {})
-    for what, number in experts.items():  # the same ranks divide the experts and the other layers
+    for what, number in experts.items():  # also check experts, because the same ranks divide them
         if number % size:
             raise ValueError(
                 f"--tensor_parallel_size {size}: the model's {what}, {number}, can't be divided by it; use a size that "

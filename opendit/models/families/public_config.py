@@ -115,8 +115,8 @@ class PublicConfig(DiTConfig):
             raise ValueError(f"--fp8: a width of {min(sizes)} is no multiple of 16; leave it out")
         if fp8 and any(block.kv_heads is not None for block in self.spec.blocks):
             raise ValueError("--fp8: does not work with heads that share keys and values; leave it out")
-        # A missing bias only matters in a layer before GELU (see ``float8``), whereas OpenDiT's own models need all
-        # biases.
+        # The inherited check of FP8 requires all biases. Public models need a bias only before GELU, which ``float8``
+        # checks. So skip the inherited check if ``float8`` is True.
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property

@@ -47,7 +47,7 @@ def _placeholder(name: str) -> type[Any]:
 def prepare() -> None:
     """Import Colossal-AI and apply the corrections that all plugins need. Further calls do nothing."""
     _import_colossalai()
-    # Gemini uses TypedStorage to get storage sizes
+    # Gemini causes this warning, because it reads storage sizes with TypedStorage.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     from colossalai.zero.gemini import gemini_ddp
 

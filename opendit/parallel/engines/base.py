@@ -111,7 +111,7 @@ class Engine(ABC):
         if self.streamed is not None and not self.streamed.recordable:
             self.no_graph = "the backward pass ends before the first of the blocks in host memory (--lora_targets)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        for name, layer in self.stored.items():  # the bytes of stored weights have another shape
+        for name, layer in self.stored.items():  # use the weight's shape, not that of its stored bytes
             self._local_shapes[name] = layer.shape
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
@@ -125,7 +125,7 @@ class Engine(ABC):
         if mesh.tp_size > 1 or mesh.pp_size > 1:
             self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided, self.shared)
         # Plugins cast weights and buffers to half precision before they make fp32 copies. But masters must have the
-        # fp32 initial values, and position tables must stay fp32.
+        # fp32 initial values, and position tables must stay fp32. So copy both before the plugin is applied.
         trained = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)

@@ -52,7 +52,7 @@ class FSDPEngine(OnePassEngine):
             replicated=self.replicated,
         )
         model, optimizer = colossal.boost_with(plugin, module, adam)
-        # FSDP2 warns that an output that is a view must not be changed in place. No code here changes outputs.
+        # Hide FSDP2's warning that an output that is a view must not be changed in place. No code here changes outputs.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         return model, optimizer, adam, name

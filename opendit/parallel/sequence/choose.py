@@ -146,7 +146,7 @@ class _Costs:
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
         slower = flop * (1 / m.partial - 1 / m.attention + 2.5 / m.partial_backward - 2.5 / m.attention_backward)
-        # fp32 values are read and written
+        # 16 bytes per number, because fp32 values are read and written
         merging = 2 * (P - 1) * 16 * s.samples * s.tokens * s.hidden / self.ranks / m.memory
         return (P - 1) * (self.exposed(hop, forward) + self.exposed(2 * hop, backward)) + slower + merging
 

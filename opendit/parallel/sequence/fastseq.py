@@ -255,7 +255,7 @@ class _Layer(Layer):
         inputs have arrived."""
         rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
-        for i, peer in enumerate(reversed(self.others)):  # the previous rank sends to this rank first
+        for i, peer in enumerate(reversed(self.others)):  # the previous rank's inputs arrive first
             self.memory.wait(self.events[i])
             self.memory.ready(Buffer.INPUT, again=i > 0)
             yield peer, buffer[rank][:, self.tokens_of(peer)]

@@ -66,7 +66,7 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
     rank's memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    # multicast is not used here, and is a scarce resource
+    # Disable multicast, which is not used here and is a scarce resource.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     # torch zeroes the memory and the barrier's signals on the current stream, after all work enqueued there. Wait for
