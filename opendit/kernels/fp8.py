@@ -224,7 +224,8 @@ def product(
 
     Args:
         descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N).
-        fast: accumulate all of K in the tensor cores, with about 14 bits.
+        fast: True to accumulate all of K in the tensor cores, with about 14 bits; False to accumulate partial sums in
+            fp32.
         out: (M, N) of ``dtype``, contiguous: memory for the result.
     """
     options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))

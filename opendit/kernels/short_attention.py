@@ -117,7 +117,7 @@ def _short_attention_kernel(
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, out_dtype=tl.float32)
         if not EVEN:
             scores = tl.where(there[None, :], scores, -float("inf"))
-        bound = tl.maximum(largest, tl.max(scores, axis=1) * scale)  # scale includes the factor log2(e)
+        bound = tl.maximum(largest, tl.max(scores, axis=1) * scale)  # scale includes log2(e), because exp2 is used
         shrink = tl.exp2(largest - bound)
         p = tl.exp2(scores * scale - bound[:, None])
         weight = weight * shrink + tl.sum(p, axis=1)

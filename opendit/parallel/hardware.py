@@ -75,7 +75,7 @@ class HardwareModel:
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
         """Return the FLOP/s of attention (forward, backward) for heads of this size, if each query attends to ``keys``
         keys."""
-        # A tile with fewer keys takes the same time as a full tile.
+        # A tile with fewer keys takes the same time as a full tile, so the rate is lower.
         elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)

@@ -84,8 +84,8 @@ class TensorParallel:
 
     @property
     def shares_samples(self) -> bool:
-        """True if a sequence-parallel group divides the samples' tokens as well, so that other ranks have other tokens
-        of the same samples."""
+        """True if ranks outside of ``group`` have other tokens of the same samples, because the run also has sequence
+        parallelism."""
         return self.sequence is not None
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:

@@ -84,7 +84,8 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32 that turn a squared error into min(SNR, gamma) times that of x_0, [M] sec. 3.4.
+    """Return weights (B,) float32. The weighted squared error of the prediction is min(SNR, gamma) times the squared
+    error of x_0, [M] sec. 3.4.
 
     SNR is alpha^2 / sigma^2. The squared error of eps is SNR times that of x_0, and the squared error of the velocity
     is SNR + 1 times that of x_0.

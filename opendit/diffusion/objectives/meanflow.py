@@ -65,8 +65,8 @@ def network_times(t: Tensor, interval: Tensor) -> Tensor:
     """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32.
 
     The model embeds both with the same embedder and adds the embeddings. The two never have the same value, so the
-    model can tell them apart. Times are not scaled to 1000, because that would scale the derivatives of their
-    sinusoids.
+    model can tell them apart. Times are not scaled by 1000 as in ``flow``, because that would also scale the
+    derivatives of their sinusoids in du/dt.
     """
     return torch.stack((t, -1 - interval), 1).to(torch.float32)
 
