@@ -154,8 +154,8 @@ def adapt(
 
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
-    """Return the name that the parameter ``name`` has in weights of ``found``. The numbers of learned positions' axes
-    differ between clips and pictures: axis 0 is time for clips, and rows for pictures."""
+    """Return the name that the parameter ``name`` has in weights of ``found``. Learned positions have one table for
+    each axis. Table 0 is that of time for clips, and that of rows for pictures."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name

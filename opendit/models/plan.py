@@ -416,8 +416,8 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
     """Return the memory of self-attention along time.
 
     This is the memory of :func:`_attention` plus a copy of the attention output in the token order that the projection
-    reads. Rotated queries and keys are copies in that order. Normalised queries and keys are kept as well, unless one
-    kernel normalises and rotates; that kernel keeps only its input."""
+    reads. Rotated queries and keys are also copies, in the order in which attention reads them. Normalised queries and
+    keys are kept as well, unless one kernel normalises and rotates; that kernel keeps only its input."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)

@@ -212,7 +212,7 @@ class PublicDiT(DiT):
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """Return the positions (1, N, D) fp32 that are added to a picture's tokens. Return None for models without a
-        position table, which have rotations instead; those also depend on the captions."""
+        position table. These have rotations, which are computed elsewhere because they also depend on the captions."""
         if self.config.spec.table is None:
             return None
 
