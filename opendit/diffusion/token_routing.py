@@ -24,7 +24,8 @@ def draw_kept_tokens(
     All subsets of this size are equally likely. The draw depends on (seed, step, index) only.
 
     Args:
-        route: the route; if None, or if its share of skipped tokens is 0, the result is None, for all tokens.
+        route: the route; if None, or if its share of skipped tokens is 0, the result is None, which means all
+            tokens.
         tokens: number of tokens per sample.
     """
     if route is None or tokens is None or route.share == 0:

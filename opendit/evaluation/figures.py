@@ -160,7 +160,7 @@ def plan(
             found.append(name)
         elif asked:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
-        elif METRICS[name].features in layout:  # without the features (as for clips' metrics of pictures), no message
+        elif METRICS[name].features in layout:  # no message for clips' metrics of pictures, which lack the features
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out
 

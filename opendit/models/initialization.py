@@ -97,7 +97,7 @@ class FanInUniform(Uniform):
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 # Every range of elements that is drawn begins and ends at a multiple of GRID. Otherwise the same element could be
-# computed by other vector instructions, which round differently.
+# computed by other instructions, which may round differently.
 GRID = 1 << 12
 # number of elements that a thread draws at a time; this takes 3 ms, about 30 us of which hold Python's global lock
 CHUNK = 1 << 20

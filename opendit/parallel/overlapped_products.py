@@ -6,7 +6,7 @@ idle. Here copy engines move tokens during the product (Wang et al. 2023, "Overl
 Computation via Decomposition"):
 
     column, forward    send own tokens; multiply own tokens; multiply each other rank's tokens once they have arrived
-    row, forward multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add the results
+    row, forward       multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add the results
 
 The backward pass of a column product is a row product, and vice versa. The gradient of a column product's weight needs
 the tokens of all ranks. The forward pass does not keep these tokens, so the backward pass sends them again.
