@@ -22,7 +22,7 @@ from opendit.data.picture_file import PictureFile, on_white, opened_picture, upr
 # Suffixes of files that may be still pictures or animations.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
 HEAD = 64  # bytes that :func:`may_be_animation` looks at
-_MOST_CHUNKS = 1 << 22  # maximum chunks read of a file
+_MOST_CHUNKS = 1 << 22  # maximum number of chunks read from a file
 
 
 def may_be_animation(head: bytes) -> bool:
@@ -82,8 +82,8 @@ def count_frames(file: BinaryIO, most: int) -> int:
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return the duration of each frame in seconds, from the file's tables. Return None if the format stores durations
-    with the frames."""
+    """Return the duration of each frame in seconds, from the file's tables. Return None for a format that stores each
+    duration with its frame."""
     at = file.tell()
     try:
         file.seek(0)
@@ -95,7 +95,8 @@ def durations_of(file: BinaryIO) -> list[float] | None:
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield the delay of each image of a GIF89a. The block before an image has its delay in hundredths of a second."""
+    """Yield the delay of each image of a GIF89a. The delay, in hundredths of a second, is in the block before the
+    image."""
     head = file.read(13)
     _pass_over(file, 3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0)
     delay = 0
@@ -171,20 +172,20 @@ def _pass_over(file: BinaryIO, length: int) -> None:
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
 
 
-_SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show frames of at most 10 ms for 100 ms
+_SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show a frame for 100 ms if its duration is 10 ms or less
 
 
 class AnimationReader:
     """Reads an animation, with the interface of the readers in ``opendit.data.video_readers``. It always starts at the
     first frame, because each frame is drawn over the previous ones.
 
-    most_pixels: pixels of the largest frame that is accepted. The constructor and all methods raise BadSample, naming
+    most_pixels: maximum number of pixels in a frame. The constructor and all methods raise BadSample, naming
     the file and the reason."""
 
     def __init__(self, path: str, most_pixels: int):
         self._path, self._most_pixels = path, most_pixels
         with self._opened() as (file, image):
-            self._first = int(bool(getattr(image, "default_image", False)))  # 1: an extra picture comes first
+            self._first = int(bool(getattr(image, "default_image", False)))  # 1: skip a picture before the animation
             self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
             if self.length == 0:
                 raise ValueError("a still picture, not a clip")
@@ -208,7 +209,7 @@ class AnimationReader:
 
     @cached_property
     def durations(self) -> np.ndarray:
-        """Duration of each frame in seconds, (frames,) float64. At most 10 ms count as 100 ms."""
+        """Duration of each frame in seconds, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
         with self._opened() as (file, image):
             found = durations_of(file)
             if found is None:

@@ -54,11 +54,12 @@ class Embedding(NamedTuple):
 
 
 class FirstFrames(NamedTuple):
-    """What an image-to-video model is given of a clip's first frame, read from a cache. A batch adds a leading
+    """Inputs that an image-to-video model gets from a clip's first frame, read from a cache. A batch adds a leading
     dimension B.
 
     Attributes:
-        latents: (C, t, h, w) float16 means of the clip with all frames after the first one made grey, not yet scaled.
+        latents: (C, t, h, w) float16, the VAE's means of the clip with all frames but the first made grey, not yet
+            scaled.
         tokens: (L, D) float16 tokens of the frame by an image encoder; (0, 0) for models without one.
     """
 
@@ -71,15 +72,16 @@ class View(NamedTuple):
 
     Attributes:
         flip: mirror the sample left to right.
-        place: position of the crop, (down, across), each in [0, 1) of the possible range; None: the centre.
+        place: position of the crop, (down, across), each in [0, 1) as a fraction of the possible range; None: the
+            centre.
         tags: random key for the order of the caption's tags, see ``recaptioned``.
         start: position in [0, 1) at which a clip's window begins; None: the middle window.
         shape: (frames, height, width) in pixels that replaces the data set's ``sample_shape``; cached latents ignore
             this option.
         as_bytes: return pixels as uint8; ``to_pixels`` later converts the batch to [-1, 1]. Data sets whose samples are
             not made of bytes ignore this option.
-        enlarge: False returns a clip that is smaller than requested at its own size, so that the device can enlarge it
-            (``opendit.data.enlarging``). False requires ``as_bytes``; only files of clips use this option.
+        enlarge: False returns a clip at its stored size if that is smaller than requested, so that the device can
+            enlarge it (``opendit.data.enlarging``). False requires ``as_bytes``; only files of clips use this option.
     """
 
     flip: bool = False
@@ -104,7 +106,7 @@ class Item(NamedTuple):
         skipped: "path: reason" of each unreadable file that this sample replaces.
         embedding: embedding of the caption, if it is cached.
         features: (N, width) float16 features of the picture's tokens, if they are cached.
-        first: what is given of a clip's first frame, if it is cached.
+        first: inputs from the clip's first frame, if they are cached.
         small: if ``x`` is smaller than requested, the enlargement that is still to be done.
         whole: if ``x`` is smaller than requested, the (height, width) after the enlargement.
         shortened: True if the clip was too short, so that its frames are closer together than requested.
@@ -129,7 +131,7 @@ class CachedFeatures(NamedTuple):
 
     Attributes:
         encoder: folder of the vision encoder.
-        grid: (rows, columns) of the tokens, which have a feature each.
+        grid: (rows, columns) of the grid of tokens; each token has one feature.
         width: width of a feature.
     """
 
@@ -176,7 +178,7 @@ class Description:
         random_crop: training crops at a random position, keyed by Stream.PLACE; otherwise at the centre.
         random_tags: training shuffles or drops tags of captions, keyed by Stream.TAGS.
         seed: seed of the run.
-        max_bad: the largest fraction of unreadable files that training skips.
+        max_bad: the largest fraction of unreadable files that training tolerates.
         vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
         text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
         features: cached features of the pictures; None if there are none.
@@ -188,8 +190,8 @@ class Description:
             is larger for captions in memory and smaller for slow storage. Empty means ``USUALLY_COUNTED``.
         sources: the sources of a blend.
         blend: the weights of a blend as text, for people and for the resume fingerprint.
-        files: returns (rows, file number of each row or None) for each source, because several rows may use one file,
-            such as a picture with several captions. None means that each row has a separate file.
+        files: returns (number of rows, file number of each row) for each source. Several rows may use one file, such as
+            a picture with several captions. If each row has a separate file, the file numbers are None.
         largest_label: returns the largest label and the name of a sample with that label; None if they are not known.
     """
 
@@ -236,8 +238,7 @@ class Shapes:
         media: returns (rows, 3) int32, the :data:`Size` of each row's file after rotation to upright; None if all files
             have ``sample_shape``.
         read_as: text that identifies all settings, besides the files, that determine the sizes.
-        latents: returns the sizes of cached latents as runs of equal size, each (row after the run, size), from the
-            first row on.
+        latents: returns the sizes of cached latents, as (end, size) for each run of consecutive rows of equal size.
         frame_rates: returns the frames per second of some evenly spaced clips; empty if there are no clips or no rate
             is known.
     """
@@ -366,7 +367,7 @@ class SampleReader:
         self.view, self.augment = View(as_bytes=as_bytes, enlarge=enlarge or not as_bytes), augment
 
     def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
-        """Yield the samples of one step. The random numbers of all samples are drawn together, in 0.3 ms.
+        """Yield the samples of one step. The random numbers of all samples are drawn in one call, which takes 0.3 ms.
 
         Args:
             on_read: called with each row right before the row is read.
@@ -393,8 +394,8 @@ class SampleReader:
     def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []
         row = first
-        # The tolerated fraction max_bad of unreadable rows may be consecutive (a broken class folder). Only a longer
-        # run of unreadable rows is fatal.
+        # All of the unreadable rows that max_bad tolerates may be consecutive, for example in a broken class folder.
+        # Only a longer run of unreadable rows is fatal.
         for _ in range(max(100, int(self.about.max_bad * len(self.dataset))) + 1):
             if on_read is not None:
                 on_read(row)

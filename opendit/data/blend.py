@@ -52,7 +52,8 @@ class BlendedDataset(MediaDataset):
     Args:
         names: names of the sources.
         parts: data sets of the sources.
-        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
+        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as the data set
+            has rows.
         classes: for each source, a mapping from its class names to the blend's, for names that differ.
         union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 

@@ -94,7 +94,7 @@ class CaptionedDataset(PicturesAndClips):
 
     def media_size(self, row: int) -> Size:
         picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())
-        # The table has a clip's number of frames, but not its duration.
+        # The table lacks a clip's duration, from which ``fps`` determines the number of frames.
         usable = min(size) > 0 and (picture or self.fps is None)
         return size if usable else file_size(self.paths[row], picture, self.frames_of)
 
@@ -137,7 +137,7 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
     """Return (row, True if it is a picture) for each row. Without ``use_video`` an animation counts as a picture."""
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
-    picture_suffixes()  # register Pillow's formats before the threads start, because they would race
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
     return list(zip(rows, in_threads(lambda row: row.is_picture, rows), strict=True))
 
 

@@ -21,12 +21,12 @@ from opendit.data.tables import USUAL, Columns, NoColumns, TableRow, read_table
 MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order in which they are tried
-FILE_NAME = "file_name"  # column of a table
+FILE_NAME = "file_name"  # column of a table that holds the files' paths
 
 # Reasons for leaving files out.
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # source of captions for files without any
+ALONE = "--caption_prefix alone"  # source of captions that consist of the prefix only
 
 
 @dataclass
@@ -69,8 +69,8 @@ def find_captions(
     """Find every clip and picture below ``root`` with its caption, or return the rows of the table in ``root``.
 
     Args:
-        folder_names: if a folder has no table and a file has no caption beside it, use the name of its folder, with
-            spaces for _ and -. This does not apply to ``root`` itself.
+        folder_names: if ``root`` has no table, a file without a caption beside it gets its folder's name as caption,
+            with spaces for _ and -. Files directly in ``root`` get none.
         bare: use an empty caption for files without a caption. By default such files are left out.
 
     A file whose caption can't be read is always left out. Raises ValueError if there are several tables, or if a table

@@ -1,7 +1,7 @@
 """Count captions that a text encoder truncates, and captions without content.
 
-Programs count captions before they start, so that truncated captions don't go unnoticed. The number of captions counted
-depends on how fast a data set can read them (``Description.counted_captions``).
+Captions are counted before training or encoding starts, so that truncated captions don't go unnoticed. The number of
+captions counted depends on how fast a data set can read them (``Description.counted_captions``).
 """
 
 import math
@@ -50,7 +50,7 @@ class CaptionCount:
         rows: number of rows of the data set.
         name: beginning of every line that is returned.
         counted: number of captions that were read.
-        tokens, words: number of tokens, or of words -> number of captions with that length.
+        tokens, words: length of a caption in tokens, or in words -> number of captions with that length.
         longest_at: name of the sample with the longest caption.
         empty, empty_at: number of captions without content (see ``says_nothing``), and the first such sample.
         missing, missing_at: counts of words that mean a missing value, by spelling, and the first such sample.
@@ -135,8 +135,8 @@ class CaptionCount:
         """Return lines about caption lengths before an encoder is chosen. The captions must have been counted by
         :func:`byte_tokens`.
 
-        The lines name the tokens that the bytes encoder of a new run will take, and a lower bound on the captions that
-        CLIP and T5 will truncate, since every word has at least one token."""
+        The lines name the tokens that the bytes encoder of a new run will take, and a lower bound on the number of
+        captions that CLIP and T5 will truncate. The bound counts one token for each word."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -169,7 +169,7 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
     """Return the rows whose captions are counted before training starts, ascending int64.
 
     Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. The rows form
-    evenly spaced groups of neighbours, because neighbours are usually in the same file."""
+    evenly spaced groups of neighbours, because neighbours are usually in the same file and are read faster together."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)

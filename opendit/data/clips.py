@@ -102,7 +102,8 @@ def resize_and_crop(
         enlarge: False keeps the size of a crop that is smaller than ``size``, see ``opendit.data.enlarging``.
 
     Returns:
-        (3, T, height, width) float32 in [-1, 1]; with ``as_bytes`` uint8, with the colours adjacent in memory.
+        (3, T, height, width) float32 in [-1, 1]; with ``as_bytes``, uint8 with a pixel's three colours adjacent in
+        memory.
     """
     # Crop first, so that both axes have the same scale and a long thin frame is not slower than other frames.
     height, width = frames.shape[1:3]
@@ -391,7 +392,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
-        version = state.st_mtime_ns, state.st_size  # so that a repaired file is tried again
+        version = state.st_mtime_ns, state.st_size  # a repaired file has a new version and is tried again
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
         if (kind := kind_of(state.st_mode)) is not None:  # opening a pipe may block
@@ -420,7 +421,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
             file, by_number = _open_with(reader, name, whole, count)
         if not file.length:
             raise ValueError("no frames")
-    except Exception as error:  # RuntimeError, AssertionError and libav's own types
+    except Exception as error:  # decoders raise RuntimeError, AssertionError and libav's own types
         if _is_final(error):
             raise
         if not os.path.exists(path):  # deleted meanwhile

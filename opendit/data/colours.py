@@ -4,9 +4,9 @@ Primaries and transfers are identified by their numbers in ITU-T H.273. All file
 
 1. Decode the signal to linear light: PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display
    of 1,000 nits, gamma 1.2 (BT.2100); SDR clips by a power of 2.4 (BT.1886), and SDR pictures by sRGB's curve.
-2. Divide by the reference white of HDR, 203 nits (BT.2408). SDR white is 1. 3. Convert the primaries to BT.709's by a
-matrix. Negative values, which are outside the gamut, become 0. 4. Compress each colour x above ``KNEE``, so that 10,000
-nits become 1 (extended Reinhard):
+2. Divide by the reference white of HDR, 203 nits (BT.2408). SDR white is 1.
+3. Convert the primaries to BT.709's by a matrix. Negative values, which are outside the gamut, become 0.
+4. Compress each colour x above ``KNEE``, so that 10,000 nits become 1 (extended Reinhard):
    y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), with t = (x - KNEE) / (1 - KNEE), and T the t of 10,000 nits.
 5. Encode the light as an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
 """
@@ -122,7 +122,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Only tables and sums of products, which give the same bits on every machine.
+            # Use only tables and sums of products, because they give the same bits on every machine.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -134,8 +134,9 @@ class Conversion:
 
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
-# Light is looked up in tables by the upper bits of its float32 value. There are 2,048 bins per power of 2, which is
-# exact to 0.03 of a level of 255. _BINS: the middle of each bin. The first bin includes 0 and negative numbers.
+# Light is looked up in tables by the upper bits of its float32 value. There are 2,048 bins per power of 2, so an 8-bit
+# result is off by at most 0.03 of a level. _BINS: the middle of each bin. The first bin includes 0 and negative
+# numbers.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
 _LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
@@ -188,10 +189,10 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion of signals that are light to the power ``gamma``; None means sRGB's curve.
+    """Return the conversion of signals equal to light ** ``gamma``; None means sRGB's curve.
 
-    chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for primaries that span
-    no colours."""
+    chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for degenerate
+    primaries."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -233,7 +234,7 @@ def compress(light: np.ndarray) -> np.ndarray:
 
 def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
     """Return the (3, 3) matrix from light in these primaries to light in BT.709's. White stays white (Bradford
-    adaptation). Raises ValueError for primaries that span no colours."""
+    adaptation). Raises ValueError for degenerate primaries."""
     try:
         white, wanted = (_BRADFORD @ _xyz(each[3]) for each in (chromaticities, _PRIMARIES[1]))
         adapted = np.linalg.solve(_BRADFORD, np.diag(wanted / white) @ _BRADFORD)
@@ -256,7 +257,7 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
 
 
 MAX_PROFILE = 2**22  # maximum bytes of a profile; printing profiles have up to three million
-_CODES = "cicp"  # key in Image.info of (primaries, transfer), numbers of H.273
+_CODES = "cicp"  # key in Image.info for (primaries, transfer), as numbers of H.273
 _CHUNKS, _BOXES = 1000, 1000  # maximum chunks and boxes that are searched
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
@@ -350,8 +351,8 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return the conversion by PNG's gAMA and cHRM. Values within 5 % and 0.001 (libpng's bounds) of sRGB's count as
-    sRGB's. Invalid values are ignored."""
+    """Return the conversion by PNG's gAMA and cHRM. A gamma within 5 % of sRGB's, and chromaticities within 0.001,
+    count as sRGB's (libpng's bounds). Invalid values are ignored."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:
@@ -407,7 +408,7 @@ def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[in
         if at + 8 > last:
             return
         length, kind = struct.unpack_from(">I4s", data, at)
-        if length < 8:  # 1: a 64-bit length follows, 0: up to the end; no wanted box uses these
+        if length < 8:  # 1: a 64-bit length follows; 0: the box ends with the file; neither is supported
             return
         if kind == wanted:
             yield at + 8, min(at + length, last)

@@ -1,5 +1,4 @@
-"""Check the header of a clip's file before a decoder opens the file. The check is fast, whereas decoders trust every
-header.
+"""Check the header of a clip's file before the file is opened by a decoder, which would trust any header.
 
 FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. A file of 2 KB can thus make it
 allocate gigabytes, and the failure ends the process. Therefore the tables are checked first.
@@ -65,7 +64,7 @@ def problem_of_tables(file: BinaryIO) -> str | None:
 def read_movie(file: BinaryIO) -> bytes:
     """Return the contents of an MP4's first ``moov`` box, or b"" if there is none.
 
-    Raises OSError; ValueError after too many boxes."""
+    Raises OSError if the file can't be read, and ValueError if it has too many boxes."""
     for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
         if kind == b"moov":
             file.seek(begin)

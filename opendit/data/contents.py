@@ -16,7 +16,7 @@ from opendit.data.files import in_threads, retried_disk
 from opendit.data.row_arrays import spread
 
 MOST_FILES = 10_000
-MOST_BYTES = 64 << 20  # of all files together
+MOST_BYTES = 64 << 20  # maximum number of bytes read from all files together
 _BLOCK = 4096
 
 
@@ -83,7 +83,7 @@ class Verification:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Raise DataError, naming the file, if the thread has found a damaged one. The call takes no time.
+        """Raise DataError, naming the file, if the thread has found a damaged one. The call returns at once.
 
         The first call only starts the thread and never raises."""
         if self._thread is None and self.files:
@@ -104,7 +104,7 @@ class Verification:
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a priority
+        with contextlib.suppress(OSError, AttributeError):  # on Linux this lowers only this thread's priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name

@@ -1,7 +1,7 @@
 """Convert cached latents in safetensors files, which early versions wrote, to tars. Nothing is encoded.
 
-A folder of them holds ``latents-00000-of-00012.safetensors``, ... and an ``index.json`` of version 1, which describes
-one picture size. A file has the tensors
+A folder of such files holds ``latents-00000-of-00012.safetensors``, ... and an ``index.json`` of version 1, which
+describes one picture size. A file of n samples has the tensors
 
     moments  (n, F, 2C, [t,] h, w) float16   mean and standard deviation of every picture and, if F = 2, of its mirror
                                              image
@@ -13,8 +13,9 @@ and, with captions,
     captions     (bytes,) uint8              the captions in UTF-8, concatenated
     caption_ends (n,) int64                  the end of each caption in ``captions``
 
-and, with an encoder, ``tokens`` (sum of L_i, D) with ``token_ends`` (n,), and ``pooled`` (n, P). Its metadata has the
-settings and the files that couldn't be read. Caches of the earliest versions have no checksums.
+and, with a text encoder, ``tokens`` (sum of the captions' lengths, D) with ``token_ends`` (n,), and ``pooled`` (n, P).
+The file's metadata has the settings and the names of the source files that couldn't be read. Caches of the earliest
+versions have no checksums.
 """
 
 import shutil
@@ -55,7 +56,7 @@ _KEY = "opendit"  # the only metadata key of a file
 
 
 class LatentsIndex(LatentsOfOneSize):
-    """The index of version 1."""
+    """The index.json of version 1."""
 
     format: Word
     version: Count
@@ -66,7 +67,8 @@ LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
 
 @dataclass(frozen=True)
 class LatentsTar:
-    """A tar to be written: the index entries of its files, whose samples have one shape, and its first member."""
+    """A tar to write. files: index entries of the safetensors files to pack, all of one shape. settings, skipped:
+    contents of the tar's first member."""
 
     path: Path
     files: tuple[dict[str, Any], ...]
@@ -88,11 +90,11 @@ def holds_old_latents(folder: Path) -> bool:
 
 
 def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers: int) -> None:
-    """Pack the latents of a folder into tars in ``output``, each of whole files of up to ``shard_size`` bytes together.
+    """Pack the latents of a folder into tars in ``output``. Each tar takes whole files, up to ``shard_size`` bytes in
+    total.
 
-    Existing tars are kept, so that the same command continues where it was stopped, with the same bytes. Raises
-    ValueError for an invalid index and for an ``output`` with other tars; DataError for files that differ from the
-    index."""
+    Existing tars are kept, so the same command continues an interrupted conversion. Raises ValueError for an invalid
+    index and for an ``output`` with other tars; DataError for files that differ from the index."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
     del index["format"], index["version"]
@@ -134,7 +136,8 @@ def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int) ->
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the settings and the skipped files of a safetensors file. Raises DataError if it is incomplete."""
+    """Return the settings and the skipped files of a safetensors file. Raises DataError if the file is missing or
+    damaged."""
     try:
         with open_safetensors(path) as file:
             return parse_text((file.metadata() or {}).get(_KEY, ""), SHARD, path)
@@ -162,8 +165,8 @@ def _write(plan: LatentsTar, folder: Path) -> int:
 
 
 def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
-    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError for tensors that are
-    missing or of other lengths."""
+    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError if tensors are missing or their lengths
+    differ."""
     rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
     captions: Iterable[str | None] = repeat(None, len(rows))
     if "captions" in tensors:
@@ -179,7 +182,8 @@ def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
 
 
 def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Cut a tensor into the pieces with these ends. Raises RuntimeError if the ends do not rise to its length."""
+    """Split a tensor into consecutive pieces that end at ``ends``. Raises RuntimeError if the ends do not ascend to the
+    tensor's length."""
     return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 

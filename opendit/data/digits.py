@@ -55,7 +55,7 @@ def digits_split(split: str) -> tuple[Tensor, Tensor]:
 
 
 class DigitsDataset(MediaDataset):
-    """The digits as (1, image_size, image_size). They are not mirrored by default, since most digits then aren't
+    """The digits as (1, image_size, image_size). They are not mirrored by default, because most mirrored digits aren't
     digits."""
 
     def __init__(self, image_size: int, *, seed: int = 0, random_flip: bool | None = None, split: str = "train"):
@@ -112,14 +112,15 @@ def name_digit(digit: int) -> str:
 
 
 def all_captions(moving: bool) -> list[str]:
-    """List the captions of every digit; moving: in every direction."""
+    """List the captions of all digits; if ``moving``, of all digits in all directions."""
     if not moving:
         return [name_digit(digit) for digit in range(10)]
     return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
 
 
 def parse_caption(text: str) -> tuple[int, str]:
-    """Invert :func:`caption`, whatever the case and spacing. Raises ValueError for another sentence."""
+    """Return the (digit, direction) of a caption. Case and spacing are ignored. Raises ValueError for any other
+    text."""
     words = text.lower().split()
     if len(words) == 4 and words[0] in ("a", "an") and words[1] in DIGIT_NAMES and words[2] == "moving":
         if words[3] in DIRECTIONS:
@@ -130,9 +131,9 @@ def parse_caption(text: str) -> tuple[int, str]:
 def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
     """Draw a digit that crosses a black frame at constant speed, from one side to the other and always in view.
 
-    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, ``size`` pixels a side, at fractional positions.
-    jitter_seed: seeds the offset across the motion, up to an eighth of the frame. Returns uint8 (frames, size, size,
-    3). Raises ValueError for another shape, an unknown direction or too small a frame.
+    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, at fractional positions. size: sides of the frame in
+    pixels. jitter_seed: seed of the random offset perpendicular to the motion, up to an eighth of the frame. Returns
+    uint8 (frames, size, size, 3). Raises ValueError for another shape, an unknown direction or too small a frame.
     """
     if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
         raise ValueError(
@@ -141,11 +142,11 @@ def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed
         )
     side = size * 5 // 8
     digit = F.interpolate(image[None, None].float(), (side, side), mode="bicubic", antialias=True).clamp(-1, 1)
-    digit = (digit + 1) / 2  # black is 0, what grid_sample finds outside of the digit
+    digit = (digit + 1) / 2  # black is 0, because grid_sample pads with 0 outside of the digit
     middle = (size - side) / 2
     offset = np.random.default_rng(jitter_seed).uniform(-1, 1) * size / 8
     way = torch.linspace(-1, 1, frames) if frames > 1 else torch.zeros(1)
-    corner = torch.stack(  # (T, 2): where the digit's left upper corner is, x and y, in pixels
+    corner = torch.stack(  # (T, 2): position of the digit's upper left corner, x and y, in pixels
         [middle + (way * middle * step if step else torch.full_like(way, offset)) for step in DIRECTIONS[direction]],
         dim=1,
     )
@@ -167,11 +168,11 @@ def make_demo(
 ) -> Path:
     """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path.
 
-    Clip i shows the i-th of the 40 pairs of digit and direction, in a cycle, with a digit of the split and an offset
-    keyed by (seed, i): the clips are the same whenever they are made. Existing ones are kept.
+    The clips cycle through the 40 pairs of digit and direction. Clip i's picture of the digit, from the split, and its
+    offset are keyed by (seed, i), so the clips are reproducible. Existing clips are kept.
 
     Raises:
-        ValueError: the folder holds a demo of other settings.
+        ValueError: the folder holds a demo with other settings.
     """
     folder = Path(folder)
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}

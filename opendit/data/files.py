@@ -92,7 +92,8 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
 
 
 def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
-    """Return ``work(item)`` for all items, in order. A network disk serves eight threads as fast as one."""
+    """Return ``work(item)`` for all items, in order. There are eight threads by default, because a network disk serves
+    eight reads in the time of one."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 

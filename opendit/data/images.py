@@ -47,7 +47,8 @@ def find_pictures(folder: str) -> PictureFolder:
 
     Every subfolder is a class with the subfolder's name, and is searched to any depth. A folder with pictures and no
     subfolder is a single class. Raises FileNotFoundError if there are no pictures, and ValueError for a folder that
-    can't be read, a class without pictures, or a folder of splits. Errors name the flag and the fix."""
+    can't be read, a class without pictures, or subfolders that are splits (train, val). Errors name the flag and the
+    fix."""
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
         loose, folders = list_folder(folder, suffixes, ignored)
@@ -127,7 +128,7 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
     """Read the headers of up to 2,000 evenly spaced pictures of ``paths``.
 
     Raises ValueError, naming a few bad files, if more than the fraction ``max_bad`` can't be opened."""
-    picture_suffixes()  # register Pillow's formats before the threads start, because they would race
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
     rows = spread(len(paths), CHECKED_HEADERS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable

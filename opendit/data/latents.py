@@ -48,7 +48,7 @@ class LatentDataset(ShardDataset):
 
     Args:
         index: index of one picture size.
-        tars: the index's tars.
+        tars: the tars that ``index`` lists.
         empty_caption: embedding of the empty string; None without an encoder.
         of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads the latents.
 
@@ -59,11 +59,11 @@ class LatentDataset(ShardDataset):
         max_tokens: length of the padded embeddings.
 
     Raises:
-        ValueError: the latents were made for other clips, or lack the mirror images that ``random_flip`` requests. The
-            message begins with ``name``.
+        ValueError: the latents were made with other settings for clips, or lack the mirror images that ``random_flip``
+            requests. The message begins with ``name``.
     """
 
-    empty_captions = True  # a table's rows may have such
+    empty_captions = True  # the table that the latents were made from may have empty captions
     names_file = INDEX
 
     def __init__(
@@ -138,7 +138,7 @@ class LatentDataset(ShardDataset):
         self.index, self.vae = index, index["vae"]
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
-        # Each is one number, or one number per channel, which JSON stores as a list.
+        # The scale and the shift are numbers, or lists of one number per channel.
         scale, shift = index["scaling_factor"], index["shift_factor"]
         self.scaling_factor: float | tuple[float, ...] = tuple(scale) if isinstance(scale, list) else scale
         self.shift_factor: float | tuple[float, ...] = tuple(shift) if isinstance(shift, list) else shift
@@ -234,8 +234,8 @@ class LatentDataset(ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the number of latent frames in tars with this shape key, if index.json does not record it; 1 for
-        pictures in a data set of clips."""
+        """Return the number of latent frames in tars with this shape key, read from a sample because index.json does
+        not record it. It is 1 for pictures in a data set of clips."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -285,7 +285,7 @@ class LatentDataset(ShardDataset):
     def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
         """Return the picture or clip that the latents were made from, as a Medium, and the latents in false colours."""
         video, size, along = self.index.get("video"), self.index["image_size"], 1
-        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first frame has its own latent
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame has one frame
             along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
         height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
         return Medium(along, height, width), of_moments(moments)[1]

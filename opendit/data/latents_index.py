@@ -1,7 +1,7 @@
 """The index of a folder of cached latents, the file ``index.json``.
 
-It holds one index for every ``--image_size``, and the tars of one size may have latents of different shapes
-(``--bucket_tokens``). The index is written last, so a shard that is not in the index is unfinished.
+The file holds one index for every ``--image_size``. With ``--bucket_tokens``, the tars of one size may have latents of
+different shapes. The index is written last, so a shard that is not in the index is unfinished.
 """
 
 import fcntl
@@ -58,7 +58,7 @@ class LatentsSettings(JsonObject):
 
     version: Count
     data: Word
-    shapes: Word = absent()  # identity of the data set with its shapes, with --bucket_tokens
+    shapes: Word = absent()  # with --bucket_tokens: identity of the data set and its shapes
     bucket_tokens: Positive = absent()
     pictures: Count
     image_size: Side
@@ -84,7 +84,7 @@ class ShardEntry(JsonObject):
     """Entry of the index for one file of latents.
 
     Attributes:
-        shape_key: key of the samples' shape among the shapes of the media.
+        shape_key: the shape key of all samples in the file, see ``Shapes.keys``.
         latent_shape: shape of the file's latents in a cache made with --bucket_tokens. If absent, the index's
             ``latent_shape`` holds.
     """
@@ -150,7 +150,7 @@ class LatentsOfOneSize(JsonObject):
     class_names: Texts
     image_size: Side
     vae: Name
-    # Each is one number, or one number per channel.
+    # The scale and the shift are numbers, or lists of one number per channel.
     scaling_factor: Scale | Annotated[list[Scale], Len(1, 4096)]
     shift_factor: Shift | Annotated[list[Shift], Len(1, 4096)]
     latent_shape: LatentShape
@@ -160,12 +160,12 @@ class LatentsOfOneSize(JsonObject):
     skipped: Skipped = []
     video: ClipSettings = absent()
     data_fps: Rate = 1  # frames a second of the files that the clips were read from
-    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of their tokens, 0 for none
+    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of their tokens; 0: no tokens
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
     features: StoredFeatures = absent()
     captions: CaptionCounts = absent()
-    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of other files than the shards
+    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of all files except the shards
     foreign: ForeignTars = absent()
 
 
@@ -214,7 +214,7 @@ OLD_FILES = "latents-*.safetensors"  # latents of version 1
 
 
 def convert_advice(folder: str) -> str:
-    """Return the cause and fix of an error about latents in safetensors files."""
+    """Return the end of an error message about a folder of version 1: the cause and the fix."""
     return (
         "holds latents in safetensors files, as earlier versions made them; convert them: python preprocess.py shards "
         f"--data_path {shlex.quote(folder)} --output TARS"
@@ -274,7 +274,7 @@ def write_index(folder: Path, indexes: list[dict[str, Any]]) -> None:
     """Write index.json with these indexes, one for each picture size."""
     content = {"format": FORMAT, "version": VERSION, "sizes": sorted(indexes, key=lambda index: index["image_size"])}
     with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
-        # Synced, so that a power cut can't leave the name without content.
+        # write_file syncs the content, so that a power cut can't leave an empty index.json.
         write_file(new, iter([(json.dumps(content, indent=1) + "\n").encode()]))
 
 
@@ -285,16 +285,16 @@ LOCK = ".index.lock"
 def index_locked(folder: Path) -> Iterator[None]:
     """Lock the folder's index against changes by other processes. Hold the lock briefly, not during encoding."""
     with open(open_to_write(folder / LOCK, os.O_WRONLY | os.O_CREAT), "w") as lock:
-        with suppress(OSError):  # on a file system without locks
+        with suppress(OSError):  # some file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
         yield
 
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Remove the latents that are about to be made from the index, so that nobody reads them while they change.
+    """Remove from the index the latents that are about to be rewritten, so that nobody reads them while they change.
 
-    Return the checksums of the removed shards by file name. Raises ValueError if the folder holds an index of something
-    else, or latents of other data.
+    Return the checksums of the removed shards by file name. Raises ValueError if index.json is not an index of latents,
+    or if the folder holds latents of other data.
     """
     with index_locked(folder):
         indexes, others = _indexes(folder, settings)

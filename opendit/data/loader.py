@@ -228,7 +228,7 @@ class ReadAhead:
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
             self._watcher.join(
                 timeout=1
-            )  # if it held the last reference to the batches, it would free them: see not_ended
+            )  # if that thread freed the batches during exit, the process would abort: see not_ended
         if results is None or not self._workers:
             self.reading.end()
             return
@@ -402,7 +402,7 @@ class Batch:
         skipped: "path: reason" for every unreadable file.
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
-        first: what is given of the clips' first frames, if it is cached.
+        first: inputs from the clips' first frames, if they are cached.
         text: B captions; None if the conditioning is by label.
         features: (B, N, width) float16 cached features of the pictures' tokens.
         small: the enlargement of each sample that ``enlarge`` still has to do on the device; None if none is needed.
@@ -648,7 +648,7 @@ class BatchIterator:
         damaged file."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # the first call starts the verification thread, after the workers
+            self.verification.check()  # the first call starts the verification thread, after the workers were forked
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -704,9 +704,9 @@ def build_loader(
     """Return an iterator over the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (None:
     without end).
 
-    In every step and micro-batch the rank reads the units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
-    the global batch. The worker processes live until ``close()``. With 0 workers the main process reads the same
-    batches.
+    A unit is a sample or a pack. In every step and micro-batch the rank reads the units (micro * dp_size + dp_rank) *
+    batch_size + [0, batch_size) of the global batch. The worker processes live until ``close()``. With 0 workers the
+    main process reads the same batches.
 
     Args:
         max_bad: DataError is raised if a larger fraction of the files is unreadable.

@@ -103,7 +103,7 @@ def font_files() -> list[str]:
 
     DejaVu Sans comes with matplotlib and has more characters than Pillow's built-in font."""
     import matplotlib
-    from matplotlib.font_manager import findSystemFonts  # the font manager's cached list may lack new fonts
+    from matplotlib.font_manager import findSystemFonts  # matplotlib's cached list may lack new fonts
 
     found = [str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))]
     # Prefer the regular weight.

@@ -85,11 +85,11 @@ class _RowReader(Dataset[Any]):
 
 @dataclass(frozen=True)
 class FirstFrameEncoder:
-    """Encodes what an image-to-video model is given of clips' first frames.
+    """Encodes the first frames of clips as inputs of an image-to-video model.
 
     Args:
-        width: width of the tokens that the model takes of a frame; 0 for models without such tokens.
-        tokens: makes these tokens; None if ``width`` is 0.
+        width: width of the tokens of a first frame; 0 for models without such tokens.
+        tokens: network that makes these tokens; None if ``width`` is 0.
     """
 
     width: int
@@ -114,7 +114,8 @@ class FirstFrameEncoder:
         return "latents" if self.tokens is None else self.tokens.fingerprint()
 
     def encode(self, codec: Codec, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a shard for B clips, each of the ``views`` (B, 3, T, H, W) in [-1, 1], on the CPU."""
+        """Return the tensors to cache for B clips, each (B, views, ...) fp16 on the CPU. views: the clips, and their
+        mirror images if these are cached, each (B, 3, T, H, W) in [-1, 1]."""
         grey = [first_frames_alone(view) for view in views]
         made = {"first_latents": [codec.moments(view).chunk(2, dim=1)[0] for view in grey]}
         if self.tokens is not None:
@@ -144,9 +145,9 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Write the latents of ``dataset`` to ``output`` in tars, and keep the complete tars that are there already.
+    """Write the latents of ``dataset`` to tars in ``output``. Complete tars that already exist are kept.
 
-    One folder can hold tars of the same data at several picture sizes. For their format see
+    One folder can hold tars of the same data at several picture sizes. For the tars' format see
     ``opendit.data.shards.latents``. With several ranks the default process group must exist.
 
     Args:
@@ -154,20 +155,20 @@ def make_latents(
         codec: codec of pictures, or of clips if the data set's items are clips.
         flips: also encode the mirror image of every picture.
         encoder: frozen text encoder, or the encoders of a public model. Without one, captions are stored as text.
-        counted: rank 0's count of the captions by the encoder's tokens, which is stored in the index.
-        first: encodes first frames of clips for a model of image to video; None for other models.
+        counted: statistics of the captions on rank 0, in tokens of the encoder; they are stored in the index.
+        first: encodes first frames of clips for an image-to-video model; None for other models.
         shard_size: samples of a tar.
         tar_bytes: approximate bytes of a tar, instead of ``shard_size``.
-        bucket_tokens: most tokens of a sample of a ShapedDataset.
+        bucket_tokens: maximum number of tokens in a sample of a ShapedDataset.
         teacher: vision encoder whose features of the pictures are stored, too.
-        max_bad: largest tolerated share of unreadable files.
+        max_bad: largest tolerated fraction of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
     Returns:
         The index on rank 0, None on other ranks.
 
     Raises:
-        ValueError: ``output`` holds latents of other settings.
+        ValueError: ``output`` holds latents that were made with other settings.
         DataError: more than ``max_bad`` of the files can't be read, or a latent doesn't fit float16.
     """
     output = Path(output)
@@ -275,8 +276,8 @@ class _Encoding:
     def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the shape of a latent: (C, h, w) for a picture, (C, t, h, w) for a clip.
 
-        rows: rows of one shape. Without rows, the latent is of a sample of ``image_size``."""
-        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take no frames
+        rows: rows of one shape. Without rows, the shape is that of a square sample of ``image_size``."""
+        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take (h, w)
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
         if rows and isinstance(self.dataset, ShapedDataset):
@@ -286,7 +287,7 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return the number of these rows that fit a tar of about ``tar_bytes``, at least one.
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least one.
 
         Every caption is assumed to have the most tokens."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
@@ -320,7 +321,7 @@ class _Encoding:
             settings["text"] = self.encoder and self.encoder.fingerprint()
         if self.teacher is not None:
             settings["features"] = self.teacher.fingerprint()
-        if isinstance(self.dataset, ShapedDataset):  # several sizes of the same media may lie in one folder
+        if isinstance(self.dataset, ShapedDataset):  # one identity of the media for all picture sizes in the folder
             whole = self.dataset.whole.fingerprint().identity
             settings |= {"data": whole, "shapes": data, "bucket_tokens": bucket_tokens}
         return settings
@@ -354,7 +355,7 @@ class _Encoding:
         return samples, all_skipped
 
     def _features(self, views: Sequence[Tensor], rows: list[int]) -> list[dict[str, Tensor]]:
-        """Return {"features": (F, N, W) fp16} of each of these pictures; {} without a vision encoder."""
+        """Return {"features": (F, N, W) fp16} for each picture; {} without a vision encoder."""
         if self.teacher is None:
             return [{}] * len(rows)
         found = torch.stack([self.teacher.features(view) for view in views], dim=1).half()
@@ -451,8 +452,8 @@ def run(
     If torchrun started several processes, each uses one GPU.
 
     Args:
-        patch: ([frames,] rows, columns), the patch of the model for which ``bucket_tokens`` counts tokens, and whose
-            tokens get features of ``repa``.
+        patch: ([frames,] rows, columns), the model's patch. ``bucket_tokens`` counts tokens of this patch, and the
+            encoder ``repa`` computes one feature for each.
         media: fields of ``sources.Request`` about how files are read.
 
     Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
@@ -560,11 +561,12 @@ def _load_encoder(
     dtype: torch.dtype,
     precision: str,
 ) -> AnyEncoder:
-    """Load the text encoder ``name``, or from folder ``name`` the text encoders of the family of ``pretrained``.
+    """Load the text encoder ``name``. With ``pretrained``, load the text encoders of its model family from the folder
+    ``name``.
 
     Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``.
 
-    precision: as --text_precision.
+    precision: value of --text_precision.
     """
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
@@ -589,8 +591,8 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
     """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``.
 
-    auto: dtype for ``--mixed_precision auto`` on a GPU. The default is fp16 because latents are stored with the ten
-    bits of mantissa of fp16."""
+    auto: dtype for ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16 and
+    bf16 would lose three bits of their mantissa."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

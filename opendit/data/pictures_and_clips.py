@@ -197,7 +197,7 @@ def _read(path: Path, rows: int) -> np.ndarray | None:
 
 
 def _look_at_all(rows: int, look: Callable[[int], Size], threads: int) -> np.ndarray:
-    picture_suffixes()  # register Pillow's formats before the threads start, because they would race
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
     found = np.zeros((rows, 3), dtype=np.int32)
 
     def one(row: int) -> None:

@@ -187,7 +187,7 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
         try:
             answer = function(*job)
         except Exception as error:  # decoders raise errors of any type
-            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # added by BadSample
+            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # remove the prefix that BadSample adds
             lines = [line.strip() for line in message.splitlines() if line.strip()]
             answer = (lines[0] if lines else type(error).__name__)[:200]
         pipe.send(answer)

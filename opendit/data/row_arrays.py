@@ -196,7 +196,7 @@ def _write(folder: Path, made: KeptArrays) -> None:
                 np.save(file, array)
         shapes = {name: [str(array.dtype), len(array)] for name, array in made.arrays.items()}
         write_whole(work / _ABOUT, json.dumps({"arrays": shapes, "about": made.about}).encode())
-        remove_tree(folder)  # a damaged earlier folder
+        remove_tree(folder)  # remove the damaged folder of an earlier run
         rename(work, folder)
     finally:
         remove_tree(work)

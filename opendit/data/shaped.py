@@ -28,7 +28,7 @@ class TokenSize:
     """The size of a token.
 
     Attributes:
-        frames: latent frames in a token of a clip. A picture is one token long.
+        frames: latent frames in a token of a clip. A picture has one token along time.
         temporal: number of clip frames per latent frame, after the first.
         side: (height, width) in pixels.
     """
@@ -179,7 +179,7 @@ class Lengths:
 
 
 class Summary(NamedTuple):
-    """Number of some rows, and minimum, maximum and sum of their tokens."""
+    """Number of rows in a range, and minimum, maximum and sum of their tokens."""
 
     rows: int
     least: int
@@ -199,7 +199,7 @@ def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
     return Summary(stop - start, min(least), max(most), sum(total))
 
 
-_LOOKED_AT = 10_000  # number of media whose cropping is measured
+_LOOKED_AT = 10_000  # number of media from which the mean cropping is estimated
 _LAST = 2**62  # larger than any key
 
 

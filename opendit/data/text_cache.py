@@ -1,9 +1,9 @@
 """Embed captions for a cache of latents, and read and write the embedding of the empty string.
 
 A folder's ``empty-caption.safetensors`` has tokens (L, D) and pooled (P,) of the empty string, which replaces dropped
-captions. P equals D unless the index records another width: the pooled vector of a public model comes from a separate
-encoder, or the model has none (P = 0). Embeddings that an encoder of a public model computes in bfloat16 are stored in
-bfloat16, without loss of precision or range. The index records this dtype.
+captions. P equals D unless the index records another width. In a public model the pooled vector comes from a separate
+encoder, or is absent (P = 0). Embeddings that an encoder of a public model computes in bfloat16 are stored in bfloat16,
+without loss of precision or range. The index records this dtype.
 """
 
 from pathlib import Path

@@ -86,7 +86,7 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
     found = []
     for known in KNOWN:
         parts = Path(known.folder).parts
-        # ``path`` may be the root, or any folder below it that leads to the files. Its last names must then fit.
+        # ``path`` may be the root, or a folder between the root and the files; its last names must then match.
         for walked in range(len(parts) + 1):
             if path.resolve().parts[-walked:] == parts[:walked] or walked == 0:
                 folder = (path.resolve() if walked else path).joinpath(*parts[walked:])
@@ -100,7 +100,8 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
 
 
 class ArrayDataset(MediaDataset):
-    """A torchvision data set in memory, cropped to ``image_size`` by ``center_crop``. Grey ones have one channel."""
+    """A torchvision data set in memory, cropped to ``image_size`` by ``center_crop``. Grey pictures have one
+    channel."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def write_mp4(
         raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")
     if frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
         raise ValueError(f"a clip has the shape (frames, height, width, 3), not {frames.shape}")
-    rate = Fraction(fps).limit_denominator(1001)  # 29.97 is 30000/1001
+    rate = Fraction(fps).limit_denominator(1001)  # rates like 29.97 frames per second are 30000/1001
     if rate <= 0:
         raise ValueError(f"fps {fps} must be positive")
     _, height, width, _ = frames.shape
@@ -56,7 +56,7 @@ def write_mp4(
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-            # Without these fields, players assume BT.709 for clips larger than a DVD and shift their colours.
+            # Without these fields, players assume BT.709 for clips larger than a DVD, and show wrong colours.
             stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
             for picture in frames:
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")

@@ -1,9 +1,9 @@
 """Decode clips with torchcodec or PyAV behind one interface, with the same pixels.
 
 FFmpeg, when it decodes a file from the start, defines the frames of the file and their number. A reader that seeks
-returns other frames for some files, for example if an edit list hides frames, or if frames that are stored after a key
-frame are shown before it. So the contents of a file are looked up first. Only files that a reader is known to get right
-are read by seeking to key frames. PyAV decodes all other files from the start (``opendit.data.clips``).
+returns different frames for some files, for example if an edit list hides frames, or if frames that are stored after a
+key frame are shown before it. So the contents of a file are looked up first. Only files that a reader is known to get
+right are read by seeking to key frames. PyAV decodes all other files from the start (``opendit.data.clips``).
 """
 
 import struct
@@ -42,7 +42,7 @@ Crop = tuple[int, int, int, int]  # columns and rows that are cut off: left, rig
 
 _READ = 1 << 16  # bytes read from the start of a Matroska file
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
-_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # in the order of Crop
+_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
 _MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 
 
@@ -70,7 +70,7 @@ class Geometry:
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
     def declared(self, height: int, width: int) -> int:
-        """Return the number of displayed pixels of a frame of this coded size."""
+        """Return the number of pixels that a frame of this coded size has when displayed."""
         height, width = self._stretched(*self._cut(height, width))
         return height * width
 
@@ -179,7 +179,7 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 READERS = ("torchcodec", "pyav")  # the order that ``auto`` tries them in, the fastest first
-CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: of earlier versions, now PyAV
+CHOICES = ("auto", "torchcodec", "decord", "pyav")  # decord: an earlier version's option, which now selects PyAV
 # Containers that hold a clip themselves, unlike playlists, descriptions and devices, which name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
@@ -201,7 +201,7 @@ class Contents:
         times: display times of the frames, rising, in units of time_base; None if a frame has no time or two frames
             have the same one.
         keys: (display time, decoding time) of the frames at which decoding can begin.
-        rate: frames a second by the container; 0 if unknown.
+        rate: frames per second according to the container; 0 if unknown.
         crop: borders that the container hides.
         converted: True if only :class:`ToRgb` shows the frames as players do: HDR, wide-gamut and transparent frames,
             and high-definition frames without a named matrix.
@@ -279,7 +279,7 @@ def video_stream(file: Any) -> Any:
 
 
 class Packet(NamedTuple):
-    """A packet with a frame.
+    """Times and flags of a packet that holds a frame.
 
     Attributes:
         shown: display time.
@@ -388,7 +388,7 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
         if codec == "h264" and only_keys:
             holds &= (whole or not found) and begins_anew(bytes(packet), length)
         elif codec in ("vp8", "vp9"):
-            # Without its contents, only a packet of an MP4 is known to be shown: by the format each has a shown frame.
+            # Without reading its contents, only a packet of an MP4 is known to be shown, because MP4 requires it.
             holds &= not _is_unseen(codec, packet) if whole else file.format.name.startswith("mov")
         elif codec == "mpeg4":
             holds &= packet.size >= _SMALLEST
@@ -446,7 +446,7 @@ class ToRgb:
 
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
-        self._reformatter = VideoReformatter()  # keeps its tables: a frame's own one makes them anew, in 0.2 ms
+        self._reformatter = VideoReformatter()  # reused, because a new one computes its tables again, in 0.2 ms
 
     def __call__(self, frame: Any) -> np.ndarray:
         """Return (H, W, 3) uint8 pixels, not yet cropped, stretched or rotated."""
@@ -459,7 +459,7 @@ class ToRgb:
             if _needs_matrix(frame):
                 frame.colorspace = _BT709
             wanted = "rgba" if alpha else "rgb24"
-            # For more than 8 bits, PyAV's own conversion gives other colours.
+            # For more than 8 bits, PyAV's own conversion gives colours that differ from torchcodec's.
             pixels = self._scaled(frame, wanted) if deep else self._reformatter.reformat(frame, format=wanted)
             pixels = pixels.to_ndarray()
             shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None

@@ -41,7 +41,7 @@ _IGNORED = (
 ).split()
 _KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
-SMALL = 64 << 20  # bytes; fewer are indexed in one process, because that is faster than starting several
+SMALL = 64 << 20  # tars of fewer bytes in total are indexed in one process, because starting several takes longer
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
             raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
     if any(not place.exists() for place in places.values()):
         try:
-            with file_locked(folder / "lock", root=folder.parent, make=True):  # one rank per machine makes them
+            with file_locked(folder / "lock", root=folder.parent, make=True):  # one rank per machine makes the indexes
                 _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
         except OSError as error:
             what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"

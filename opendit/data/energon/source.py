@@ -35,8 +35,8 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Which samples of a split are used: of the samples [first, last), those from fraction ``start`` to fraction
-    ``end``.
+    """Selection of a split's samples: the part from fraction ``start`` to fraction ``end`` of the samples [first,
+    last).
 
     ``last`` None means the end of the split. Numbers are rounded as in Energon."""
 
@@ -85,7 +85,7 @@ def is_metadataset(content: Any) -> bool:
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
     """Read the first of ``splits`` that the file has; return (meaning of the leaves' shares, leaves).
 
-    Raises OSError; ValueError, whose message begins with ``shown``; and NoSuchSplitThere if the file has none of
+    Raises OSError, ValueError with a message that begins with ``shown``, and NoSuchSplitThere if the file has none of
     ``splits``."""
     return _Reader(shown).file(path, splits)
 

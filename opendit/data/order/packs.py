@@ -27,7 +27,7 @@ from opendit.data.order.schedule import PARTS, BatchSchedule, BlendSchedule, Key
 from opendit.data.order.sequences import permuted
 from opendit.data.shaped import Lengths, summary_of
 
-WINDOW = 192  # packs planned together; if a step has more packs, those of one step
+WINDOW = 192  # number of packs planned together, or the number of packs in a step if that is larger
 SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
 SAMPLED = 4  # minimum number of windows from which the mean fill is estimated
 PASSES = 16  # fewer windows suffice if they contain this many passes
@@ -51,8 +51,8 @@ class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
 
     Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the least work so far among
-    the packs with room for it (LPT, Graham 1969, with a capacity). A sample that does not fit is longer than the final
-    room of any pack plus any sample placed later. Exchanging two samples therefore can't fill a pack further.
+    the packs with room for it (LPT, Graham 1969, with a capacity). If a sample does not fit, it would still not fit at
+    the end if any one sample placed later were taken out. Exchanging two samples therefore can't fill a pack further.
 
     Args:
         least: tokens of the shortest possible sample.
@@ -135,7 +135,7 @@ class _Samples(NamedTuple):
         return _Samples(*(field[which] for field in self))
 
     def levels(self) -> np.ndarray:
-        """Return each sample's pass relative to the first sample here of the same source, (n,) int64."""
+        """Return each sample's pass minus that of the first of these samples from the same source, (n,) int64."""
         _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
         return self.passes - self.passes[first][source]
 
@@ -374,7 +374,7 @@ class PackSchedule(BatchSchedule):
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._planned = 0  # number of steps of all windows in memory
 
-    # ------------------------------------------------------------------------------------------------- the fold
+    # ------------------------------------------------------------------------------------------------- windows
 
     def _of_step(self, step: int) -> tuple[_Window, int]:
         window = self._window(self._beginning(step))
@@ -422,7 +422,7 @@ class PackSchedule(BatchSchedule):
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        same = int(np.argmax(levels > 0)) or len(levels)  # number of first samples from the same pass over each source
+        same = int(np.argmax(levels > 0)) or len(levels)  # number of samples before any source begins another pass
         steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
@@ -488,7 +488,7 @@ class PackSchedule(BatchSchedule):
         fit."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
-        # behind: for each source, the lowest level of a sample that did not fit.
+        # behind: for each source, the lowest level (see ``_Samples.levels``) of a sample that did not fit.
         left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)
         for first, end in zip(cuts[:-1], cuts[1:], strict=True):
             numbers = np.arange(first, end)

@@ -19,7 +19,7 @@ KEYED = "keyed"  # name of this order in checkpoints; old checkpoints have "sort
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, disjoint from Stream's
 MANY_EPOCHS = 10_000  # epochs over which the mean number of steps per epoch is computed
 WINDOW = 1024  # rows computed at once; if a step has more rows, those of one step
-_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources (samples) and shapes (parts) are shuffled
+_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources are shuffled (samples), and shapes (parts)
 _MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; more would make domains overlap
 
 
@@ -362,7 +362,7 @@ class BlendSchedule(BatchSchedule):
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
         self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
-        # For each source: the fraction of its rows that each shape has, and a pool for each of its shapes.
+        # For each source: the fraction of its rows that each shape has, and a ``Pool`` of rows for each of its shapes.
         self._shares, self._pools = [], []
         self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> index of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):

@@ -249,7 +249,7 @@ class _Stage:
         return [block * rate // self.denominator for rate in self.rates]
 
     def block(self, position: int) -> int:
-        # Block b begins at most at b * sum of rates, and less than one position per component before that.
+        # Block b begins at b * sum of rates, or earlier by less than one position per component.
         total = sum(self.rates)
         low = position * self.denominator // total
         high = low + len(self.rates) * self.denominator // total + 1

@@ -151,7 +151,7 @@ class ShardDataset(PicturesAndClips):
         return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
-        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. A large array is mapped from a file."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. An array of many samples is mapped from a file."""
         if self._kinds is None:
             # The name includes the indexes' modification times, because an index may be rewritten with other samples.
             written = (str(shard.index.written) for shard in self.shards)

@@ -1,7 +1,7 @@
 """Tars of cached latents, written by ``preprocess.py latents`` or by other programs.
 
     latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
-      __opendit__/shard.json                the settings it was made with and the files that couldn't be read
+      __opendit__/shard.json                the settings the tar was made with, and the files that couldn't be read
       000000000.safetensors  000000000.txt
       000000001.safetensors  000000001.txt
 
@@ -12,8 +12,8 @@ The safetensors member has the tensors
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
     pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
     features (F, N, W) float16            with --repa: a vision encoder's features of the picture's N tokens
-    first_latents (F, C, t, h, w) float16 for a model of image to video: means of the clip with all frames after the
-                                          first one made grey,
+    first_latents (F, C, t, h, w) float16 for an image-to-video model: means of the clip with all frames but the first
+                                          made grey,
     first_tokens  (F, L, D) float16       and, if the model has an image encoder, its tokens of the first frame
 
 A folder may hold pictures of several sizes, with separate tars for each size. ``empty-caption.safetensors``: see
@@ -63,14 +63,14 @@ from opendit.data.shards.index import ROW, TarIndex, empty_header, index_of, wri
 from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
 from opendit.data.shards.store import Remote
 
-ABOUT = "__opendit__/shard.json"  # double underscores: not a sample for readers of WebDataset's tars
+ABOUT = "__opendit__/shard.json"  # readers of WebDataset's tars skip names with double underscores
 SUFFIX = "safetensors"
 FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
-HEADERS = 3 * BLOCK + 512  # bytes of a sample without its numbers: two members' headers, a class or caption, names
+HEADERS = 3 * BLOCK + 512  # bytes of a sample besides its arrays: two members' headers, a class or caption, names
 SUFFIXES = ("safetensors", "npz", "npy")
 MIRRORED = "_flip"
 _USUAL = ("moments", "latents", "latent")  # preferred names of the array, if several have its shape
-_TIMES = 128  # bytes of a sample's arrays for each number of its latents: a small .npz can unpack to any size
+_TIMES = 128  # maximum bytes of arrays for each latent value, because a small .npz can unpack to any size
 
 
 def tar_name(image_size: int, shard: int, shards: int) -> str:
@@ -83,7 +83,7 @@ class CachedSample(NamedTuple):
     Attributes:
         row: the sample's row in the original data set.
         tensors: ``moments`` (F, 2C, [t,] h, w) fp16; with an encoder, the caption's ``tokens`` and ``pooled``; with a
-            vision encoder ``features``; for a model of image to video, ``first_latents`` and ``first_tokens``.
+            vision encoder ``features``; for an image-to-video model, ``first_latents`` and ``first_tokens``.
         label: the sample's class.
         caption: stored instead of the class, if there is one.
     """
@@ -97,7 +97,7 @@ class CachedSample(NamedTuple):
 def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str, Any], skipped: list[str]) -> str:
     """Write a tar and then its index, each under a temporary name first, and return the tar's SHA-256."""
     refuse_links(path.parent, [path.name, index_of(path).name])
-    for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
+    for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # left by a killed process
         remove(left)
     about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
     with replacing(path, temporary=path.name + ".partial") as new:
@@ -106,7 +106,7 @@ def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str,
             found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
             if found[0].rows != len(samples):
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
-        else:  # none of its files could be read
+        else:  # none of the tar's source files could be read
             size = os.fstat(new.fileno()).st_size
             header = empty_header(size, sha256, _plan(settings))
             found = header, np.zeros(0, ROW), b""
@@ -196,8 +196,7 @@ def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] 
 
 
 def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
-    """Return ``index``. Raises ValueError if its tar is not the one that ``shard``, an entry of index.json,
-    describes."""
+    """Return ``index``. Raises ValueError if the tar differs from ``shard``, its entry in index.json."""
     header = index.header
     if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
         raise ValueError(f"{index_of(name)} is of another tar than index.json means; {REPAIR}")
@@ -210,9 +209,10 @@ def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
 def arrays_of(
     content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Return the arrays of numbers in a member, by name; that of a ``.npy`` is called "".
+    """Return the numeric arrays in a member, by name. The array of a ``.npy`` has the name "".
 
-    names: only these are unpacked. shape: (2C, [t,] h, w) of the latents among them. Raises ValueError for a ``.npz``
+    names: the arrays to unpack; None for all. shape: shape (2C, [t,] h, w) of the latents. Raises ValueError for a
+    ``.npz``
     that unpacks to far more than such latents take, and any exception for damaged bytes."""
     if suffix == ".safetensors":
         return load(content)
@@ -227,7 +227,7 @@ def arrays_of(
 
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the name of the array of latents, and that of its mirror image if there is one.
+    """Return the name of the array of latents, and the name of its mirror image's array if there is one.
 
     Raises ValueError if no array has the shape, or several without a usual name."""
     stored = _stored_shape(form, shape)

@@ -112,8 +112,7 @@ def _state(path: str) -> tuple[int, int] | str:
 
 
 def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPlan]:
-    """Divide the entries, in order, into tars of at most ``shard_size`` bytes. An entry larger than that gets a tar
-    alone."""
+    """Divide the entries, in order, into tars of at most ``shard_size`` bytes. A larger entry gets a separate tar."""
     cuts, used = [], 0
     for number, entry in enumerate(entries):
         size = 2 * BLOCK + padded(entry.bytes) + padded(len(entry.text))

@@ -3,7 +3,7 @@
 This module has its own reader of tar headers (ustar, PAX and GNU long names), which limits their size and number.
 Python's tarfile reads an extension header of any declared size into memory, follows a chain of such headers by
 recursion, and treats the first unreadable header as the end of the tar. For valid tars both readers find the same
-members. This reader refuses sparse members, members with two sizes or two names, and global names and sizes.
+members. This reader refuses sparse members, members with two sizes or two names, and names and sizes in global headers.
 """
 
 import json
@@ -427,7 +427,8 @@ class _Rows:
         self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
-        """Return (index of the path that gave the value, the value or None, the reason if there is no value)."""
+        """Return (index of the path at which the value was found, the value or None, the reason if there is no
+        value)."""
         why = ""
         for number, path in enumerate(paths):
             if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):

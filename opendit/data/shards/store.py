@@ -198,7 +198,7 @@ class FileCache:
         for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    # Another process may be writing this file. Killed processes leave few such files.
+                    # Keep this file, because another process may be writing it. Killed processes leave few such files.
                     if file.name.endswith(".partial"):
                         continue
                     with suppress(OSError):  # another process may delete it
