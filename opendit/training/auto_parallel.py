@@ -55,7 +55,7 @@ def storages(depth: int) -> Iterator[tuple[str, str]]:
     """
     for base in ("bf16", "one", "nf4"):
         yield base, "none"
-        if base != "bf16":  # bf16 blocks are not moved, because copying them would take twice as long
+        if base != "bf16":  # bf16 blocks are not moved: copying two bytes per weight takes twice as long
             yield from ((base, blocks) for blocks in parts_of_blocks(depth))
 
 
@@ -197,7 +197,7 @@ class Search:
 
     def storages(self) -> list[tuple[str, str]]:
         """Return the pairs of --base_precision and --offload to try, from the most exact and fastest to the least
-        memory. Blocks of all weights are tried last, together with the state."""
+        memory. For full training, blocks in host memory are tried last, together with the state."""
         flags, depth = self.flags, self.config.depth
         found = [("bf16", offload) for offload in OFFLOADED]
         if flags.lora is None:
@@ -242,7 +242,8 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Return the values of --expert_parallel_size to try. With these values, each group is within one machine."""
+        """Return the values of --expert_parallel_size to try. Each group of expert parallel ranks then lies within one
+        machine."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -387,8 +388,8 @@ def choose(
     """Return the best candidates, the fastest first, and the model's configuration. There is one candidate for each of
     at most ``shown`` values of :attr:`Candidate.product`.
 
-    Pipelines, then state in host memory (--offload), then frozen blocks in fewer bits (--base_precision) and blocks in
-    host memory are tried only if nothing else fits.
+    The following are tried in this order, each only if nothing before it fits: pipelines, state in host memory
+    (--offload), and frozen blocks in fewer bits (--base_precision) or blocks in host memory.
 
     Raises:
         ValueError: no candidate fits in memory, or the flags are impossible on this number of ranks. The message says

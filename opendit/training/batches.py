@@ -15,9 +15,9 @@ class Batches:
 
     Args:
         count: number of batches in a step.
-        monitor, pace: objects that record how long the step waited for each batch.
-        diagnosis: object that keeps the batches of the step.
-        interrupt: object that is informed when data are missing.
+        monitor, pace: record how long the step waited for each batch.
+        diagnosis: keeps the batches of the step.
+        interrupt: is informed when data are missing.
         interchangeable: True if any batch of the run can replace any other batch.
     """
 

@@ -101,7 +101,7 @@ class TrainingFlops:
 
 
 class TrainedNetwork(NamedTuple):
-    """A network that a run trains, with the objects that train it. skipped: looks for its skipped steps."""
+    """A network that a run trains, with the objects that train it. skipped: detects the network's skipped steps."""
 
     engine: Engine
     ema: EMA
@@ -121,7 +121,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     with mesh.device:
         model = empty_model(spec.model_config, parameters=at_once)
     initial = first_values(spec, model)
-    # not under ddp, which casts the weights in every product
+    # Cast frozen weights once. ddp instead casts the weights in every product.
     if spec.lora is not None and not cut and flags.plugin != "ddp":
         for parameter in model.parameters():
             if not parameter.requires_grad:
@@ -165,7 +165,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:
-        keep_weights(model)  # all weights stay in memory until the backward pass anyway
+        keep_weights(model)  # needs no more memory: the backward pass needs all casts anyway
     return engine
 
 
@@ -207,7 +207,7 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
         max_bad=flags.max_bad,
         on_skip=partial(warn_skipped, mesh),
         as_bytes=True,  # send bytes, a quarter of the traffic of floats; the device converts them
-        enlarge=mesh.device.type == "cpu",  # otherwise the GPU enlarges samples while the loader reads
+        enlarge=mesh.device.type == "cpu",  # with a GPU, the GPU enlarges the samples while the loader reads more
         patience=flags.data_timeout,
         who=f"rank {mesh.rank}: ",
         on_hang=supervisor.fail,
@@ -223,7 +223,7 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Open the run's checkpoints. evaluated: identifier of the settings that determine the figures of
+    """Open the run's checkpoints. evaluated: identifier of the settings that determine the results of
     --evaluate_every."""
     engine, ema = networks[0].engine, networks[0].ema
     before = None if spec.low is None else open_checkpoints(spec.low, networks[1:], monitor, supervisor)
@@ -293,7 +293,7 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
 
 
 def warn_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.leads_sharing:  # log this once, because all ranks that share samples skip the same file
+    if mesh.leads_sharing:  # log the file once: all ranks that share samples skip the same file
         logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
@@ -301,7 +301,7 @@ class Evaluation(Protocol):
     """Interface for evaluating samples drawn with the EMA weights; opendit/evaluation implements it.
 
     Attributes:
-        of: identifier of everything except the weights that determines the figures.
+        of: identifier of everything, except the weights, that determines the results.
     """
 
     of: str

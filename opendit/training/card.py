@@ -1,6 +1,6 @@
 """Choose the settings of a run of --lora so that it fits on a GPU (--card).
 
-The settings are the LoRA rank, FP8, the precision of frozen blocks and whether these are in host memory, recomputation,
+The settings are the LoRA rank, FP8, the precision of frozen blocks, moving frozen blocks to host memory, recomputation,
 sharding and the size of the micro-batch. Candidates are tried in order, from the most exact and fastest to those that
 need the least memory. The first candidate that the run accepts and whose estimated memory fits is chosen. Flags on the
 command line keep their values.
@@ -57,10 +57,10 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
 
-    # fsdp also shards the frozen weights
+    # fsdp needs less memory than zero2, because it also shards the frozen weights
     plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))
     public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
-    # for public models, there is no memory estimate of the other levels
+    # try only levels whose memory can be estimated
     known = ("none", BUT_ATTENTION) if public else RECOMPUTE
     levels = [(level, False) for level in options("recompute", *known)] + [("none", True)]
     if public:
@@ -168,8 +168,8 @@ def _memory(needs: Estimate, where: Circumstances) -> float:
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
     """Return the smallest number of recomputed blocks with which a step fits in memory.
 
-    Return the number of all blocks if no number fits, or if the flags leave no choice. (Blocks in host memory are
-    always recomputed.)
+    Return the number of all blocks if no number fits, or if the flags leave no choice: for example, blocks in host
+    memory are always recomputed.
     """
     depth = config.depth
     chosen = (

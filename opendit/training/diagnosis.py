@@ -60,7 +60,7 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """True if a rank can fail in its search, for example for lack of memory, without leaving other ranks
+        """True if an error in one rank's search, for example for lack of memory, would not leave other ranks
         waiting."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
@@ -223,7 +223,7 @@ class SkippedSteps:
         self.skipping = self.failing = False
 
     def look(self, done: int, result: StepResult) -> None:
-        """Find out whether the last step, number ``done``, was skipped. The host waits for the device.
+        """Check whether the last step, number ``done``, was skipped. The host waits for the device.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped.

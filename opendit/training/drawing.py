@@ -84,7 +84,7 @@ class EMASampler:
         allocate(model, mesh.device)
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
-            if frozen is not None and name not in engine.shapes:  # the averages contain only trained weights
+            if frozen is not None and name not in engine.shapes:  # frozen weights have no averages
                 values = frozen(name, engine.parts.local(name))
                 if name in stored:
                     stored[name].store(parameter.data, values, lambda largest: largest)
@@ -112,8 +112,8 @@ class EMASampler:
             objective = spec.objective.for_tokens(spec.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
-        # The engine is used only for this drawing, because its recordings would take memory from training. Nothing is
-        # recorded if ranks share samples or blocks are in host memory.
+        # Create a new engine for each drawing, because its recorded graphs would otherwise take memory from training.
+        # Nothing is recorded if ranks share samples or blocks are in host memory.
         record = spec.sequence is None and tensor_group(spec.mesh) is None and self._engine.streamed is None
         engine = SamplingEngine(model, spec.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)

@@ -52,9 +52,9 @@ CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB"
 def dry_run(flags: TrainConfig) -> None:
     """Print parameters, tokens, FLOPs, GPU memory and steps of a run on the number of GPUs that --dry_run gives.
 
-    Without a number, use torchrun's number of processes, or the number of ranks that share a sequence. A missing data
-    set is reported and replaced by random latents of the same kind. Flags that the run would refuse end the program
-    with one line and exit code 2, as in the run.
+    Without a number, plan for torchrun's number of processes, or for the number of ranks that share a sequence. A
+    missing data set is reported and replaced by random latents of the same kind. Flags that the run would refuse end
+    the program with one line and exit code 2, as in the run.
     """
     try:
         _dry_run(flags)
@@ -134,7 +134,7 @@ def work(flop: float) -> str:
 
 
 def describe_recipe(flags: TrainConfig) -> str:
-    """Return the recipe's name, and the flags of the recipe that the command line has changed."""
+    """Return the recipe's name, and those of its flags that the command line changes."""
     assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")

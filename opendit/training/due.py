@@ -61,8 +61,8 @@ class PeriodicWork:
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # After a signal, there is no time to validate. But with --ckpt_best val_loss, every save needs the loss by
-        # which checkpoints are compared.
+        # After a signal, there is no time for a periodic validation. But with --ckpt_best val_loss, every save needs a
+        # validation, because checkpoints are compared by its loss.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))

@@ -162,7 +162,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "kernels": ops.replaced,
         "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
-        # on a CPU, recomputation changes no bit
+        # recomputation can change bits on a GPU, but not on a CPU
         "recomputed": recomputed(flags) if cuda else "none",
         "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
@@ -204,8 +204,8 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
 
 
 def _origin(spec: RunSpecification) -> dict[str, Any] | None:
-    """Return repository, commit and file hashes of the hub model from which the run started; None if it started from
-    none."""
+    """Return repository, commit and file hashes of the hub model from which the run started; None without such a
+    model."""
     if spec.flags.pretrained is not None and (found := origin(spec.flags.pretrained)):
         return found
     return stored_fingerprint(spec.resume.state).get("hub") if spec.resume else None
@@ -323,8 +323,8 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # another objective has other flags; a separate line reports that change
-    # A flag may be newer than the checkpoint. Then its default value is the behaviour before the flag existed.
+        return []  # the objectives differ, and so do their flags; a separate line reports that change
+    # A flag may be newer than the checkpoint. Then its default value stands for the behaviour of the earlier version.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
@@ -377,8 +377,8 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
 # it.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The last step matters only if both runs have a cosine schedule. If only one run has, the line about the schedule
-    # reports that.
+    # The last step is None without a cosine schedule. If only one run has a cosine schedule, the line about the
+    # schedule reports that.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,

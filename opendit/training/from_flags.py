@@ -106,7 +106,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
     Raises:
         ValueError, FileNotFoundError, DataError: --validate_path can't be read, or its samples differ in kind from the
-            training samples, or the held-out share leaves no samples to train on. The message names the flag.
+            training samples, or the held-out fraction leaves no samples to train on. The message names the flag.
     """
     if not flags.validates:
         return dataset, None
@@ -170,7 +170,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
         other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        # not for a public model, whose folder may have moved; see _public_model
+        # for a public model, whose folder may have moved, _public_model makes this check
         if other and not family_in(flags.model):
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
@@ -178,7 +178,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
     for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # a recipe may have set the flag
+        if getattr(flags, name):  # reset a flag that a recipe has set
             notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
             unused[name] = TrainConfig.__dataclass_fields__[name].default
     return replace(flags, **unused), notes
@@ -200,7 +200,8 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Set the number of tokens of the ``bytes`` encoder. Return the flags, and notes on captions that are cut or empty.
+    """Set the number of tokens of the ``bytes`` encoder. Return the flags, and notes on captions that will be cut or
+    are empty.
 
     The number of tokens is the first of these that exists: --max_text_tokens; the number in ``keeps``; a number that
     fits the data (``fitting_tokens``). With another encoder, or without captions, the flags stay the same.
@@ -233,7 +234,7 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Return notes on empty captions, and on captions that the encoder cuts now or cut when their embeddings were
+    """Return notes on empty captions, and on captions that the encoder cuts, or has cut when their embeddings were
     cached.
 
     Args:
@@ -429,7 +430,7 @@ def _public_model(
 def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: MediaDataset) -> None:
     """Raise ValueError for data or flags that an image-to-video model can't use.
 
-    An image-to-video model is given the first frame of every clip, which cached latents must have, too.
+    An image-to-video model takes the first frame of every clip as input, so a cache must also contain first frames.
     """
     about, width = dataset.describe(), config.spec.text.picture
     if about.kind == "latents" and about.first_frames != width and not isinstance(dataset, MockDataset):
@@ -483,7 +484,7 @@ def check_pretrained(
 
     Returns:
         The weights, not yet read from their file; the configuration of the model that they belong to; and ``config`` in
-        the revision of the weights (unchanged if the run is ``resumed``).
+        the revision of the weights (or ``config`` itself if the run is ``resumed``).
 
     Raises:
         ValueError, FileNotFoundError: there are no weights that this model can start from.
@@ -518,7 +519,8 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
     """Return the settings for the memory estimate of a run on ``world`` GPUs on which all kernels are available.
 
     Args:
-        dataset: decides which encoders of a public model stay on the GPU; None counts no encoders.
+        dataset: the data set, which determines which encoders of a public model stay on the GPU; None counts no
+            encoders.
     """
     return Setup(
         encoders=0 if dataset is None else _encoders_of(flags, config, dataset),

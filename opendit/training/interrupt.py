@@ -43,8 +43,8 @@ class Interrupt:
 
     Attributes:
         alone: True if there are no other ranks.
-        lost: the error if this rank could not read its data for the current step, in which an earlier batch replaced
-            the data. The next :meth:`ask` informs all ranks.
+        lost: the error if this rank could not read its data for the current step and used an earlier batch instead. The
+            next :meth:`ask` informs all ranks.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None, save_seconds: Callable[[], float] = lambda: 0.0):
@@ -109,7 +109,7 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved. Call this method after catching NoData, before raising it again.
+        """Wait until all ranks have saved. Call this method after catching NoData and before raising NoData again.
         Collective."""
         self._channel.gather(None)  # this gather waits until all ranks have saved
         if self.lost is None and not self.alone:
@@ -122,7 +122,7 @@ class Interrupt:
             if self._mesh.local_rank == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
-                with contextlib.suppress(OSError, ValueError):  # ignored, because stderr may be closed
+                with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                     # not print, because this signal may have interrupted a print
                     os.write(sys.stderr.fileno(), text.encode())
             if not self._echo:

@@ -35,7 +35,7 @@ class Board:
 
     @property
     def complete(self) -> bool:
-        """True if records were written, and no record is lost or still waits to be written."""
+        """True if at least one record was written, and no record is lost or still waits to be written."""
         return self._written and not self._file.waiting and not self._file.lost
 
     def scalars(self, values: dict[str, float], step: int) -> None:
@@ -138,7 +138,7 @@ class WandbLogger(RunLogger):
             settings=wandb.Settings(console="off", silent=True),
         )
         write_whole(known, self._run.id.encode(), root=folder)
-        # The separate metric "step" allows a run that resumes from an earlier step to log steps again.
+        # W&B's own step can only rise. The separate metric "step" lets a resumed run log the same steps again.
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
 

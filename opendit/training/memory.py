@@ -2,8 +2,8 @@
 
 The peak of a step comes at one of two moments. When the backward pass begins, memory holds the activations of all
 blocks and no gradients of this micro-batch. When the pass reaches the first block, memory holds the activations of that
-block and the gradients of all other blocks. Activations are counted in units of tokens x D values, in the precision of
-the activations, for the tokens of one rank's micro-batch.
+block and the gradients of all other blocks. The unit of activations is one vector of the model's width for each token
+of a rank's micro-batch, in the precision of the activations.
 
 The estimates are within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), and within 5 % for
 gemini in fp16. They do not include the VAE and text encoder, the activations of a trained bytes encoder, a CUDA
@@ -80,7 +80,7 @@ class Setup:
         networks: number of networks of which each step trains one; all of their states are kept.
 
     Attention needs no setting: all of torch's kernels except ``math`` keep q, k, v, the output and one number for each
-    row and head.
+    query and head.
     """
 
     plugin: str = "zero2"
@@ -134,7 +134,7 @@ class Setup:
 
     @property
     def streamed(self) -> int:
-        """Number of blocks in host memory, or a larger number than the model has for all."""
+        """Number of blocks in host memory. A number above the model's depth means all blocks."""
         return parse_offload(self.offload, self.lora is not None)[1]
 
     @property
@@ -217,8 +217,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
     LoRA's trained weights are counted in addition to the model's. Embedders that LoRA trains in full are not counted.
     Activations are estimated as if all weights were trained, except that a public model whose gates are frozen does not
-    keep what only their gradients need. With LoRA of other models they take up to a fifth less if no embedder is
-    trained.
+    keep what only their gradients need. With LoRA of other models, activations take up to a fifth less than estimated
+    if no embedder is trained.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -447,9 +447,10 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
-    """Return (bytes of a rank's blocks, or shards of blocks, in its host memory; bytes of the device's ring for them).
+    """Return (bytes of the blocks, or shards of blocks, that a rank keeps in host memory; bytes of the ring buffer on
+    the device through which they pass).
 
-    Under fsdp the ring is what AHEAD blocks' shards are copied to before they are gathered.
+    Under fsdp, the ring buffer holds the shards of AHEAD blocks before they are gathered.
     """
     if not setup.streamed:
         return 0, 0

@@ -33,15 +33,16 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         x0, noise: latents and their noise, (B, C, ...) fp32.
-        t: (B,) times, as the objective draws them.
+        t: (B,) times drawn by the objective.
         condition: condition of the B samples.
         given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/given_frames.py. None
             without conditioning frames.
         in_place: True if the conditioning frames replace frames of x_t. Frames that are replaced have no loss.
-        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None for all.
+        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None means
+            all tokens.
         dropped: (B,) bool, samples whose routed blocks' result is dropped; None without a fused route.
         alignment: features that tokens are aligned with (opendit/models/alignment.py); None without alignment.
-        uncertain: True if weights of the losses are learned (opendit/models/uncertainty.py).
+        uncertain: True if the model learns weights for the losses (opendit/models/uncertainty.py).
     """
 
     x0: Tensor
@@ -69,7 +70,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def row_times(self) -> Tensor:
-        """The time of each row of x0, (B,)."""
+        """The time of each sample in x0, (B,)."""
         return self.t
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
@@ -87,7 +88,8 @@ class MicroBatch(NamedTuple):
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,), from the network's output. Frames given in place have no loss."""
+        """Return the loss of each sample, (B,), from the network's output. Conditioning frames in place have no
+        loss."""
         output, *more = output if isinstance(output, tuple) else (output,)
         losses = self._losses(objective, output, prepared)
         if self.uncertain:
@@ -97,8 +99,8 @@ class MicroBatch(NamedTuple):
     def _losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
-        # Conditioning frames in place have x0 = noise, so their target is 0. With an output of 0, they add nothing to
-        # the mean.
+        # Conditioning frames in place have x0 = noise, so their target is 0. Set their output to 0 too, so that they
+        # add nothing to the mean.
         drawn = 1 - self.given[:, :1]
         return objective.loss(output * drawn, prepared) / drawn.flatten(1).mean(1)
 
@@ -130,7 +132,7 @@ class MicroBatch(NamedTuple):
         alignment: Alignment | None = None,
         uncertain: bool = False,
     ) -> "MicroBatch":
-        """Make a micro-batch. In conditioning frames in place, the noise is set to x0, so that x_t is x0."""
+        """Make a micro-batch. For conditioning frames in place, set the noise to x0, so that x_t = x0 at every time."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
         return cls(x0, t, noise, condition, given, in_place, kept, dropped, alignment, uncertain)
@@ -253,7 +255,7 @@ class Latents:
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def of_first_frames(self, x: Tensor) -> Tensor:
-        """Return mask and latents of the first frames, encoded without noise, for a model of image to video; see
+        """Return mask and latents of the first frames, encoded without noise, for an image-to-video model; see
         :func:`give_beside`.
 
         Args:
@@ -285,7 +287,7 @@ def condition_on_first_frames(
 
     Returns:
         The conditions, with tokens of the first frames if the model attends to such tokens, and the mask and latents of
-        the clips with all frames after the first one made grey.
+        the clips in which all frames except the first are grey.
     """
     if batch.first is None:
         pixels = to_pixels(x)

@@ -27,8 +27,8 @@ def allocation_retries() -> int:
 
 
 class MemoryPressure:
-    """Detector of steps that wait for GPU memory. It returns a note once, when allocations were retried in ``LINES``
-    consecutive calls of ``note``.
+    """Detector of steps that wait for GPU memory. ``note`` returns a note once, after allocations were retried before
+    each of ``LINES`` consecutive calls.
 
     Args:
         retries: function that returns how often this process has retried an allocation so far.
@@ -81,7 +81,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Context manager that logs a run. Ranks other than 0 write nothing and only take part in sums over ranks.
+    """Context manager that logs a run. Ranks other than 0 write nothing; they only take part in sums over ranks.
 
     Args:
         folder: the run's folder.
@@ -158,7 +158,7 @@ class Monitor:
             self._bar.update()
 
     def forget_drawing(self, trained: float) -> None:
-        """Exclude the memory used by drawing samples from the run's peak.
+        """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing.
 
         The peak before the drawing is kept, because a CUDA graph allocates its memory only once, when it is recorded.
 
@@ -211,7 +211,7 @@ class Monitor:
         }
         self._lines += 1
         if self.mesh.is_main:
-            # the time of the first line also includes compilation and warm-up
+            # the second line is the first whose time excludes compilation and warm-up
             if self._lines == 2 and step < self._last_step:
                 left, pace = self._last_step - step, (now - self._since) / self._steps
                 self.say(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
@@ -223,7 +223,7 @@ class Monitor:
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
             }
-            if flops >= 5e10:  # for a tiny model on a CPU, the value would be shown as 0.0
+            if flops >= 5e10:  # smaller values would be shown as 0.0
                 shown["TFLOP/s"] = f"{flops / 1e12:.1f}"
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"

@@ -1,9 +1,9 @@
 """Run the micro-batches of a step over the stages of a pipeline.
 
-torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
-tensor, but the loss needs everything that the objective has prepared. Its stages call autograd directly. But here an
-engine must run the backward passes, because it scales the loss and reduces gradients in buckets (zero2) or only in the
-last pass (fsdp).
+torch.distributed.pipelining is not used, for two reasons. First, in torch 2.11 its ``schedule.step(target=)`` splits
+one tensor, but the loss needs everything that the objective has prepared. Second, its stages call autograd directly,
+but here an engine must run the backward passes, because it scales the loss and reduces gradients in buckets (zero2) or
+only in the last pass (fsdp).
 """
 
 from collections.abc import Iterable, Iterator

@@ -70,8 +70,8 @@ from opendit.training.specification import (
     shape_samples,
 )
 
-# Errors for which a program prints only the message, without a traceback: errors of prepare(), and errors of the run
-# after prepare().
+# Errors for which a program prints only the message, without a traceback: USER_ERRORS of prepare(), and RUN_ERRORS of
+# the run after prepare().
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
@@ -250,7 +250,7 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     # Any, because type checkers don't find the attribute, which the module's class defines
     memory: Any = torch.utils.deterministic
-    memory.fill_uninitialized_memory = False  # filling takes time, and this program reads no uninitialized memory
+    memory.fill_uninitialized_memory = False  # not needed, because this program reads no uninitialized memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
@@ -378,10 +378,9 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return the flags that name a VAE and text encoder, if only the index of cached latents names these encoders.
-
-    Such encoders are not loaded, because an index may come from a stranger. An encoder is loaded if the user names it
-    or if its name is well known. To load the encoders, the user must add the returned flags.
+    """Return the flags that the user must add to load the VAE and text encoder named by the index of cached latents. An
+    encoder that only the index names is not loaded, because an index may come from a stranger, unless its name is well
+    known.
     """
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
@@ -416,7 +415,7 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
         encodes = width and not mock and dataset.describe().first_frames is None  # else the cache has the tokens
         pictures = PictureTokens(Path(name), width, mesh.device) if encodes else None
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
-    # random latents (mock) have no captions
+    # random latents (mock) come with random embeddings
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         encoder = load_text_encoder(name, dtype=dtype, **how)

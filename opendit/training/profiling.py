@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from opendit.common.records import WriteFailures
 from opendit.common.safe_files import replacing, write_whole
 
-WARMUP, STEPS = 8, 3  # steps before the recording (in the last two of which the profiler warms up), and recorded steps
+WARMUP, STEPS = 8, 3  # steps before the recording (the profiler warms up in the last two), and steps recorded
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class StepProfiler:
         with self._failures.survive("profile"):
             run = self.folder.parent
             write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
-            # a private folder, because the profiler also writes next to the path that it gets
+            # use a private folder, because the profiler also writes other files next to the trace
             with tempfile.TemporaryDirectory() as private:
                 plain = Path(private, "trace.json")
                 recorded.export_chrome_trace(str(plain))

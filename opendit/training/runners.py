@@ -1,8 +1,9 @@
 """Run the passes of a training step: kernel by kernel, replayed from CUDA graphs, or over the stages of a pipeline.
 
 A step of DiT-XL/2 launches about 3,900 kernels, and the host needs about 160 ms to enqueue them. With fewer than about
-27,000 tokens per GPU the device finishes sooner and waits for the host. With more tokens the device still idles briefly
-between two kernels. A recorded graph is launched by one call, and its kernels follow each other without gaps.
+27,000 tokens per GPU the device needs less time than the host and waits for the host. With more tokens the device still
+idles briefly between two kernels. A recorded graph is launched by one call, and its kernels follow each other without
+gaps.
 """
 
 import logging
@@ -158,14 +159,14 @@ class CUDAGraphRunner(EagerRunner):
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
         super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
         self.recorder = recorder
-        self._in_graph = False  # True if the step's gradients are in the memory of a recording
-        # micro-batches until the recording; the key is ``first``
+        self._in_graph = False  # True if the step's gradients are in memory that a recorded graph adds to
+        # first micro-batch of a step or not -> number of micro-batches until the recording
         self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}
         self._recordings: dict[bool, Recording] = {}
         self._routed = False  # True if blocks of the last micro-batch saw a part of the tokens
 
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
-        if self._routed != (routed := micro_batch.kept is not None):  # --route_until: all tokens from here on
+        if self._routed != (routed := micro_batch.kept is not None):  # --route_until: blocks now see all tokens
             self._routed, self._warmup_left = routed, dict.fromkeys((True, False), float(GRAPH_WARMUP))
             self._recordings.clear()
         recording = self._recordings.get(first)

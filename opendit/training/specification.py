@@ -76,7 +76,7 @@ class RunSpecification:
     prompts: tuple[list[str], Condition] | None = None
     clip_fps: float | None = None  # frames per second of the clips that the model draws; None if unknown
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
-    low: "RunSpecification | None" = None  # the low-noise network of --expert both; the others are the high-noise one's
+    low: "RunSpecification | None" = None  # low-noise network of --expert both; other fields: high-noise network
 
     @property
     def networks(self) -> "tuple[RunSpecification, ...]":
@@ -85,7 +85,8 @@ class RunSpecification:
 
     @cached_property
     def share(self) -> float:
-        """Share of the steps that train the first network: the share of its times in all times of training."""
+        """Fraction of the steps that train the first network: the fraction of the training times that are this
+        network's."""
         objective = self.objective.for_tokens(self.model_config.tokens)
         return 1.0 if self.low is None else cast(FlowObjective, objective).share
 
@@ -146,8 +147,8 @@ class RunSpecification:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Return distinct captions, spread evenly over the data set. Samples are drawn for these captions if the user gives
-    none.
+    """Return distinct captions, spread evenly over the data set. Sample grids show these captions if the user gives no
+    captions.
 
     Rows that can't be read are left out; the data loader replaces and counts such rows.
     """

@@ -32,10 +32,11 @@ from opendit.training.memory import (
     trained_count,
 )
 
-# Number of passes over memory by elementwise kernels, forward and backward, for each unit of activations that a block
-# keeps. Fitted to the training steps in benchmarks/results.csv.
+# Elementwise kernels, forward and backward, read or write each unit of activations that a block keeps this many times.
+# Fitted to the training steps in benchmarks/results.csv.
 PASSES = 2.3
-# --recompute -> cost of recomputation: (units of N x D values read and written, fraction of the MLP's first product).
+# --recompute -> cost of recomputation: (units read and written, fraction of the MLP's first product). A unit is N x D
+# values: N tokens of a model of width D.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
 QUANTISED = 20  # units of N x D values read and written to quantise the operands of float8 products
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
@@ -243,7 +244,7 @@ class _Step:
             "recomputed": recomputed,
         }
         if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
-            # In every pass, the stored weights are read and dense weights are written.
+            # Every pass reads the stored weights and writes dense weights.
             numbers, stored, _ = stored_weights(config, setup)
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
@@ -266,7 +267,7 @@ class _Step:
         # Moments are read and written. Averages count less, because they change in place while other work runs.
         if setup.offloaded != "none":
             moved = 16 * share if setup.offloaded == "state" else 0
-            if setup.hosted and setup.lora is None:  # masters are read and written, gradients read twice
+            if setup.hosted and setup.lora is None:  # masters are read and written; gradients are read twice
                 moved += 4 * of_streamed(self.config, setup)[0]
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
         return seconds
@@ -393,7 +394,7 @@ def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
     if plan.kind == AXIAL:
         return 0
     if plan.kind == "fastseq":
-        # the inputs twice and their gradients once; the heads in both passes
+        # the attention's inputs twice and their gradients once; the heads' results in both passes
         return (ranks - 1) / ranks * (3 + 2 / ranks)
     if plan.kind == "ring":
         here, ring = 1, ranks

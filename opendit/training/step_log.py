@@ -112,7 +112,7 @@ class StepLog:
     Attributes:
         skipped: number of skipped steps of the whole run, up to the last line.
         logged: step of the last line.
-        figures: finite figures of validation and evaluation in the last line, in the form that checkpoints store.
+        figures: finite results of validation and evaluation in the last line, in the form that checkpoints store.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class StepLog:
         """Write the log's line for step ``done``. The host waits for the device.
 
         Args:
-            measured: figures of validation and evaluation at this step.
+            measured: results of validation and evaluation at this step.
         """
         mesh = self._engines[0].mesh
         self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
@@ -150,7 +150,7 @@ class StepLog:
         self.skipped = self._skipped_before + sum(int(engine.skipped) for engine in self._engines)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
-        # ranks that share samples read the same files, so count these once
+        # count files once, because ranks that share samples read the same files
         bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}

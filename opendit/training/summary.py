@@ -169,7 +169,7 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
     command = f"python sample.py --ckpt {quote(spec.folder)}" + " --second_ckpt RUN" * (alone and spec.low is None)
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
-        # needed because sample.py loads no encoder that only a checkpoint names
+        # sample.py does not load an encoder that only a checkpoint names
         command += f" --{name} {quote(info[name])}"
     return command + ("" if spec.codec is not None else "  (the latents' VAE was not at hand)")
 

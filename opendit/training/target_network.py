@@ -1,4 +1,4 @@
-"""Evaluation of the trained network without gradients, for objectives that compute their targets with it."""
+"""Evaluate the trained network without gradients, for objectives whose targets depend on the network's output."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
 MOST_SAMPLES = 1000
 RISING = 3  # number of consecutive rises of the held-out loss after which a run prints a warning, once
-# held-out losses per training sample; with this number, their forward passes are 0.5 % of the run's work
+# held-out losses per training sample; their forward passes are then 0.5 % of the run's work
 SHARE_OF_SAMPLES = 0.015
 
 
@@ -203,7 +203,7 @@ class FixedBatch(NamedTuple):
             compute one.
         x0: (B, C, ...) float32 latents.
         condition: condition of the B samples.
-        given: mask and latents of first frames for a model of image to video; None for other models.
+        given: mask and latents of first frames for an image-to-video model; None for other models.
     """
 
     numbers: Tensor
@@ -216,7 +216,7 @@ class FixedBatch(NamedTuple):
 class Validation:
     """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
-    For the same weights and --batch_size the figures are bit-identical on any number of data-parallel ranks: every
+    For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: every
     micro-batch is computed by one rank, and the losses are summed in the order of their indices. The constructor reads
     and encodes the samples; their latents then stay in host memory. Construct and call on every rank.
     """
@@ -334,8 +334,8 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Return sigma (noise over signal) at the middle of each of ``LEVELS`` parts, of equal probability, of the training
-    times."""
+    """Return sigma (noise over signal) at the middle of each of ``LEVELS`` intervals of the training times that have
+    equal probability."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()
