@@ -5,9 +5,8 @@ the network's blocks in a step. :class:`ReusedGuidance` skips the unconditional 
 ``opendit.config.approximations`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists
 their errors.
 
-Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. The
-tensors are for one batch size. If a step evaluates the network twice (Heun's method), each evaluation has separate
-tensors.
+Tensors that are kept between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. They fit
+one batch size. If a step evaluates the network twice (Heun's method), each evaluation has separate tensors.
 """
 
 import math
@@ -55,7 +54,7 @@ class Step(NamedTuple):
 
     Attributes:
         mode: the work that the step does.
-        slot: index of the slot in which the step stores its evaluation of the blocks.
+        slot: index of the slot (see ``TaylorStack.kept``) in which the step stores its evaluation of the blocks.
         weights: weight of every slot in the step's extrapolation.
     """
 
@@ -69,8 +68,8 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
     Args:
         approximations: the approximations to plan for.
-        starts: True for each step that can't reuse earlier results. These are the first step, and steps that call
-            another model than the step before, such as a guided instead of an unguided one.
+        starts: for each step, True if the step can't reuse earlier results. These are the first step, and steps that
+            call another model than the step before, such as a guided instead of an unguided one.
         levels: the noise level at which each step begins.
     """
     first = [i for i, start in enumerate(starts) if start]
@@ -107,9 +106,9 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     """Return the indices of the steps to evaluate: about one in ``every`` steps, always the first and the last.
 
     Two coordinates measure a step's position: its index, and the logarithm of its noise level. The chosen steps are
-    spaced about evenly in the mean of both. With the index alone, samplers whose last steps are long (a shifted flow)
-    would get few evaluations at the end, where the log level changes most. With the log level alone, other samplers
-    would get few evaluations in the noisy half.
+    spaced about evenly in the mean of both. With the index alone, there would be few evaluations at the end for
+    samplers whose last steps are long (a shifted flow), although the log level changes most there. With the log level
+    alone, other samplers would have few evaluations in the noisy half.
 
     levels: the noise level at which each step begins.
     """
@@ -147,7 +146,8 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
-    """Parse a value of ``--guidance_by``; return the route of guidance's second half, or None for all tokens.
+    """Parse a value of ``--guidance_by``. Return the route that weakens guidance's second half; None if that half uses
+    all tokens.
 
     Raises ValueError for an invalid value, and for one that the model does not support.
     """
@@ -169,12 +169,12 @@ def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
 
 
 class WeakHalf(NamedTuple):
-    """How the second half of a guided batch is evaluated (``--guidance_by``).
+    """Settings for evaluating the second half of a guided batch (``--guidance_by``).
 
     Attributes:
         route: a fused route, whose result is replaced by mask tokens; or blocks that process only some tokens.
-        samples: B, of the 2 B rows of a guided batch.
-        kept: (1, n) int64 for every step, the tokens that these blocks process; none with a fused route.
+        samples: B; a guided batch has 2 B rows.
+        kept: for every step, (1, n) int64 indices of the tokens that these blocks process; empty with a fused route.
     """
 
     route: TokenRoute
@@ -199,7 +199,8 @@ class BlockStack:
         self._evaluation = 0
 
     def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
-        """Set the model's fused route and its fusion, and how guidance's second half is evaluated; None for neither."""
+        """Set the model's fused route and its fusion, and the settings of guidance's second half. None means that there
+        is none."""
         self.fusion, self.weak = fusion, weak
         self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
         self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
@@ -209,7 +210,7 @@ class BlockStack:
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Write the inputs that change from step to step within a mode. Call this before step i is run or replayed."""
+        """Update the inputs that differ between steps of the same mode. Call this before step i is run or replayed."""
         if self.weak_tokens is not None and self.weak is not None:
             self.weak_tokens.copy_(self.weak.kept[i])
 
@@ -248,7 +249,7 @@ class _Blocks:
     ):
         self._stack, self._blocks, self._modulations = stack, blocks, modulations
         self._context, self._grid, self._done = context, grid, 0
-        self._shallow: Any = None  # tokens before the route of a fused model
+        self._shallow: Any = None  # tokens at the start of the route of a fused model
 
     def _next(self, count: int | None) -> slice:
         first, self._done = self._done, len(self._blocks) if count is None else self._done + count
@@ -278,7 +279,7 @@ class _Blocks:
     def _in_halves(
         self, blocks: Sequence[Block], x: Tensor, context: Context | list[Context] | None, samples: int
     ) -> Tensor:
-        """Run blocks of a route on x (2 B, N, D), its second half as :class:`WeakHalf` says."""
+        """Run blocks of a route on x (2 B, N, D). For the second half of x, follow :class:`WeakHalf`."""
         modulations = [next(self._modulations) for _ in blocks]
 
         def run(x: Tensor, rows: slice, grid: TokenGrid | None) -> Tensor:

@@ -41,7 +41,7 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
 def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
     """Return the summary's row with the number of conditioning frames and their files; an empty dict without frames.
 
-    frames: (n, 1 + C, T, H, W), masks and latents.
+    frames: (n, 1 + C, T, H, W), mask and latents of each picture or clip.
     """
     if frames is None:
         return {}
@@ -104,7 +104,7 @@ def encode_frames(
     pixels = (count - 1) * codec.temporal_downscale + 1
     height, width = (side * codec.downscale for side in size[1:])
     read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
-    if config.given_beside:  # for these models, the frames after the first are grey
+    if config.given_beside:  # these models take a clip whose frames after the first are grey
         whole = (size[0] - 1) * codec.temporal_downscale + 1
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
@@ -202,7 +202,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    # use every frame of a clip in memory, because a generated clip already has the interval used in training
+    # use every frame of a clip in memory: a generated clip already has the interval used in training
     interval = 1
     return frames[choose(len(frames))]
 

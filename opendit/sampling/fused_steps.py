@@ -2,14 +2,14 @@
 
 A step runs:
 
-    take_step        select every sample's rows of the tables
+    take_step        select each sample's rows of the tables of weights and noise
     embed_patches    convert the sampler's x to tokens, for both halves of guidance
     ...              the network's blocks and final layer
     guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
 
 These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. The kernels use the weights from
-``Sampler.weights``. Samples are the same up to fp32 rounding. All inputs of a step are in static memory, as in
-``SamplingLoop``.
+``Sampler.weights``. Samples are the same as without fusion up to fp32 rounding. All inputs of a step are in static
+memory, as in ``SamplingLoop``.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """The structure of a step, without the numbers in the tables. All steps of a kind share one CUDA graph."""
+    """The structure of a step, without its weights and noise, which are in tables. All steps of a kind share one CUDA
+    graph."""
 
     guided: bool
     evaluations: int
@@ -65,7 +66,7 @@ class FusedSteps:
     Args:
         network: the network, prepared for the conditions of the batch.
         linear: the weights of every step of the sampler.
-        guided: for every step, True if it has guidance.
+        guided: for every step, True if the step has guidance.
         state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: the step of every sample, counted from the first step in the tables.
         cfg_scale, cfg_channels: scale of guidance, and the number of guided channels.
@@ -157,7 +158,7 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return the numbers of a step in the order in which :meth:`FusedSteps.advance` reads them.
+    """Return a step's weights as a list of numbers, in the order in which :meth:`FusedSteps.advance` reads them.
 
     The order is: the factor that scales x for the network's input; for each evaluation except the last, the weights of
     the next input, followed by those of the prediction; for the last evaluation, the weights of the new state; and p

@@ -26,7 +26,7 @@ WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
-    """Return the sampling job of a run, with the part size that a new job gets. weights: result of
+    """Return the sampling job of a run. The size of its parts is that of a new job. weights: result of
     :func:`digest_of_weights`."""
     shape, count = pixel_shape(sampling), len(sampling.choices)
     size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
@@ -52,7 +52,7 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        # some VAEs count the channels of a patch
+        # some VAEs count the channels of a patch of pixels instead of a pixel
         channels = channels // (config.get("patch_size") or 1) ** 2 or channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]

@@ -46,7 +46,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.sampling.approximate_steps import weak_route
 
 PUBLIC_FPS = 16.0  # frame rate of Wan 2.1
-SOURCE_FPS = 24  # frame rate to assume for the training files if the weights don't store it
+SOURCE_FPS = 24  # frame rate of the training files if the weights don't store one
 
 
 def checkpoint_at(
@@ -71,8 +71,8 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
-    """Raise ValueError if guidance is requested from a model that has no null class, or that can't be guided ``by``
-    what is asked for (``--guidance_by``)."""
+    """Raise ValueError if guidance is requested from a model that has no null class, or that does not support the value
+    ``by`` of ``--guidance_by``."""
     weak_route(config, by)
     if not config.null_class and scale != 1 and by in ("null", "route"):
         raise ValueError(
@@ -167,7 +167,7 @@ class LoadedModel:
 
     Attributes:
         network: the model.
-        weights: where the weights come from, and their metadata.
+        weights: path and metadata of the weights.
         objective: the objective that the model was trained with.
         vae: name of the VAE, see :func:`vae_of`.
         vae_loading: the VAE, or the thread that loads it.
@@ -338,7 +338,7 @@ def make_conditioner(
 ) -> Conditioner:
     """Return a model's conditioner, with the frozen text encoder if the model needs one.
 
-    text_precision: as --text_precision. Raises the same errors as :func:`text_encoder_of`.
+    text_precision: value of --text_precision. Raises the same errors as :func:`text_encoder_of`.
     """
     if config.text is None:
         assert config.num_classes is not None
@@ -362,9 +362,8 @@ def published_conditioner(
 ) -> PublishedConditioner:
     """Return the conditioner of a public model, with the text encoders from its pipeline's folder.
 
-    text_precision: as --text_precision.
-
-    Raises ValueError or FileNotFoundError, naming the file, if a file is missing or belongs to another model.
+    text_precision: value of --text_precision. Raises ValueError or FileNotFoundError, naming the file, if a file is
+    missing or belongs to another model.
     """
     from opendit.encoders.published_text import load_published_text, text_widths
 

@@ -17,7 +17,7 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_file import write_mp4
 
-# list of the files that sample.py wrote in a folder, so that the next run in the folder can delete them
+# file that lists the files sample.py wrote in a folder, so that the next run can delete them
 INDEX = ".samples.json"
 LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
 

@@ -82,7 +82,7 @@ class _Batch:
     Attributes:
         index: numbers of the samples, (B,).
         rows: number of pictures, frames or tiles in the batch.
-        tiles: how pictures are cut into tiles, if ranks share the tiles of a picture.
+        tiles: the division of pictures into tiles, if ranks share the tiles of a picture.
         pixels: the decoded rows. First these are this rank's share, on the device; after the exchange between ranks,
             all rows; in the end, all rows on the host.
         ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
@@ -141,8 +141,8 @@ class OutputPipeline:
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # Wait for an older batch than the one that the GPU is working on, so that the GPU stays busy during the wait.
-        # With several ranks, their exchange delays delivery by one more batch.
+        # Wait for a batch before the one that the GPU is working on, so that the GPU stays busy during the wait. With
+        # several ranks, their exchange delays delivery by one more batch.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 

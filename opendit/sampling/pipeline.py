@@ -75,7 +75,7 @@ ARGUMENTS = {
 
 
 def weighted(lora: LoraArgument) -> list[tuple[Path, float]]:
-    """Return the paths and weights in :func:`load`'s argument ``lora``. Raises ValueError for an invalid weight."""
+    """Parse :func:`load`'s argument ``lora``; return (path, weight) pairs. Raises ValueError for an invalid weight."""
     found = []
     for each in [lora] if isinstance(lora, str | os.PathLike) else lora or ():
         path, weight = each if isinstance(each, tuple) else path_and_weight(os.fspath(each))
@@ -114,7 +114,7 @@ def load(
         precision: precision of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
         weights: the weights of a run or checkpoint to load: "ema" or "model".
         model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
-        num_classes: number of classes, if the file does not name it.
+        num_classes: number of classes, if the file does not store it.
         lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
             may end in its weight, as in ":0.8". Each path is a run of ``train.py --lora`` or, for a public model, also
             a LoRA file from another program.
@@ -175,7 +175,7 @@ def load(
         notes.append(chosen.ops_note)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    described = Weights({}, found.path, found.info)  # without the tensors, because the network already holds them
+    described = Weights({}, found.path, found.info)  # leave out the tensors, because the network already holds them
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
     return Pipeline(network, loaded.objective, codec, conditioner, described, precision, notes)
 
@@ -263,8 +263,8 @@ class Pipeline:
             what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the number
                 of samples to draw without a class or caption (a single class is a list: ``[207]``).
             steps: number of sampler steps; None for 50, or for a public model's usual number.
-            guidance: scale of classifier-free guidance; None for 4. With 1 there is no guidance, and half the work. A
-                public model has the scale and the default of its diffusers pipeline.
+            guidance: scale of classifier-free guidance; None for 4. With 1 there is no guidance, and half the work. For
+                a public model, the scale and its default are those of its diffusers pipeline.
             sampler: one of ``samplers``; None for the model's default.
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.

@@ -1,4 +1,4 @@
-"""A network whose results that do not depend on x_t are precomputed and stored in tables."""
+"""A network that reads precomputed results from tables, for all layers whose results do not depend on x_t."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``, which does not embed
-    times and captions in each step.
+    """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``. It does not embed
+    times and captions again in each step.
 
     The layers that compute the modulations of all blocks and of the final layer hold a third of DiT-XL/2's weights.
     This class computes the modulations of many steps at once, with one matrix product per block. It writes them into a
@@ -128,15 +128,15 @@ class PreparedModel:
         shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
-        if len(self._at_zero):  # modulations for tokens of conditioning frames, which are the same in every step
+        if len(self._at_zero):  # tokens of conditioning frames have the same modulations in every step
             self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
-        """Return the modulations, one tensor for each block and one for the final layer."""
+        """Return the modulations for the embeddings c, one tensor for each block and one for the final layer."""
         return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _steps_of(self, rows: int, size: int) -> int:
-        """Return how many steps fit in the table. rows: table rows of one step. size: bytes of one step."""
+        """Return how many steps fit in the table. size: bytes of the table rows of one step."""
         return max(1, min(len(self.times), self.memory // size))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:

@@ -75,7 +75,7 @@ def replica_batches(
     """
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
-    name = mesh.broadcast_object(secrets.token_hex(8))  # a random name, which no earlier queue in the store has
+    name = mesh.broadcast_object(secrets.token_hex(8))  # a random name that no earlier queue in the store has
     queue = SharedQueue(meet(find_place()), name, len(groups), replica)
     total = sum(len(batch) for group in groups for batch in group)
     with (

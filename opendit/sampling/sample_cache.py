@@ -31,7 +31,7 @@ from opendit.sampling.output_files import npy_header
 
 FOLDER, MANIFEST = ".parts", "manifest.json"
 PART_BYTES = 16 * MIB
-FINE = 1024  # in a job of at most this many samples, each sample is a separate part, so that no process is idle
+FINE = 1024  # in jobs of at most this many samples, each sample is a separate part, so that no process is idle
 BLOCK = 4 * MIB  # bytes to read at a time
 DIGEST = hashlib.sha256().digest_size
 _FILES = re.compile(r"\d{8}\.npy|manifest\.json|\.\d{8}\.\d+\.npy|\.manifest\.\d+\.json")

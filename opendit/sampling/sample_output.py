@@ -187,7 +187,7 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            # with halves of guidance on several ranks, the work of other ranks is unknown
+            # if other ranks evaluate a half of guidance, their work is unknown here
             if run.engine.approximations.note and not run.replica.halves:
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()

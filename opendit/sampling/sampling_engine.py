@@ -55,7 +55,7 @@ class SamplingEngine:
 
     The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. The recordings
     of the most recently used batch sizes are kept. With float8 operations, weights are cast once. If recording is not
-    possible, the same code runs kernel by kernel. ``note`` states which of these happens and why.
+    possible, the same code runs kernel by kernel. ``note`` states whether steps are recorded and, if not, why.
 
     Args:
         model: on its device, in its precision and in eval mode.
@@ -63,9 +63,9 @@ class SamplingEngine:
         steps: number of sampler steps.
         sampler: one of the objective's samplers; None for its default.
         cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
-        guidance_every: N, to evaluate guidance's unconditional half only in every N-th step.
-        guidance_by: which prediction guidance leads away from: "null", or a model's own route or another one in place
-            of all tokens, see :func:`~opendit.sampling.approximate_steps.weak_route`.
+        guidance_every: N evaluates guidance's unconditional half only in every N-th step.
+        guidance_by: the prediction that guidance leads away from: "null", or a prediction for which a route drops
+            tokens, see :func:`~opendit.sampling.approximate_steps.weak_route`.
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
             (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
@@ -137,7 +137,7 @@ class SamplingEngine:
         # Pad steps with fewer evaluations with the time of their first evaluation. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
         self.evaluated = 0  # number of blocks times rows that were evaluated, summed over all batches so far
-        self._full_work = 0  # the same number without approximations
+        self._full_work = 0  # number of blocks times rows that would be evaluated without approximations
         # batch size -> loop; the most recently used loop is last
         self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder = loops, recorder
@@ -363,7 +363,8 @@ class SamplingLoop:
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # Pass x in place of noise. Only the kinds of the steps are needed here, which don't depend on the noise.
+        # Pass x instead of noise, because only the kinds of the steps are needed here, and they don't depend on the
+        # noise.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
@@ -380,7 +381,7 @@ class SamplingLoop:
         self.stack.use_routes(model.fusion, model.config.sprint, self._weak_half())
         for network in self._networks:
             network.stack = self.stack
-        self.fused = self._fuse()  # fused kernels for the start and the end of a step; None to use torch operations
+        self.fused = self._fuse()  # fused kernels for the start and the end of a step; None: use torch operations
         # kind of step -> function that replays the graph of this kind
         self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}
         # For each kind that has run once, two numbers of blocks times rows per step: evaluated, and without
@@ -388,10 +389,10 @@ class SamplingLoop:
         self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.evaluated = self.full_work = 0  # sums of these two numbers over the steps of the current batch so far
         self._addresses: tuple[int, ...] = ()
-        self._end = 0  # index of the first step after those whose modulations and inputs are in the tables
+        self._end = 0  # end of the range of steps whose modulations and inputs are in the tables
 
     def _weak_half(self) -> WeakHalf | None:
-        """Return how guidance's second half is evaluated; None for the same way as the first half."""
+        """Return the settings of guidance's second half; None if it is evaluated like the first half."""
         route, model = self.settings.weak, self.settings.model
         if route is None or self.settings.cfg_scale == 1.0:
             return None
@@ -407,7 +408,7 @@ class SamplingLoop:
     def _guided(self):
         """Return the model of (x, t) that the sampler calls: guidance around the prepared network.
 
-        In place of conditions, guidance passes row numbers, by which the network finds its precomputed tensors.
+        Instead of conditions, guidance passes row numbers, with which the network finds its precomputed tensors.
         """
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
@@ -461,7 +462,7 @@ class SamplingLoop:
             self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
             self.recordings.clear()
         addresses = tuple(address for network in self._networks for address in network.addresses)
-        if self._addresses != addresses:  # recordings would read memory that has been freed
+        if self._addresses != addresses:  # drop the recordings, which would read memory that has been freed
             self._addresses = addresses
             self.recordings.clear()
             self._work.clear()  # new shapes, such as longer captions, may need kernels that must first be compiled
@@ -538,7 +539,8 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except FirstBlockDone:
             return
-        # Clone tensors of the old state that are also in the new state, because copying could overwrite them too early.
+        # A tensor of the old state may also be in the new state. Clone it, because copying could overwrite it before it
+        # is read.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -566,7 +568,7 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """Tables with the ``inputs`` of a sampler's steps, for samples that may be at different steps.
+    """Tables of a sampler's ``inputs`` for all steps, from which samples at different steps can read.
 
     Inputs that are numbers (one per step, or one per sample) are in one table per dtype, which holds all steps. Inputs
     of x's shape (noise) are computed for as many steps at a time as fit into memory.

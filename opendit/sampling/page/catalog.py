@@ -47,7 +47,7 @@ class WeightsChoice:
     Attributes:
         name: text for users, such as "000-DiT-Ti-2, step_0001000, ema".
         path, which, lora: arguments ``path``, ``weights`` and ``lora`` of ``opendit.load``.
-        mark: value that changes whenever the file of the weights changes.
+        mark: value that changes when the file of the weights changes.
     """
 
     name: str

@@ -42,7 +42,7 @@ class DrawingRequest:
 
     Attributes:
         weights: the checkpoint or model to draw with.
-        what: one class or caption per sample; or the number of samples to draw without a class or caption.
+        what: one class or caption per sample, or the number of unconditional samples.
         settings: the sampling settings.
         image: the picture that clips begin with.
     """

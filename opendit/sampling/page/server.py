@@ -34,9 +34,9 @@ from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
-MOST_REQUESTS = 256  # maximum number of running requests, one of which every browser keeps open while it shows the page
+MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
 BODY_S = 30  # seconds for the body of a request to arrive
-GOODBYE_S = 2  # seconds that running answers have left when the page stops
+GOODBYE_S = 2  # seconds that running answers may still take when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
 # All requests that the page makes. The guard refuses all other requests, although Gradio would answer them (uploads,
 # files, a proxy, calls of programs).
@@ -81,7 +81,7 @@ class Guard:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # the page uses no websockets, so refuse the connection
+            return None  # refuse websockets, which the page does not use
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if refusal := self._refusal(scope["method"], scope["path"], headers):
             if refusal[0] == 401 and "authorization" in headers:

@@ -115,7 +115,7 @@ class WeightsPicker:
 
     @property
     def fields(self) -> list[Any]:
-        """All fields, in the order of :class:`SettingsForm`."""
+        """The fields that fill a :class:`SettingsForm`, in its order."""
         return [
             *(self.source, self.checkpoint, self.average),
             *(self.sampler, self.step_count, self.scale, self.interval, self.cache, self.every),
@@ -195,7 +195,7 @@ class WhatPicker:
 
     @property
     def fields(self) -> list[Any]:
-        """All fields, in the order of :class:`WhatForm`."""
+        """The fields that fill a :class:`WhatForm`, in its order."""
         return [self.classes, self.captions, self.negative, self.number, self.seed, self.picture]
 
     @property

@@ -126,7 +126,7 @@ class TrainingQueue:
             if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
                 raise Busy(f"{MOST_WAITING} runs wait already: drop one of them first")
             name = f"{max(map(int, self._jobs), default=0) + 1:04d}"
-            while (self._folder / name).exists():  # a job that can't be read may have a folder
+            while (self._folder / name).exists():  # a folder with this name may belong to a job that can't be read
                 name = f"{int(name) + 1:04d}"
             self._write_config(name, config)
             self._keep(name, Job(title=title[:64], state="waiting"))
@@ -162,7 +162,7 @@ class TrainingQueue:
             config.pop("load", None)
             if (run := self.run_of(name)) is not None and self._catalog.has_checkpoint(run):
                 config["load"] = str(self._catalog.run(run).resolve())
-                if not trains_lora(config):  # keep the flag for a LoRA run, whose checkpoints do not contain the base
+                if not trains_lora(config):  # checkpoints of a LoRA run lack the base weights
                     config.pop("pretrained", None)
             self._write_config(name, config)
             self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))

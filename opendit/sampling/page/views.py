@@ -190,7 +190,7 @@ class Axis:
 
 def _axis(low: float, high: float) -> Axis:
     """Return an axis that contains both numbers."""
-    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # for a single value, put it in the middle of the axis
+    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # put a single value in the middle of the axis
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high / TICKS - low / TICKS) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
