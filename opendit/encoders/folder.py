@@ -195,7 +195,7 @@ def transformers_model(
     model_class = getattr(lazy_module("transformers"), name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
     check_size(lambda: model_class(made), shapes, folder)
-    # Without a folder, transformers takes the tensors that it is given.
+    # Without a folder, transformers uses the tensors that are passed as ``state_dict``.
     numbered = None if kind == "bf16" else {key: _number(i, shape) for i, (key, shape) in enumerate(shapes.items())}
     files = dict(local_files_only=True, trust_remote_code=False, use_safetensors=True)
     with _quiet_loading(warnings=numbered is None):
@@ -214,7 +214,7 @@ def transformers_model(
 
 
 def _number(number: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of the shape that holds the number everywhere and takes 4 bytes of memory."""
+    """Return a tensor of the given shape whose elements all share one number of 4 bytes."""
     return torch.tensor(float(number)).expand(shape)
 
 
@@ -229,8 +229,8 @@ def _fill_stored(
 ) -> None:
     """Replace the parameters of a model by the tensors of its files, and store those of linear layers as ``kind``.
 
-    Every parameter holds the number of its tensor in ``tensors``: transformers renames a file's tensors, and so it has
-    been given numbers to load in their place. One tensor is read at a time.
+    Every parameter holds the index of its tensor in ``tensors``. transformers has loaded these indexes instead of the
+    weights, because it renames tensors while it loads them. One tensor is read at a time.
 
     Raises ValueError if transformers makes a parameter of several tensors.
     """
@@ -266,7 +266,8 @@ def _fill_stored(
 def _quiet_loading(warnings: bool) -> Iterator[None]:
     """Disable the progress bars of transformers, because every rank would draw them.
 
-    Without ``warnings`` its warnings are disabled too: tied weights seem to differ while they are numbers.
+    Without ``warnings`` its warnings are disabled too: it would warn that tied weights differ, because they hold
+    indexes.
     """
     from transformers.utils import logging
 

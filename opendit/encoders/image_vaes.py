@@ -26,13 +26,13 @@ class OneFrame(nn.Module):
 class Packed(nn.Module):
     """Wrapper of FLUX.2's autoencoder that packs each 2 x 2 latent values into the channels of one position.
 
-    This autoencoder has a batch norm with the statistics of packed latents, with which the codec normalises latents.
+    The codec normalises packed latents with the statistics of this autoencoder's batch norm.
     """
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        # remove patch_size, because code that reads it expects pixels, and here it counts packed latents
+        # remove patch_size: other code expects it in pixels, but here it counts packed latents
         about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers

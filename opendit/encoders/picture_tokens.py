@@ -1,4 +1,4 @@
-"""Encode pictures with CLIP's second to last layer, to tokens that an image-to-video network attends to."""
+"""Encode pictures with CLIP to tokens, the outputs of its second to last layer, for image-to-video networks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ class PictureTokens:
         device: device of the encoder.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing, or the encoder is not the expected one. The message is one
+        FileNotFoundError, ValueError: a file is missing, or the encoder's class or width is wrong. The message is one
             line.
     """
 

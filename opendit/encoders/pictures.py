@@ -60,9 +60,9 @@ def one_line(caption: str) -> str:
 
 
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """Cut a caption to at most ``width`` pixels, but keep at least its first four characters."""
+    """Cut a caption to at most ``width`` pixels, except that at least four characters stay."""
     line = one_line(caption[:10_000])
-    short = line[: 4 * width]  # limits the time of measuring; every character is at least a quarter pixel wide
+    short = line[: 4 * width]  # limits the time of measuring: a character is at least a quarter pixel wide
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
         return short
     fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
@@ -89,7 +89,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """Return the number of columns for a grid with one class per column, if there are 4 to 12 classes; else None."""
+    """Return the number of classes if it is from 4 to 12, for a grid with one class per column; else None."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 

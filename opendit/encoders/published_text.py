@@ -41,7 +41,7 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-# limits memory: at 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB
+# for 16 captions of 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB
 CAPTIONS_AT_ONCE = 16
 # Class of transformers -> accepted values of model_type in config.json.
 MODEL_TYPES = {
@@ -60,9 +60,9 @@ CLASSES_OF_TOKENIZERS = (
 )  # fmt: skip
 # Class of a processor for text and pictures -> class of its tokenizer.
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
-# sets of files; a tokenizer has all files of one set
+# a tokenizer's folder must have all files of one of these sets
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))
-# a prompt that shows, by its cleaned form, which cleaning steps the pipeline does
+# a prompt whose cleaned form shows which cleaning steps the pipeline does
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "
 
 
@@ -78,9 +78,9 @@ class Prompts:
         pooled: names of the components that compute the pooled vector; () if there is none.
         pooled_at: index of the pooled vector in the result.
         masked: True if the second item of the result is the mask of the tokens (B, L), or None if no token is padding.
-        layers: number of the encoder's layers whose outputs are concatenated to a token.
-        dropped: number of tokens of the template before the prompt, which the result does not contain.
-        written: function (pipeline, prompt) -> the text to tokenize.
+        layers: number of the encoder's layers whose outputs are concatenated to form a token.
+        dropped: number of template tokens before the prompt that the result does not contain.
+        written: function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template.
         bare: True if negative prompts, including the empty prompt, are encoded without applying ``written``. Their
             tokens and mask are the third and fourth item of the result.
         unused: name of a component that the pipeline requires but that is not used here.
@@ -314,7 +314,7 @@ def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
     """Return the size in bytes of a folder's text encoders, from the headers of their files.
 
     Args:
-        kind: as --text_precision.
+        kind: value of --text_precision.
 
     Raises FileNotFoundError or ValueError.
     """
@@ -382,7 +382,7 @@ def load_published_text(
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype
     components: dict[str, Any] = {}
-    # alphabetical order puts a text_encoder before its tokenizer
+    # load each text encoder before its tokenizer, which is alphabetical order
     for component, (_, class_name) in sorted(family.components.items()):
         if not component.startswith(("text_encoder", "tokenizer")):
             continue

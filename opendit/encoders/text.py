@@ -33,9 +33,9 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
-# maximum default number of tokens of the bytes encoder, because attention's memory grows quadratically
+# maximum default number of tokens of the bytes encoder: memory of attention grows quadratically with it
 MOST_BYTES = 512
-MOST_TEXT_TOKENS = 16_384  # limit of --max_text_tokens
+MOST_TEXT_TOKENS = 16_384  # maximum of --max_text_tokens
 # Short name -> (repository on the hub, commit, geometry). Flan-T5 is used because its repository has safetensors and a
 # tokenizer that needs no extra package; the original T5 repositories have neither. The main branch of CLIP has pickled
 # weights only; this commit adds safetensors.

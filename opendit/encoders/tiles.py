@@ -12,7 +12,7 @@ from torch import Tensor
 class Tiles:
     """A division of latents (B, C, ..., h, w) into overlapping tiles.
 
-    The last tile of a row or column ends at the border of the latents, so its overlap may be larger.
+    The last tile of a row or column ends at the border of the latents, so it may overlap more with its neighbour.
 
     Attributes:
         sides: (h, w) of the latents.
@@ -54,7 +54,7 @@ class Tiles:
         """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32.
 
         Every pixel is the weighted mean of the tiles that contain it. A tile's weight rises with the pixel's distance
-        from the tile's borders, up to the overlap. Borders of the tile at the frame's border don't count.
+        from the tile's borders, up to the overlap. Borders that the tile shares with the frame do not lower its weight.
         """
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))

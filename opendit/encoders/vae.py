@@ -1,4 +1,4 @@
-"""Convert pixels to latents and back, with an image VAE or without any (latents = pixels).
+"""Convert pixels to latents and back, with an image VAE, or with no VAE at all (latents = pixels).
 
 An encoder computes moments: the mean and the standard deviation of every latent value. A latent is sampled as
 mean + std * noise and then shifted and scaled to unit variance. The caller supplies the noise, keyed by the sample. A
@@ -189,8 +189,8 @@ class FrozenVAE(Codec):
         parts = []
         for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
-            # Continue in fp32. exp() of a logarithm in half precision would cost the standard deviation one digit of
-            # precision.
+            # Continue in fp32. Taking exp() of a log variance in half precision would cost the standard deviation one
+            # digit of precision.
             found = self.vae.encode(part)
             # diffusers' classes wrap the tensor
             found = found if isinstance(found, Tensor) else found.latent_dist.parameters
@@ -464,7 +464,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
                 if config.get(key) is not None and len(config[key]) != channels:
                     raise ValueError(f"{path}: {key} has {len(config[key])} numbers for {channels} channels")
     except (FileNotFoundError, NotADirectoryError) as error:
-        if path.is_file():  # only the weights are missing
+        if path.is_file():  # the configuration exists, so only the weights are missing
             raise
         raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
     except KeyError as error:

@@ -145,7 +145,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         self.vae.disable_tiling()
         # CogVideoX decodes two latent frames at a time. Only in a clip with an odd number of latent frames does it
         # treat the first one specially. With an even number, it decodes the first latent frame to temporal_downscale
-        # frames, of which only the last is valid. So drop the first ones.
+        # frames, of which only the last is valid. So drop the excess frames at the start.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
@@ -257,6 +257,6 @@ def load_video_codec(
     """
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
-    if compiled:  # the cache of earlier frames would make torch.compile recompile for every frame
+    if compiled:  # not possible: the cache of earlier frames would make torch.compile recompile for every frame
         raise ValueError(f"--vae_compile: --vae {name} is an {video[0]}, and only pictures' are compiled; leave it out")
     return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, device=device, **settings)

@@ -103,7 +103,7 @@ class VisionTeacher:
 
 
 class CachedTeacher:
-    """Stands for an encoder whose features were computed with the latents. Arguments: see :class:`VisionTeacher`."""
+    """Used instead of :class:`VisionTeacher` if the features are cached with the latents. Arguments: see there."""
 
     def __init__(self, weight: float, spatial: bool):
         self._weight, self._spatial = weight, spatial
