@@ -1,4 +1,5 @@
-"""Draws pictures or clips from a checkpoint: a labelled sheet, single PNGs or MP4s, on request an .npz for FID tools.
+"""Draws pictures or clips from a checkpoint, as a labelled sheet, single PNGs or MP4s and, with --npz, an .npz for FID
+tools.
 
     python sample.py --ckpt outputs/000-DiT-XL-2 --class_labels 207 360 --cfg_scale 4
     python sample.py --model DiT-XL/2 --image_size 256 --ckpt ./model.pt            (Meta's weights)
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
                 group_of_one=False,
             )
             if flags.profile and mesh.device.type == "cuda":
-                # makes each stage wait for the device, so that stages don't overlap there
+                # wait for the device at the end of each stage, so that stages don't overlap
                 stages.wait = torch.cuda.synchronize
         with stages("flags and files: checked"):
             # Read the checkpoint, its VAE and text encoder, and the conditions of all samples.

@@ -43,10 +43,10 @@ def train(run: Run) -> None:
         run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
         with run.saving_if_data_end():
-            # Launch the passes of EagerPasses (below) kernel by kernel, replay them from CUDA graphs, or run the stages
-            # of a pipeline by a schedule, as the runner does that build() chose from opendit/training/runners.py.
+            # Run the passes of EagerPasses (below). The runner that build() chose launches them kernel by kernel,
+            # replays them from CUDA graphs, or runs the stages of a pipeline (opendit/training/runners.py).
             loss = run.runner.passes(micro_batches(run))
-            run.interrupt.ask()  # collective, before weights change: did a rank get a signal or run out of data?
+            run.interrupt.ask()  # collective, before weights change: has any rank received a signal or run out of data?
         run.result = result = run.engine.step()
         run.ema.update(result.finite)
         run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # in a pipeline, only the last stage has a loss
@@ -76,7 +76,7 @@ def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Turns a batch of the loader into a micro-batch: latents, noise, times and conditions.
+    """Converts a batch of the loader to a micro-batch: latents, noise, times and conditions.
 
     All random numbers for a sample are keyed by (seed, step, index in the global batch). So any number of ranks, and a
     resumed run, draw the same numbers.

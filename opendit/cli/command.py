@@ -1,5 +1,5 @@
 # pyright: standard
-"""The console command ``opendit``: runs one of the programs, each with its own flags.
+"""The console command ``opendit``, which runs one of the programs.
 
 opendit train --model DiT-S/2 --data_path FOLDER
 opendit sample --ckpt outputs/000-DiT-S-2 --class_labels 0 1

@@ -62,11 +62,11 @@ def cached(repository: str, commit: str) -> str | None:
     try:
         options: dict[str, Any] = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True)
         return str(snapshot_download(repository, revision=commit, **options))
-    except Exception:  # files are missing from the cache; the hub may have them
+    except Exception:  # some files are not in the cache, but the hub may have them
         return None
 
 
-@functools.cache  # flags are resolved several times; all must get the same commit
+@functools.cache  # cached, because flags are resolved several times and each time must get the same commit
 def download_snapshot(repository: str, revision: str | None, what: str) -> str:
     """Download a revision from the hub and return its snapshot folder. Raises ValueError that begins with ``what``."""
     from huggingface_hub import constants, errors, snapshot_download

@@ -1,8 +1,8 @@
 """Read strict JSON within limits.
 
-The reader limits what pydantic does not: the bytes of a file, its depth, duplicate keys, and the digits of a number.
-Errors are one-line ValueErrors that name the file and the problem. Importing this module does not import pydantic. The
-pydantic models that check the content are built on opendit/common/json_models.py.
+The reader bounds the bytes of a file, its depth and the digits of a number, and rejects duplicate keys. pydantic does
+not. Errors are one-line ValueErrors that name the file and the problem. Importing this module does not import pydantic.
+The pydantic models that check the content are built on opendit/common/json_models.py.
 """
 
 import errno
@@ -21,7 +21,7 @@ MIB = 1 << 20
 CONTAINERS = 1_000_000
 DEPTH = 64  # maximum depth of nested lists and objects
 DIGITS = 400  # maximum number of characters of a number; a double needs 17 digits, and has at most 309 before its point
-LARGEST = 2**53  # not every program that reads JSON represents larger integers exactly
+LARGEST = 2**53  # largest integer: some programs that read JSON round larger integers
 
 
 def read_json(path: Path, most: int) -> Any:

@@ -11,7 +11,7 @@ from opendit.common.safe_files import LinkRefused, open_to_append
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while the disk is full: a week of log lines
+MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while the disk is full; a week of log lines fits
 
 
 class RecordFile:
@@ -52,7 +52,7 @@ class RecordFile:
                 self._write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
-            self._close()  # a file on a network may work again only after it is reopened
+            self._close()  # after a network failure, a file may have to be reopened
             if isinstance(error, LinkRefused):
                 raise
             raise OSError(error.errno, error.strerror, str(self.path)) from error

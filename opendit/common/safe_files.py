@@ -76,7 +76,7 @@ def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: b
 
 def path_of(file: BinaryIO) -> str:
     """Return a path with which a library can open a file from :func:`replacing` a second time."""
-    number = f"/proc/self/fd/{file.fileno()}"  # names this exact file, even if another file has its path by now
+    number = f"/proc/self/fd/{file.fileno()}"  # refers to this file even if another file now has its path
     return number if os.path.exists(number) else str(file.name)
 
 
@@ -234,7 +234,7 @@ def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove the folder when this context ends if it was made meanwhile and is empty."""
+    """When this context ends, remove the folder if it was created inside the context and is empty."""
     is_new = not folder.exists()
     try:
         yield

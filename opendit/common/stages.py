@@ -16,7 +16,7 @@ class Stages:
 
     Calling the object with a name returns a context manager for a stage. The time of an inner stage does not count for
     the outer stage, so the stages add up to the age of the process. Stages must be entered from a single thread.
-    :meth:`beside` records the work of other threads, which is not part of the sum.
+    :meth:`beside` records the work of other threads, which does not count towards this sum.
 
     Args:
         first: name of the stage that lasts from the start of the process until the first ``with`` block.

@@ -69,8 +69,8 @@ def write_tensors(
     kinds: dtype and shape of each tensor to write, by default those of all tensors. Pass ``kinds`` if ``tensors`` reads
     a tensor from disk at each access.
 
-    This function replaces safetensors' save_file, which neither hashes nor syncs, and does not tell a full disk from a
-    bug.
+    safetensors' save_file is not used, because it neither hashes nor syncs, and its error does not show that a disk is
+    full.
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -24,7 +24,7 @@ from opendit.common.utils import printable, shown
 
 MOST_BYTES = 1 << 20
 TIME_LIMIT = 30.0  # seconds
-MOST_VALUES = 2_000_000  # maximum number of values, keys included; values that an alias repeats count again
+MOST_VALUES = 2_000_000  # maximum number of values, including keys; each repetition by an alias counts
 MOST_DEPTH = 64
 MOST_ALIASES = 10_000
 MOST_DIRECTIVES = 16  # maximum number of lines that begin with %; libyaml takes quadratic time for them

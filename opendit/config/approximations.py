@@ -96,8 +96,8 @@ def _number(text: str) -> float | None:
 class Approximations:
     """All approximations of a sampling run; none by default.
 
-    guidance_every: N, to evaluate the unconditional half of guidance only in every N-th step. The other steps reuse the
-    last difference between the two halves.
+    guidance_every: N evaluates the unconditional half of guidance only in every N-th step. The other steps reuse the
+    last difference between the conditional and the unconditional half.
     """
 
     guidance_every: int = 1

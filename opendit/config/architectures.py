@@ -2,9 +2,9 @@
 
 This module does not import torch, so that flags can be checked quickly; ``opendit.models.zoo`` creates the models.
 
-To add an architecture, write ``opendit/models/NAME.py``, whose ``ARCHITECTURE`` names the configuration, the network,
-and the plan if the plan does not follow from the specification of the blocks. Then add a row to :data:`KINDS`. NAME is
-the row's key in lower case without dashes.
+To add an architecture, write ``opendit/models/NAME.py``, whose ``ARCHITECTURE`` names the classes of the configuration
+and the network. It also names the cost plan if that does not follow from the specification of the blocks. Then add a
+row to :data:`KINDS`. NAME is the key of that row in lower case without dashes.
 """
 
 import re
@@ -18,8 +18,8 @@ POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 NORMS = ("layer", "rms")  # norms before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
 # Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes
-# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT; a later release changed it
-# to Cosmos' size, 4096 x 28 x 32. 28B comes from NeMo's table of training speeds.
+# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT; a later NeMo release
+# changed DiT7BConfig to Cosmos' size, 4096 x 28 x 32. 28B comes from NeMo's table of training speeds.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),

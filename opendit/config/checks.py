@@ -1,7 +1,7 @@
 """Checks of values that several programs use.
 
-Every check raises a ValueError whose message names the flag and the fix. Its subclass OnThisMachine is for mistakes
-that may exist on this machine only.
+Every check raises a ValueError whose message names the flag and the fix. Mistakes that may exist on this machine only
+raise its subclass OnThisMachine.
 """
 
 import difflib
@@ -70,7 +70,7 @@ def check_writable(folder: str, flag_name: str) -> None:
 
 
 def check_vae(name: str) -> None:
-    """Check that --vae is a known name or a path that exists."""
+    """Check that the value of --vae is a known name or an existing path."""
     if name not in VAES:
         check_exists(name, "--vae", f"{', '.join(VAES)} or a folder with a VAE", VAES)
 
@@ -180,7 +180,7 @@ def path_and_weight(text: str) -> tuple[str, float]:
 
 
 def check_lora_weight(path: object, weight: float) -> None:
-    """Check the weight, by which a LoRA's products are multiplied."""
+    """Check the weight by which the output of a LoRA is multiplied."""
     if not -100 <= weight <= 100:
         raise ValueError(f"--lora {path}: its weight {weight:g} is out of range; give one from -100 to 100")
 

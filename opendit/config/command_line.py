@@ -42,7 +42,7 @@ class CommandLine(argparse.ArgumentParser):
 
     Attributes:
         arguments: (action, allowed values) of every flag and positional argument that takes a value.
-        commands: subcommands by name.
+        commands: the parsers of subcommands, by name.
         defaults: the default of every flag; argparse's result contains only flags that are on the command line.
         sections: the headings of --help with their flags.
         source: beginning of messages about words that come from a file instead of the command line.
@@ -65,7 +65,7 @@ class CommandLine(argparse.ArgumentParser):
     # ------------------------------------------------------------------------------------------------- declaring
 
     def heading(self, heading: str) -> None:
-        """Start a heading of --help for the flags that are added next. heading: ``"Title: what it is about"``."""
+        """Start a heading of --help for the flags that are added next. heading: "Title: subject"."""
         if not self.sections or self.sections[-1].title != Section.headed(heading).title:
             self.sections.append(Section.headed(heading))
 
@@ -172,7 +172,7 @@ class CommandLine(argparse.ArgumentParser):
     def _repeated(self, words: list[str]) -> Iterator[str]:
         """Yield a line for each flag that occurs again with another value, or as its opposite.
 
-        This is not an error, because scripts put their flags before the user's.
+        This is not an error, because scripts put their flags before the user's flags, which override them.
         """
         before: dict[str, list[str]] = {}
         starts = [place for place, word in enumerate(words) if word.startswith("--")]
@@ -200,7 +200,7 @@ class CommandLine(argparse.ArgumentParser):
         elif "ignored explicit argument" in message:
             message = f"{name}: takes no value; write {self._both(name)}"
         elif value := re.match(r"(-\S+|[A-Za-z]\S*): (.*)$", message, re.DOTALL):
-            message = f"{value[1]} {value[2]}"  # a message of Value.read, which begins with the value
+            message = f"{value[1]} {value[2]}"  # Value.read's message begins with the value
         self.fail(message)
 
     def fail(self, error: Exception | str) -> NoReturn:
@@ -208,7 +208,7 @@ class CommandLine(argparse.ArgumentParser):
         if should_print(error):
             print_error(f"{self.source}{error}" if self.source else error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun ends all processes when one ends, so give the rank that prints the error time to do so
+            # torchrun ends all processes when one ends, so wait until the first rank has printed the error
             time.sleep(5)
         self.exit(2)
 

@@ -372,7 +372,7 @@ class BatchFlags(Flags):
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
-MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289 all updates have equal weight
+MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289 its weights would be uniform
 
 
 def power_widths(text: str) -> list[float]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 PATIENCE_S = 10.0  # seconds to wait for a stream that accepts no output, such as a full non-blocking pipe
-LONGEST = 400  # maximum number of characters shown of a message; a value in the message may be the contents of a file
+LONGEST = 400  # maximum number of characters shown of a message, because a message may contain a long value
 
 
 class OnThisMachine(ValueError):

@@ -15,7 +15,7 @@ FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of the latents 
 MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
 ADDRESSES = "shards.source"  # the source that reads addresses
 ENERGON, BLENDS = "energon.source", "blend"
-TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises; so it is tried last
+TABLES = "captioned"  # reads tables and any other folder, and is therefore tried last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
 

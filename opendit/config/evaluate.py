@@ -37,7 +37,7 @@ NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.referen
 
 @dataclass(frozen=True)
 class WhatFlags(Flags):
-    """Flags that choose what is evaluated, and against what."""
+    """Flags that choose the samples to evaluate and the reference."""
 
     group: ClassVar[str] = "Evaluation: what is evaluated, and against what"
 
@@ -149,7 +149,8 @@ class EvaluateConfig(
     ParallelFlags,
     ResultFlags,
 ):
-    """Measures how good pictures or clips are. Several processes (torchrun) share the work; a killed run can resume."""
+    """Measures the quality of pictures or clips. Several processes (torchrun) share the work; a killed run can
+    resume."""
 
     program: ClassVar[str] = "python -m opendit.evaluation"
     examples: ClassVar[tuple[str, ...]] = (
@@ -227,8 +228,8 @@ class EvaluateConfig(
         )
         found = []
         for count, scale in itertools.product(steps, scales):
-            # In a sweep, scale 1 means no guidance. So for scale 1, the flags that change guidance are treated as not
-            # set.
+            # In a sweep, scale 1 means no guidance. For scale 1, treat the flags that change guidance as not set,
+            # because they would be rejected.
             given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
             found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
         return found

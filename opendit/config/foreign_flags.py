@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-# Our flags -> equivalent flags of other programs. If several of our flags fit, the first that the running program has
-# is suggested.
+# Our flags -> equivalent flags of other programs. If a key lists several of our flags, the first one that the running
+# program has is suggested.
 _OURS = {
     "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
     "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "

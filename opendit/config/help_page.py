@@ -1,4 +1,4 @@
-"""Format ``--help``: flags by component under one-line headings, then examples.
+"""Format the text of ``--help``: the flags of each component under a one-line heading, then examples.
 
 ``--help`` shows the common flags on one screen. ``--help all`` shows all flags, and ``--help HEADING`` the flags of one
 component.

@@ -176,7 +176,7 @@ BLOCKS = "blocks"  # value of --offload: keep all blocks, or (blocks:N) some of 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # types with their own attention kernel, which reads only a part of the keys at a time
+OWN_ATTENTION = ("ring", "usp")  # types with a separate attention kernel, which reads only a part of the keys at a time
 AXIAL = "axial"  # type for models without attention to all tokens (opendit/parallel/sequence/axial.py)
 
 
@@ -204,7 +204,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        # Gemini does not shard frozen weights. With LoRA, every GPU would hold all of them, no better than with zero2.
+        # Gemini does not shard frozen weights, so with LoRA it would need as much memory as zero2.
         rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
@@ -266,7 +266,7 @@ class Needs(NamedTuple):
 
     Attributes:
         features: name of the features that the metric needs.
-        reference: what the metric needs from the reference, "statistics" or "features"; None without a reference.
+        reference: kind of reference data that the metric needs, "statistics" or "features"; None without a reference.
         about: one line for lists.
     """
 

@@ -289,20 +289,20 @@ def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
     """Parse --offload. Return fsdp's state to keep in host memory (one of OFFLOAD), and the number of blocks to keep
     there.
 
-    The number is 0 for no blocks. It exceeds the number of blocks of every model if all blocks are meant.
+    The number is 0 for no blocks. For all blocks, it is larger than the number of blocks of any model.
 
     Args:
-        frozen: True if the blocks are frozen (--lora). Blocks that are trained are kept there together with the state.
+        frozen: True if the blocks are frozen (--lora). If blocks are trained, the state is kept there, too.
     """
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``: each copy of the model needs complete
-    groups.
+    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``.
 
-    A group consists of ``sharing`` processes that process the same samples.
+    A group consists of ``sharing`` processes that process the same samples, and each copy of the model needs complete
+    groups.
     """
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""

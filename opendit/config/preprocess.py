@@ -288,11 +288,11 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch of --model, whose tokens --bucket_tokens counts and --repa has features for: (frames, rows,
-    columns) or (rows, columns).
+    """Return the patch of --model, (frames, rows, columns) or (rows, columns), for --bucket_tokens and --repa, which
+    both refer to the model's tokens. Return () without these two flags.
 
-    Return () without either. Raises ValueError if the model is missing or unknown, or takes clips instead of
-    pictures or pictures instead of clips.
+    Raises ValueError if the model is missing or unknown, or takes clips instead of pictures or pictures instead of
+    clips.
     """
     tokens, model = options["bucket_tokens"], options["model"]
     if tokens is None and options["repa"] is None:

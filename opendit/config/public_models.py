@@ -11,7 +11,7 @@ from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
-CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that all VAEs support (4 k + 1 and 8 k + 1)
+CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that is 4 k + 1 and 8 k + 1, as VAEs need
 
 
 class Public(NamedTuple):

@@ -81,7 +81,7 @@ class CheckpointFlags(Flags):
 
 @dataclass(frozen=True)
 class DrawFlags(Flags):
-    """Flags that choose what is drawn, and how."""
+    """Flags that choose the samples to draw and the sampler's settings."""
 
     group: ClassVar[str] = "Sampling: what is drawn, and how"
 
@@ -142,7 +142,7 @@ class GivenFrameFlags(Flags):
 
 @dataclass(frozen=True)
 class ApproximationFlags(Flags):
-    """Flags that skip part of the work of sampling steps. docs/sampling.md lists the resulting errors."""
+    """Flags that skip part of the work of sampling steps. docs/sampling.md lists the errors that this causes."""
 
     group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 

@@ -1,5 +1,5 @@
-"""Token routing, ``--route FIRST:LAST:SHARE[:sprint]``: in training, some blocks see only part of the tokens. Does not
-import torch.
+"""Token routing, ``--route FIRST:LAST:SHARE[:sprint]``: in training, some blocks see only part of the tokens. This
+module does not import torch.
 """
 
 import math

@@ -247,7 +247,7 @@ class TrainConfig(
         """
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
-            of_both = self.expert == "both" and (folder / "low").is_dir()  # a run that has trained both
+            of_both = self.expert == "both" and (folder / "low").is_dir()  # folder of a run that trains both
             if self.expert is not None and not of_both and folder.name not in ("transformer", "transformer_2"):
                 raise ValueError(f"--expert {self.expert}: {folder} has one network; leave the flag out")
             return str(self.pretrained)
@@ -645,7 +645,7 @@ class TrainConfig(
     def aligned_block(self) -> int:
         """The number of blocks after which --repa aligns the tokens with features."""
         depth = (depth_and_heads(self.model) or (0, 0))[0]
-        return self.repa_block or max(1, round(depth * 2 / 7))  # 8 of 28, as in REPA's paper
+        return self.repa_block or max(1, round(depth * 2 / 7))  # block 8 of 28, as in REPA's paper
 
     def _check_alignment(self) -> None:
         """Raise ValueError, with the reason, for flags that can't be combined with --repa."""
@@ -730,7 +730,8 @@ class TrainConfig(
         With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does.
 
         Args:
-            known: True if the LoRA of a resumed run (--load) is known, so that without one all weights are trained.
+            known: True if it is already known whether a resumed run (--load) has a LoRA; without --lora it then has
+                none.
         """
         if not self.streamed_blocks or self.parallel == "auto":
             return
