@@ -23,7 +23,7 @@ import sys
 from opendit.config.console import answer_interrupts, prepare_console, print_error, should_print
 
 if __name__ == "__main__":
-    answer_interrupts()  # also during the imports below
+    answer_interrupts()  # Ctrl-C prints one line, even during the imports below
 
 import os
 from pathlib import Path

@@ -11,7 +11,7 @@ import sys
 from opendit.config.console import answer_interrupts, prepare_console
 
 if __name__ == "__main__":
-    answer_interrupts()  # also during the imports below
+    answer_interrupts()  # Ctrl-C prints one line, even during the imports below
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

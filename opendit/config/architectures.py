@@ -15,7 +15,7 @@ from opendit.config.flags import Setting, nearest
 from opendit.config.public_models import PUBLIC, family_in
 
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
-NORMS = ("layer", "rms")  # norms before every branch of a block
+NORMS = ("layer", "rms")  # choices of the norm before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
 # Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes
 # (Peebles & Xie 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT; a later NeMo release

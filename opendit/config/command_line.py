@@ -325,7 +325,8 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """Return the parser of a configuration's flags. Its results contain only flags that are on the command line."""
+    """Return the parser of a configuration's flags. A parsed result contains only flags that are on the command
+    line."""
     parser = _parser_of(cls, name_of(cls.program))
     parser.source = ""
     return parser

@@ -1,4 +1,4 @@
-"""Standard output and standard error.
+"""Set up standard output and standard error.
 
 A program continues if the encoding of a stream lacks a character, a disk is full or a pipe is closed. A mistake is
 printed by one process as one line: ``error: --flag value: what is wrong; what to do``.

@@ -149,8 +149,7 @@ class EvaluateConfig(
     ParallelFlags,
     ResultFlags,
 ):
-    """Measures the quality of pictures or clips. Several processes (torchrun) share the work; a killed run can
-    resume."""
+    """Measures how good pictures or clips are. Several processes (torchrun) share the work; a killed run can resume."""
 
     program: ClassVar[str] = "python -m opendit.evaluation"
     examples: ClassVar[tuple[str, ...]] = (

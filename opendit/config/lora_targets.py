@@ -1,4 +1,4 @@
-"""The values of --lora_targets."""
+"""Parse the values of --lora_targets."""
 
 import re
 

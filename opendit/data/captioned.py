@@ -119,7 +119,7 @@ class CaptionedDataset(PicturesAndClips):
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
     def describe(self) -> Description:
-        counted = ((len(self), 1_000_000),)  # many, because captions are in memory
+        counted = ((len(self), 1_000_000),)  # check many captions, because they are in memory
         more: dict[str, Any] = {"counted_captions": counted, "files": self._files, "notes": self.notes}
         return self.description(self._text(), conditioning="text", **more)
 

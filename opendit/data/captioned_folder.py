@@ -35,10 +35,10 @@ class CaptionedFiles:
 
     Attributes:
         sources: number of captions from each kind of source.
-        left_out: "path" or "path: reason" of left-out files, by kind.
+        left_out: kind of left-out files, such as ``BARE`` -> "path" or "path: reason" of each file.
         table: path of the table that was read, if any.
         has_captions: False if no file in the folder is meant as a caption.
-        ignored: other files.
+        ignored: files that are neither media nor captions.
     """
 
     rows: list[TableRow] = field(default_factory=list)

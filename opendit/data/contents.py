@@ -131,6 +131,6 @@ class Verification:
                 block = file.read(READ_AT_ONCE)
                 if not block:
                     return digest.hexdigest()
-                digest.update(block)  # releases the interpreter's lock
+                digest.update(block)  # releases the interpreter's lock, so training is not blocked
                 if self._stop.wait(time.monotonic() - started):  # pause as long as the read took
                     return None

@@ -84,7 +84,7 @@ class ShardEntry(JsonObject):
     """Entry of the index for one file of latents.
 
     Attributes:
-        shape_key: the shape key of all samples in the file, see ``Shapes.keys``.
+        shape_key: number that identifies the shape of the file's samples, see ``Shapes.keys``.
         latent_shape: shape of the file's latents in a cache made with --bucket_tokens. If absent, the index's
             ``latent_shape`` holds.
     """

@@ -61,7 +61,7 @@ class _RowReader(Dataset[Any]):
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return (rows, labels, captions, media, skipped files). The first four are of the readable rows only.
+        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows.
 
         The captions are empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W),
         or None if no row was readable."""

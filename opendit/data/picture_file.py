@@ -270,6 +270,7 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
         # Pillow keeps only the upper byte of a 16-bit picture's values, but all 16 bits of the transparent colour.
+        # Reduce the colour to its upper byte, too, so that it matches.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):

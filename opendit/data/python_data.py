@@ -68,7 +68,7 @@ class PythonDataset(PicturesAndClips):
     A run resumes exactly if ``data[i]`` is the same at each call and in each process. ``data.fingerprint``, a str,
     should change with the data. Without it, the identity is a hash of 32 evenly spaced samples.
 
-    Raises ValueError, which names the fix, for another kind of data set."""
+    Raises ValueError, which names the fix, if ``data`` is another kind of data set."""
 
     def __init__(self, data: Any, image_size: int, *, num_classes: int | None = None, **options: Any):
         super().__init__(image_size, **options)
@@ -167,7 +167,7 @@ class PythonDataset(PicturesAndClips):
     def describe(self) -> Description:
         what = f"{len(self):,} {self.medium}s with {self.condition}s"
         text = f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}"
-        counted = ((len(self), 100),)  # few, because reading a caption also reads the picture
+        counted = ((len(self), 100),)  # check few captions, because reading one also reads the picture
         of = {"conditioning": self.condition, "class_names": self.class_names, "counted_captions": counted}
         return self.description(text, **of)
 

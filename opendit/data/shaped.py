@@ -296,7 +296,7 @@ def _shaped(
 ) -> ShapedDataset:
     """Build a ShapedDataset. For many rows, the shapes are stored in a file under the key ``name()``."""
 
-    def find_with_identity() -> KeptArrays:  # computing the identity of many rows also takes seconds
+    def find_with_identity() -> KeptArrays:  # stores the identity too, which takes seconds for many rows
         found = find()
         identity = ShapedDataset(dataset, found, sizes, tokens).fingerprint().identity
         return found._replace(about={**found.about, "identity": identity})

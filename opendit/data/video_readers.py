@@ -476,7 +476,7 @@ class ToRgb:
         if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
             pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
             return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
-        # The planes are converted here because the scaler changes the luma of 4:2:0 by up to 1 %.
+        # Convert the planes here and not with FFmpeg's scaler, which changes the luma of 4:2:0 by up to 1 %.
         bits = parts[0].bits
         kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
         planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
@@ -617,7 +617,7 @@ OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "pyav": PyAVReader}
 
 @cache
 def problem_of(reader: str) -> str:
-    """Return a short reason why a reader can't be used here, or "" if it reads a small clip as PyAV does."""
+    """Return a short reason why a reader can't be used here, or "" if it reads a small test clip like PyAV."""
     from opendit.data.video_file import write_mp4
 
     frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)

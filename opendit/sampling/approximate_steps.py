@@ -460,8 +460,8 @@ class ReusedGuidance:
     minus the stored difference. Guidance adds a multiple of this difference, so its formula does not change.
 
     Reusing the direction of guidance in neighbouring steps comes from Lv et al., "FasterCache", 2024, sec. 3.3. That
-    paper's weights in frequency are not used. Every evaluation of a step has a separate stored difference, at a fixed
-    address.
+    paper's weighting of frequencies is not used. Every evaluation of a step has a separate stored difference, at a
+    fixed address.
 
     Args:
         model: the wrapped ``model(x, t, y)``. A step that skips the unconditional half calls it on the first half of

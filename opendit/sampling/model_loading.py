@@ -45,7 +45,7 @@ from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.approximate_steps import weak_route
 
-PUBLIC_FPS = 16.0  # frame rate of Wan 2.1
+PUBLIC_FPS = 16.0  # frame rate of public models' clips, that of Wan 2.1
 SOURCE_FPS = 24  # frame rate of the training files if the weights don't store one
 
 
@@ -216,7 +216,7 @@ def load_model(
     if both is not None:
         network.config = both.config
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        # Of a run of both networks, ``weights`` may be older than the newest checkpoint, if that is damaged.
+        # In a run of both networks, ``weights`` are older than the newest checkpoint if that checkpoint is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)

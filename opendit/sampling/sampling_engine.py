@@ -480,7 +480,7 @@ class SamplingLoop:
             NotRecordedError: the step can't be recorded, and has not been run.
         """
         if self.network is not self._networks[self._which[i]]:
-            # this network's tables are filled from step i on
+            # the loop changes to this network, whose tables must be filled from step i on
             self._active.network, self._end = self._networks[self._which[i]], i
         if i == self._end:
             count = self.network.fill(i)

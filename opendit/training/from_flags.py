@@ -273,7 +273,7 @@ class ModelPlan:
     notes: list[str]
 
 
-FORWARD_MODE = ("dit", "vdit")  # architectures in which every operation has a forward-mode derivative
+FORWARD_MODE = ("dit", "vdit")  # architectures for MeanFlow: every operation has a forward-mode derivative
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:

@@ -222,7 +222,7 @@ def _rows_of(marked: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Function that returns latents, by encoding pixels or by sampling from cached moments.
+    """Converts samples to latents, by encoding pixels or by sampling from cached moments.
 
     The VAE's noise is keyed by (seed, step, sample).
 

@@ -38,14 +38,14 @@ PASSES = 2.3
 # --recompute -> cost of recomputation: (units read and written, fraction of the MLP's first product). A unit is N x D
 # values: N tokens of a model of width D.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
-QUANTISED = 20  # units of N x D values read and written to quantise the operands of float8 products
+QUANTISED = 20  # units of values, as in AGAIN, that are read and written to quantise the operands of float8 products
 UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moments, gradient, working weight
 # Bytes that decoding and encoding AdamW's moments in 8 bits reads and writes per weight, in addition to the update.
 # Kernels read a code and write an fp32 number, and the reverse. Under ddp, torch needs about 40 passes instead.
 DECODED, DECODED_BY_TORCH = 20, 330
 AVERAGE = 8  # bytes read and written per weight of an average
-# Number of gathers and sums of N x D values that tensor parallelism makes for each pair of divided layers. One of these
-# overlaps with a matrix product.
+# Number of gathers and sums of N x D values (N tokens, width D) that tensor parallelism makes for each pair of divided
+# layers. One of these overlaps with a matrix product.
 GATHERS_OF_A_PAIR = 5
 
 
@@ -152,8 +152,8 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
     """Return the FLOPs of one sample's forward and backward pass.
 
-    With LoRA, frozen weights have no gradients. LoRA's products are counted as if all layers except the modulations
-    processed the media's tokens.
+    With LoRA, gradients of frozen weights are not counted. LoRA's products are counted as if all layers except the
+    modulations processed the media's tokens.
 
     Args:
         route: settings of ``--route``.
@@ -193,7 +193,7 @@ class _Step:
         self.plan, self.size = plan_of(config), BYTES[setup.precision]
         self.sharing = setup.sequence_parallel * setup.tensor_parallel
         self.parameters, self.block_parameters = held_counts(config, setup)
-        # bytes of N x D values, over all ranks that share a sample
+        # bytes of one unit (N x D values), summed over all ranks that share a sample
         self.unit = batch * config.tokens * config.hidden_size * self.size
 
     def products(self) -> tuple[float, float]:
@@ -386,7 +386,7 @@ class _Step:
 
 
 def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
-    """Return the data that a rank receives in a layer, forward and backward, in units of N x D.
+    """Return the data that a rank receives in a layer, forward and backward, in units of N x D (tokens x width).
 
     docs/sequence_parallel.md derives the amounts of the forward pass.
     """

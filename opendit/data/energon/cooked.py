@@ -79,7 +79,7 @@ class CookedDataset(ShardDataset):
     raises an error or returns None. name: name of the function, for messages and the data set's identity."""
 
     size_threads = 1  # a user's function may not be thread-safe
-    counted_captions = 100  # few, because reading a caption means reading the whole sample
+    counted_captions = 100  # check few captions, because reading one means reading the whole sample
 
     def __init__(
         self,

@@ -336,8 +336,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars and the samples of each that the leaf uses. The leaf's subset counts all samples that Energon
-    counted."""
+    """Return the tars and the samples of each that the leaf uses. The leaf's subset refers to all samples that Energon
+    counted, including left-out ones."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:

@@ -33,7 +33,7 @@ SAMPLED = 4  # minimum number of windows from which the mean fill is estimated
 PASSES = 16  # fewer windows suffice if they contain this many passes
 COUNTED = 4096  # minimum number of samples whose steps are counted, not estimated
 KEPT = 16  # maximum number of full windows in memory
-EVERY = 64  # full windows between two stored beginnings
+EVERY = 64  # number of full windows between two stored beginnings of windows
 _CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 

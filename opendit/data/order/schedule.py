@@ -16,7 +16,7 @@ import numpy as np
 from opendit.data.order.sequences import Mixture, Pool, RowsByKey, rows_of
 
 KEYED = "keyed"  # name of this order in checkpoints; old checkpoints have "sorted" or no name
-POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, disjoint from Stream's
+POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``Stream`` has others
 MANY_EPOCHS = 10_000  # epochs over which the mean number of steps per epoch is computed
 WINDOW = 1024  # rows computed at once; if a step has more rows, those of one step
 _SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources are shuffled (samples), and shapes (parts)
@@ -173,7 +173,7 @@ class BucketSchedule(BatchSchedule):
     rows of each shape come in consecutive permutations, which are cut into parts. At the end of an epoch, the rows of a
     shape that do not fill a part become the beginning of the shape's first part in the next epoch. An epoch consists of
     all complete parts, in keyed order. Over E epochs every row is drawn E times, except the rows left over at the end
-    of the run: less than one part of each shape, and less than the parts of a step.
+    of the run. These are fewer than one part of each shape plus the parts of one step.
 
     The samples of a step depend only on (seed, global batch, micro_batches). They are the same for any number of ranks
     and of accumulated micro-batches that divides the parts equally.
@@ -457,8 +457,8 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for samples number ``start`` to ``stop`` - 1 of a shape in this order, their pools and positions in
-        these pools. A pool has the samples of one shape and one source."""
+        """Return the pools of samples ``start`` to ``stop`` - 1 of a shape, and the samples' positions in these pools.
+        A pool has the samples of one shape and one source."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers

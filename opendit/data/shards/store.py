@@ -266,7 +266,7 @@ class FetchAhead:
 
     def begin(self, groups: Iterable[Ranges]) -> None:
         """Start fetching the ranges that will be taken next, in this order. Drop the ranges of earlier calls."""
-        self._process = os.getpid()  # a forked process does not inherit the threads
+        self._process = os.getpid()  # to detect a fork, which does not inherit the threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
         listening = listen(options["host"], options["port"])
     except ValueError as error:
         parser.fail(error)
-    from opendit.sampling.page.server import LOCAL, serve  # imports torch, so not at the top
+    from opendit.sampling.page.server import LOCAL, serve  # imported late, because it imports torch
 
     try:
         serve(options, listening, (*LOCAL, options["host"]) if is_local(options["host"]) else None)

@@ -96,7 +96,7 @@ def read_training_form(
         flags["global_batch_size"] = flags["batch_size"]
     if "max_steps" in flags:
         flags["epochs"] = 10**6  # no limit, because max_steps ends the run
-        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # a short run logs often enough to have a curve
+        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # log a short run often enough to have a curve
     if "num_frames" in flags:
         flags["use_video"] = True
     if trains_lora(flags):
