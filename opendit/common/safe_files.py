@@ -240,7 +240,7 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
         yield
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # it was never made, or is not empty
+            with contextlib.suppress(OSError):  # the folder does not exist, or is not empty
                 folder.rmdir()
 
 
@@ -268,7 +268,7 @@ def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
             except FileNotFoundError:
                 if not make:
                     raise
-                with contextlib.suppress(FileExistsError):  # another process created it meanwhile
+                with contextlib.suppress(FileExistsError):  # another process has just created the folder
                     os.mkdir(name, dir_fd=here)
                 deeper = _open(at, _FOLDER, here)
             os.close(here)

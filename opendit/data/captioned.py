@@ -35,7 +35,7 @@ from opendit.data.sources import Request
 from opendit.data.tables import SUFFIXES, USUAL, Columns, TableRow, read_table
 
 CHECKED_FILES = 2000
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # for folders, see ``_readable``
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # numbers of files that ``_readable`` reads in a folder
 
 
 class CaptionedDataset(PicturesAndClips):
@@ -158,7 +158,7 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
             return str(bad)
         return None
 
-    picture_suffixes()  # else the threads would race to register Pillow's formats
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
     tried = spread(len(rows), CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS)
     found = in_threads(lambda at: why_not(*rows[at]), tried)
     bad = {at: why for at, why in zip(tried, found, strict=True) if why}

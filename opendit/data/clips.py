@@ -424,7 +424,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
     except Exception as error:  # decoders raise RuntimeError, AssertionError and libav's own types
         if _is_final(error):
             raise
-        if not os.path.exists(path):  # deleted meanwhile
+        if not os.path.exists(path):  # the file has just been deleted
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
         reason = str(error) if isinstance(error, UnknownColours) else reason

@@ -627,7 +627,7 @@ class BatchIterator:
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
         self._own_memory = OwnMemory()
-        # Keeps the last batches in shared memory mapped, because mapping a batch anew costs as much as copying it.
+        # Keep the last batches in shared memory mapped, because mapping a batch again costs as much as copying it.
         self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
         self.shortened = self.bytes_read = 0

@@ -311,7 +311,7 @@ def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | 
     white = next((white for white in usual if 0 <= lowest and highest <= white), None)
     lowest, highest = (0, white) if white else (min(0, lowest), max(highest, lowest + 1))
     out = np.empty(numbers.shape, np.uint8)
-    for row in range(0, len(numbers), 256):  # in parts, because a large picture at once would take gigabytes
+    for row in range(0, len(numbers), 256):  # convert 256 rows at a time, because a large picture would take gigabytes
         part = numbers[row : row + 256]
         if white == 65535:
             scaled = part.astype(np.float32) / 257

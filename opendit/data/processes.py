@@ -160,7 +160,7 @@ def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiproces
     process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
     with collection_paused():
         process.start()
-    theirs.close()  # otherwise the pipe would stay open when the worker dies
+    theirs.close()  # an open copy here would keep the pipe open when the worker dies
     return ours, process
 
 

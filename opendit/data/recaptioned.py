@@ -17,7 +17,7 @@ class Recaptioned(SomeRows):
     a caption keeps its tags. The prefix is never shuffled or dropped.
 
     Args:
-        shuffle: shuffle the tags anew at each use in training.
+        shuffle: shuffle the tags again at each use in training.
         drop: fraction of the tags that each use drops at random. At least one tag is kept.
     """
 

@@ -80,7 +80,7 @@ class Geometry:
         return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
     def __call__(self, frame: Any, pixels: np.ndarray) -> np.ndarray:
-        """Return the displayed pixels (H, W, C) uint8 of a PyAV frame. ``pixels``: the decoded ones, (H, W, C)."""
+        """Return the displayed pixels (H, W, C) uint8 of a PyAV frame. pixels: the decoded pixels, (H, W, C)."""
         left, _, top, _ = self.crop
         height, width = self._cut(*pixels.shape[:2])
         if (height, width) != pixels.shape[:2]:
@@ -561,7 +561,7 @@ class TorchCodecReader:
         if times is None:
             raise ValueError("no times")
         batch = self._decoder.get_frames_at(list(indices))
-        # The times of the returned frames show whether the frames are the requested ones.
+        # The times of the returned frames show whether torchcodec has returned the requested frames.
         wanted = torch.from_numpy(times[list(indices)] * float(self._contents.time_base))
         if not torch.allclose(batch.pts_seconds.double(), wanted, rtol=0, atol=1e-4):
             raise ValueError("other frames than asked for")

@@ -140,7 +140,8 @@ class PreparedModel:
         return max(1, min(len(self.times), self.memory // size))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
-        """Copy tensors into those stored under this name, or store clones if shapes or dtypes have changed."""
+        """Copy tensors into the tensors that are stored under this name. If shapes or dtypes have changed, store clones
+        instead."""
         kept = self._static.setdefault(name, [])
         if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
             for old, new in zip(kept, tensors, strict=True):

@@ -102,7 +102,7 @@ class Candidate:
     def dims(self, world: int) -> ParallelDims:
         """Return the sizes of the mesh for ``world`` ranks."""
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
-        # with tensor parallelism, the ranks that divide the layers divide the experts as well
+        # with tensor parallelism, the ranks that divide the layers also divide the experts, without "ep"
         if self.tensor_parallel_size == 1:
             sizes["ep"] = self.expert_parallel_size
         sizes["pp"] = self.pipeline_parallel_size

@@ -134,7 +134,7 @@ def work(flop: float) -> str:
 
 
 def describe_recipe(flags: TrainConfig) -> str:
-    """Return the recipe's name, and those of its flags that the command line changes."""
+    """Return the recipe's name, and the recipe's flags that the command line changes."""
     assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")

@@ -350,7 +350,7 @@ def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | N
 
 
 def check_features(config: DiTConfig, features: CachedFeatures | None) -> None:
-    """Raise ValueError unless cached features are those of the model's tokens."""
+    """Raise ValueError if the grid of cached features is not the grid of the model's tokens."""
     if config.alignment is not None and features is not None and features.grid != config.grid:
         there, here = (" x ".join(map(str, grid)) for grid in (features.grid, config.grid))
         raise ValueError(f"--repa {CACHED_FEATURES}: has features of {there} tokens, the model {here}; make others")

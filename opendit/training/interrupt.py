@@ -123,7 +123,7 @@ class Interrupt:
                 name = signal.Signals(number).name
                 text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
                 with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-                    # not print, because this signal may have interrupted a print
+                    # print() can't be used, because this signal may have interrupted a print
                     os.write(sys.stderr.fileno(), text.encode())
             if not self._echo:
                 self._hand_back()

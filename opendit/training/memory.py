@@ -545,16 +545,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
         _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
         tokens *= setup.sequence_parallel
     tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
-    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's term of the sum over ranks
+    if setup.tensor_parallel > 1:  # add a layer's gathered input, and this rank's term of the sum over ranks
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # with LoRA, too: weights are then cast once, which takes the same bytes
+        block += kept.weights  # also with LoRA, where weights that are cast once take the same bytes
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if kept_blocks < config.depth:  # for a recomputed block, its input and modulation are kept
+    if kept_blocks < config.depth:  # a recomputed block keeps only its input and modulation
         given = unit + size * batch * config.modulation_width
-        if setup.recompute == BUT_ATTENTION:  # also attention's outputs and log-sum-exps are kept
+        if setup.recompute == BUT_ATTENTION:  # add attention's outputs and log-sum-exps, which are kept
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
     else:

@@ -18,7 +18,7 @@ from opendit.data.order.sequences import Mixture, Pool, RowsByKey, rows_of
 KEYED = "keyed"  # name of this order in checkpoints; old checkpoints have "sorted" or no name
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``Stream`` has others
 MANY_EPOCHS = 10_000  # epochs over which the mean number of steps per epoch is computed
-WINDOW = 1024  # rows computed at once; if a step has more rows, those of one step
+WINDOW = 1024  # number of rows computed at once, or the number of rows in a step if that is larger
 _SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources are shuffled (samples), and shapes (parts)
 _MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; more would make domains overlap
 

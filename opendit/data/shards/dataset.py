@@ -50,7 +50,7 @@ from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTar
 
 CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened
 REMOTE_CAPTIONS = 64  # captions checked before training if each must be fetched from an address
-WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # by conditioning
+WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning -> words
 OPEN_A_THREAD = 16  # open indexes, and open tars, per thread that reads media sizes
 
 

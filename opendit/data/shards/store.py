@@ -676,7 +676,7 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
             if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
             content = remote.read_all(name, MOST_INDEX, check_whole)
-        except ValueError as error:  # not an index but, for example, a web page
+        except ValueError as error:  # the content is no index but, for example, a web page
             raise DataError(f"{printable(name)}: {error}") from error
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"

@@ -332,7 +332,7 @@ def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float
 
 
 class LogReader:
-    """Reads those lines of a run's log that were added since the last call."""
+    """Reads the lines that were added to a run's log since the last call."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
