@@ -465,7 +465,7 @@ def run(
         stack.enter_context(supervisor)
     with stack:
         if vae not in HUB:
-            vae = str(Path(vae).expanduser().resolve())  # absolute: runs in other folders read it from the index
+            vae = str(Path(vae).expanduser().resolve())  # absolute, because runs in other folders use it
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())

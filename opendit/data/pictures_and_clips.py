@@ -226,7 +226,7 @@ def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes])
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
         except BadSample:
-            pass  # the header is longer, or the format needs the whole file
+            pass  # read all below: the header is longer, or the format needs the whole file
     return (1, *picture_size(name, content=read(0, size)))
 
 

@@ -238,7 +238,7 @@ class UnknownColours(ValueError):
 
 
 class Reader(Protocol):
-    """An open clip."""
+    """Interface of an open clip."""
 
     length: int  # number of frames
     declared: int  # pixels of a frame according to the file's header

@@ -208,7 +208,7 @@ def load_model(
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
     files = [find_weights(path, which), *(weights_in(folder, which) for folder in checkpoints_in(Path(path)))]
-    stored = next(filter(None, map(read_config, files)), None)  # the newest checkpoint of a run may be damaged
+    stored = next(filter(None, map(read_config, files)), None)  # skip damaged checkpoints
     both = _both_of(path, stored, second, which)
     added = {"high": list(lora)} if both is None else _loras_of_experts(lora, which)
     rest = (num_classes, notes, loader.device, dtype, stage, mesh)

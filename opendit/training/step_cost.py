@@ -237,7 +237,7 @@ class _Step:
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
         found = {
-            # 2 with LoRA, because frozen weights have no gradient
+            # 3: forward, gradients of inputs and of weights; with LoRA, frozen weights have no gradients
             "products": (3 if setup.lora is None else 2) * forward,
             "attention": there + back,
             "elementwise": elementwise,

@@ -28,7 +28,7 @@ from opendit.data.shards.store import FOLDER, FileCache, expand
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
 MOST_BYTES = 64 * MIB  # maximum size of a list of tars
-LONGEST, MOST_FOLDERS = 4096, 64  # maximum characters of a tar's name, and maximum folders in it
+LONGEST, MOST_FOLDERS = 4096, 64  # maximum characters of a tar's name, and maximum folders in the name
 MOST_OPTIONS = 64  # maximum number of alternatives for one field, and of parts in an alternative's path
 COOKER = "--energon_cooker MODULE:FUNCTION"
 

@@ -30,7 +30,7 @@ from opendit.data.shaped import Lengths, summary_of
 WINDOW = 192  # number of packs planned together, or the number of packs in a step if that is larger
 SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
 SAMPLED = 4  # minimum number of windows from which the mean fill is estimated
-PASSES = 16  # fewer windows suffice if they contain this many passes
+PASSES = 16  # number of passes with which fewer windows suffice
 COUNTED = 4096  # minimum number of samples whose steps are counted, not estimated
 KEPT = 16  # maximum number of full windows in memory
 EVERY = 64  # number of full windows between two stored beginnings of windows
