@@ -378,9 +378,10 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return the flags that the user must add to load the VAE and text encoder named by the index of cached latents. An
-    encoder that only the index names is not loaded, because an index may come from a stranger, unless its name is well
-    known.
+    """Return the flags that the user must add to load the VAE and text encoder that the index of cached latents names.
+
+    An encoder that only the index names is not loaded, because an index may come from a stranger, unless its name is
+    well known.
     """
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
