@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.faults.endings import trained
 from benchmarks.faults.lab import RUN, Lab, fault
+from opendit.training.run_end import AGAIN
 
 LONG = ("--max_steps", 4000)
 
@@ -25,7 +26,7 @@ def second_trainer(lab: Lab) -> None:
     lab.require(code == 2 and str(first[0].pid) in said, f"the second one: exit code {code}, {said}")
     lab.now()
     first[0].send(signal.SIGTERM)
-    lab.ends(first, {0})
+    lab.ends(first, {AGAIN})
     lab.outcome.codes, lab.outcome.message = [code], said
     lab.untouched()
 
@@ -132,7 +133,7 @@ def sample_while_saving(lab: Lab) -> None:
         lab.require("Traceback" not in sampler.said(), "a traceback of sample.py")
     lab.now()
     programs[0].send(signal.SIGTERM)
-    lab.ends(programs, {0})
+    lab.ends(programs, {AGAIN})
     lab.untouched()
 
 
