@@ -129,7 +129,9 @@ class WeightsPicker:
     def refresh_sources(self, source: Any) -> Any:
         """Return an update of the list of sources, which keeps the choice ``source`` if it still exists."""
         sources = self.page.catalog.sources()
-        return gr.Dropdown(sources, value=source if source in sources else sources[0] if sources else None)
+        if source in sources:
+            return gr.update(choices=sources)  # without a value, which could undo a choice that was made meanwhile
+        return gr.update(choices=sources, value=sources[0] if sources else None)
 
     def follow(self, source: Any, checkpoint: Any, average: Any) -> tuple[list[Any], ModelCard | None]:
         """Return updates of the fields in :attr:`followed` for the chosen weights, and the model's card."""
