@@ -44,7 +44,7 @@ def opened(path: Path) -> MatchedTensors:
 
 
 def masters(mesh: Mesh, path: Path) -> list:
-    """Of each plan: this rank's masters beside what they should be, the elements read, and those held."""
+    """Return for each plan: this rank's masters beside what they should be, the elements read, and those held."""
     found, expected, read = [], weights(), 0
 
     class Counted(matched.Reading):

@@ -1,4 +1,4 @@
-"""What training changes about captioned samples: prefixes, tags and the places of crops, all keyed by the sample."""
+"""Test what training changes about captioned samples: prefixes, tags and places of crops, all keyed by the sample."""
 
 import itertools
 from collections import Counter
@@ -63,7 +63,7 @@ def test_tags_are_lost_or_moved_and_nothing_else(tags, key, drop, shuffle):
 
 
 def test_every_order_and_every_tag_comes_as_often():
-    """Of 1,800 keys each of six orders is within five deviations of 300, and 30 % of the tags are dropped."""
+    """Check 1,800 keys: each of six orders is within five deviations of 300, and 30 % of the tags are dropped."""
     orders = Counter(change_tags("a, b, c", key, shuffle=True, drop=0) for key in range(1800))
     assert sorted(orders) == sorted(", ".join(order) for order in itertools.permutations("abc"))
     assert all(abs(count - 300) < 5 * np.sqrt(1800 / 6 * 5 / 6) for count in orders.values())

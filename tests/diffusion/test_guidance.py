@@ -246,7 +246,7 @@ def test_scales_of_families_are_checked(scale):
 @pytest.mark.parametrize("formula", ["uncond", "cond"])
 @pytest.mark.parametrize("scale", [0.0, 0.7, 1.0, 5.0])
 def test_families_are_guided_by_their_formula(formula, scale):
-    """As the pipelines of Wan and Z-Image write it."""
+    """Combine predictions like the pipelines of Wan and Z-Image."""
     cond, uncond = (CountingModel()(X, T, y)[:, :4] for y in (Y, NULL))
     if formula == "uncond":
         expected = uncond + scale * (cond - uncond) if scale > 1 else cond
@@ -258,7 +258,7 @@ def test_families_are_guided_by_their_formula(formula, scale):
 
 @pytest.mark.parametrize("parts", ["row", "patch"])
 def test_guided_predictions_get_back_the_norms_of_conditional_ones(parts):
-    """As the pipelines of Lumina 2 and Qwen-Image write it, the latter of tokens of 2 x 2."""
+    """Combine predictions like the pipelines of Lumina 2 and Qwen-Image, the latter with tokens of 2 x 2."""
     (x, t), generator = (torch.zeros(2, 4, 2, 6), torch.zeros(2)), torch.Generator().manual_seed(0)
     both = torch.randn(4, 4, 2, 6, generator=generator)
     got = cfg_model(lambda *_: both, torch.zeros(2), torch.zeros(2), 3.0, rescaled=parts)(x, t)

@@ -23,7 +23,7 @@ SPREAD = 0.3  # standard deviation of the data
 
 
 def deviation(t: Tensor) -> Tensor:
-    """Of x_t for Gaussian data: paths are x_t = deviation(t) * constant."""
+    """Return the standard deviation of x_t for Gaussian data: paths are x_t = deviation(t) * constant."""
     return ((1 - t) ** 2 * SPREAD**2 + t**2).sqrt()
 
 

@@ -239,7 +239,8 @@ def test_the_hub_is_asked_for_a_commit_only(hub, names, monkeypatch):
 
 
 def test_a_library_that_replaces_its_module_is_imported_by_two_threads(tmp_path, monkeypatch):
-    """As diffusers and transformers do: an import statement in the second thread would return the first module."""
+    """Import lazily, like diffusers and transformers: an import statement in the second thread would return the first
+    module."""
     code = "import sys, time, types\ntime.sleep(0.5)\nsys.modules[__name__] = types.SimpleNamespace(it='is there')\n"
     (tmp_path / "replaces_its_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -267,7 +267,7 @@ def test_widths_need_no_weights(folders):
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
-    """Which other tests rely on: prompts, seeds and every step make a difference."""
+    """Check what other tests rely on: prompts, seeds and every step make a difference."""
     pipeline, drawn = pipelines[name], []
     pipeline.set_progress_bar_config(disable=True)
     runs = [("a seven", 0, 3), ("a seven", 0, 3), ("left", 0, 3), ("a seven", 1, 3), ("a seven", 0, 2)]

@@ -59,7 +59,7 @@ def test_a_checkpoints_values_become_the_same_bits(signed, numel):
 
 @pytest.mark.parametrize("numel", (12, 2 * eight_bit_moments.LEAST))
 def test_values_may_be_no_dense_tensor(numel):
-    """As those of a checkpoint are that is read for another number of ranks."""
+    """Use tensors that are not contiguous, as in a checkpoint that is read for another number of ranks."""
     values = torch.randn(numel // 2, 2).square().t()
     moments = [new_moment(torch.empty(2, numel // 2), False) for _ in range(2)]
     for moment, given in zip(moments, (values, values.contiguous()), strict=True):

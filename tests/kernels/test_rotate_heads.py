@@ -53,7 +53,7 @@ def test_default_launch(norm):
 
 
 def test_tables_that_are_parts_of_longer_ones():
-    """As those of the streams of a joint block."""
+    """Use views, as the streams of a joint block do."""
     (qkv, q_weight, k_weight), _ = arguments(requires_grad=False)
     q, k, _ = qkv.unflatten(-1, (3, 3, 8)).unbind(2)
     of_samples = torch.randn(2, 9, 4, 2)

@@ -76,7 +76,7 @@ def test_curves_are_those_of_one_plain_process(world):
     start, exact = dict(build_model().named_parameters()), plain_run(quantised=False)[1]
 
     def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-        """How far weights are from each other, relative to how far they went."""
+        """Return the distance between weights, relative to the distance that they moved."""
         of_blocks = [name for name in weights if name.startswith("blocks") and name.endswith(".weight")]
         return max(((one[n] - other[n]).norm() / (other[n] - start[n].detach()).norm()).item() for n in of_blocks)
 

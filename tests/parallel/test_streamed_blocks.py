@@ -99,7 +99,7 @@ def test_passes_begin_with_empty_slots_once_one_was_recorded():
 
 
 def test_modulations_and_keys_by_themselves_have_their_blocks():
-    """As sampling calls them, for many steps at once."""
+    """Call the blocks for many steps at once, like sampling."""
     whole, model = model_of(False), model_of(False)
     stream(model, DEPTH, False)
     with torch.no_grad():

@@ -90,7 +90,7 @@ def test_fused_steps_and_two_evaluations_a_step(monkeypatch):
 
 
 def shared(mesh) -> list[tuple[bool, float]]:
-    """Whether ranks divide the tokens, and how far their latents are from those of one process."""
+    """Return whether ranks divide the tokens, and how far their latents are from those of one process."""
     mesh, found = init_mesh(sequence_parallel=mesh.world_size), []
     for name in ("sprint", "tread"):
         config, by = CONFIGS[name]

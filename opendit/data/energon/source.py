@@ -247,7 +247,8 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """Where the reader is: the current file's folder and split, the files above it, and the values they pass down."""
+    """Position of the reader: the current file's folder and split, the files above it, and the values that these pass
+    down."""
 
     folder: Path
     split: str

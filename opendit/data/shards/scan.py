@@ -219,8 +219,8 @@ def member_header(name: str, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Fields:
-    """Which members of a sample hold the picture or clip, the caption and the label. If several candidates are listed,
-    the first one that the sample has is used.
+    """Names of the members of a sample with the picture or clip, the caption and the label. If several candidates are
+    listed, the first one that the sample has is used.
 
     Attributes:
         medium: extensions of the picture or clip; None accepts any known extension of pictures or clips.

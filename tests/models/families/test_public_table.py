@@ -1,4 +1,4 @@
-"""What flags know of public models without torch, against the families' own words."""
+"""Compare what flags know of public models without torch with the families' own words."""
 
 from opendit.config.public_models import PUBLIC, Public
 from opendit.models.families import FAMILIES

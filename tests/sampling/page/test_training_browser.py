@@ -134,7 +134,7 @@ def test_what_is_sent_over_http_stays_below_the_folder(root, monkeypatch):
 
 
 def test_three_hundred_requests_keep_the_memory_flat(root):
-    """Of the program itself, over HTTP: drawings, the runs that it shows, and the tab Train."""
+    """Test the program itself, over HTTP: drawings, the runs that it shows, and the tab Train."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
     words = ["page", "--allow_train", str(root), "--port", "0", "--mixed_precision", "fp32"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -169,7 +169,7 @@ def resident(pid: int) -> float:
 
 
 class Asking:
-    """What a browser's scripts ask the page."""
+    """Return what a browser's scripts ask the page."""
 
     def __init__(self, address: str):
         self.address, self.session = address, "a1b2c3"

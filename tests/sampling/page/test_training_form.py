@@ -1,4 +1,4 @@
-"""What the tab Train makes of its fields: flags of train.py whose paths are below one folder, or one line."""
+"""Test what the tab Train makes of its fields: flags of train.py whose paths are below one folder, or one line."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_flags(root):
 
 
 def test_speed_ups_without_a_recipe(root):
-    """As train_img.sh has them; a recipe has its own."""
+    """Use the flags of train_img.sh; a recipe has others."""
     every = TrainingForm(**{**PLAIN, "recipe": NO_RECIPE, "model": "DiT-S/2"})
     _, flags, _ = read_training_form(every, Catalog(root / "outputs"), root, has_gpu=True)
     _, without, _ = read_training_form(every, Catalog(root / "outputs"), root)
@@ -139,6 +139,6 @@ def test_what_can_be_chosen(root):
 
 
 def test_a_runs_flags_lead_nowhere_else(root):
-    """Of a run that others have written, only how its network is made is taken over, and no path."""
+    """Take over only the network's settings from a run that others have written, and no path."""
     kept = kept_flags(Catalog(root / "outputs"), RUN)
     assert kept == {"model": "DiT-Ti/4", "image_size": 8, "objective": "flow", "flow_shift": 3.0}
