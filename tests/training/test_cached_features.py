@@ -4,16 +4,15 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import preprocess
 import train
 from opendit.data import build_dataset
 from opendit.data.base import BadSample, View
 from opendit.encoders.vision import VisionTeacher
+from tests.data.test_latents_checks import pictures as drawn  # noqa: F401  (a fixture)
 from tests.ranks import run_ranks
 from tests.training.test_repa import teacher as teacher
 from tests.training.test_train import log_of, start
@@ -36,13 +35,8 @@ def vae(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    root, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    for i in range(24):
-        path = root / "ab"[i % 2] / f"{i:02d}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
-    return str(root)
+def pictures(drawn):  # noqa: F811
+    return str(drawn)
 
 
 @pytest.fixture(scope="module")
