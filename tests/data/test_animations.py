@@ -257,7 +257,7 @@ def test_an_index_of_before_does_not_make_stills_of_animations(folder, monkeypat
     members = [("0.gif", (folder / "moving.gif").read_bytes()), ("0.txt", b"x"), ("1.png", picture(1)), ("1.txt", b"y")]
     members += [("2.mp4", (folder / "named.mp4").read_bytes()), ("2.txt", b"z")]
     write_tar(folder / "tars" / "0.tar", members)
-    from opendit.data.shards import scan
+    from opendit.data.shards import index as scan
 
     monkeypatch.setattr(scan, "ANIMATIONS", frozenset())
     make_indexes(str(folder / "tars"), num_workers=1)

@@ -18,7 +18,7 @@ from opendit.data.clips import as_file, clip_rate
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.scan import BLOCK, Fields, members, split_name, suffix_of
+from opendit.data.shards.index import BLOCK, Fields, members, split_name, suffix_of
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
@@ -49,10 +49,10 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
     content: the bytes of the sample in a tar."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
-        if member.regular and (split := split_name(member.name, fields.exact)) is not None:
+        if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
             key, ending = split
             if fields.takes(ending):
-                parts[ending] = content[member.at : member.at + member.size]
+                parts[ending] = content[member.offset_data : member.offset_data + member.size]
     return key, parts
 
 

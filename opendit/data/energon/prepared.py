@@ -21,8 +21,7 @@ from opendit.data.base import name_few
 from opendit.data.files import file_locked, printable
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
-from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.scan import Fields, scan, suffix_of
+from opendit.data.shards.index import Fields, TarIndex, index_of, scan, suffix_of, write_index
 from opendit.data.shards.store import FOLDER, FileCache, expand
 
 META = ".nv-meta"

@@ -44,8 +44,16 @@ from opendit.data.pictures_and_clips import (
     stored_picture_size,
 )
 from opendit.data.row_arrays import kept_array
-from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptRows, Record, TarIndex, is_clip
-from opendit.data.shards.scan import read_caption
+from opendit.data.shards.index import (
+    ANIMATED,
+    CLASS_NAMES,
+    MOST_CLASSES,
+    KeptRows,
+    Record,
+    TarIndex,
+    is_clip,
+    read_caption,
+)
 from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTars, grouped
 
 CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened

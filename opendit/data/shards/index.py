@@ -3,19 +3,22 @@
 The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the length of the header (uint32),
 the header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` per sample, and the
 concatenated keys of the samples. All numbers are little-endian. Processes do not load all records and keys into memory.
-They read single records from the file, so all processes of a machine share the page cache.
+They read single records from the file, so all processes of a machine share the page cache. ``scan`` makes an index.
 """
 
 import io
 import json
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 from annotated_types import Len, MaxLen
@@ -25,10 +28,13 @@ from opendit.common.json_file import MIB, open_regular
 from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text, read_file
 from opendit.common.safe_files import refuse_links, replacing
 from opendit.common.tensor_files import write_file
-from opendit.common.utils import DataError
+from opendit.common.utils import DataError, sha256_of
+from opendit.data.animations import SUFFIXES as ANIMATIONS
+from opendit.data.animations import is_animated
 from opendit.data.base import name_few
 from opendit.data.files import printable, retried_disk
 from opendit.data.folders import CLIPS
+from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import Complement
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
@@ -59,6 +65,16 @@ ROW = np.dtype(
 _RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW; numpy takes five times as long to read a single record
 
 _Names = Annotated[list[Text], MaxLen(256)]
+FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions inside its JSON
+
+BLOCK = 512  # bytes of a tar's header, and the unit of its size
+MOST_EXTENSION = 1 << 20  # maximum bytes of one extension header
+LONGEST = 4096  # maximum characters of a member's name
+_EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next one
+# A member whose folder or whole name is enclosed in double underscores belongs to no sample.
+_META = re.compile(r"__[^/]*__($|/)")
+EXAMPLES, EXAMPLE_LETTERS = 5, 500  # samples without a record that a header names, and characters of each
+_ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 class Header(JsonObject):
@@ -72,7 +88,7 @@ class Header(JsonObject):
         conditioning: "text" if samples have captions, "label" if they have classes, "none" if they have neither.
         num_classes: the largest label + 1.
         suffixes: distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``.
-        captions: paths of captions (see ``scan.FieldPath``): a member's extension, then keys inside its JSON.
+        captions: paths of captions (see ``FieldPath``): a member's extension, then keys inside its JSON.
         left_out: number of samples in the tar that have no record.
         examples: "key: reason" for a few samples without a record.
         plan: hash of the inputs that the tar was written from; "" if another program wrote the tar.
@@ -176,35 +192,25 @@ class TarIndex:
 
         Raises DataError, naming the sample, for an invalid record."""
         found = self._record(row)
-        for bad, why in self._faults(found):
-            if bad:
-                raise DataError(f"{self.path} is damaged: the record of {self._shown(row)} {why()}; {_AGAIN}")
+        if not self._is_valid(found):
+            raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
         return found
 
     def _record(self, row: int) -> Record:
         return Record(*_RECORD.unpack(self._read(self._start + row * ROW.itemsize, ROW.itemsize)))
 
-    def _faults(self, found: Any) -> Iterator[tuple[Any, Callable[[], str]]]:
-        """Yield (is the fault present, function that returns the message) for each possible fault.
-
-        found: one record, or the columns of many records. For columns, the first item of each pair is a bool array with
-        one
-            entry per record.
-        """
+    def _is_valid(self, found: Any) -> Any:
+        """Return True if a record can be that of a sample in the tar. For the columns of many records, return a bool
+        array."""
         header, size = self.header, self.header.tar_bytes
-        bad = (found.medium_at > size) | (found.medium_bytes > size - found.medium_at)
-        yield bad, lambda: f"has a medium that ends at byte {found.medium_at + found.medium_bytes:,} of {size:,}"
-        bad = (found.text_at > size) | (found.text_bytes > size - found.text_at) | (found.text_bytes > MAX_TEXT)
-        yield bad, lambda: f"has a caption of {found.text_bytes:,} bytes at byte {found.text_at:,} of {size:,}"
-        suffixes, captions, classes = len(header.suffixes), len(header.captions), header.num_classes
-        yield found.suffix >= suffixes, lambda: f"names suffix {found.suffix} of {suffixes}"
+        valid = (found.medium_at <= size) & (found.medium_bytes <= size - found.medium_at)
+        valid &= (found.text_at <= size) & (found.text_bytes <= size - found.text_at) & (found.text_bytes <= MAX_TEXT)
+        valid &= (found.suffix < len(header.suffixes)) & (found.key_end <= header.key_bytes)
         if header.conditioning == "text":
-            yield found.caption >= captions, lambda: f"names place {found.caption} for captions of {captions}"
+            valid &= found.caption < len(header.captions)
         if header.conditioning == "label":
-            bad = (found.label < 0) | (found.label >= classes)
-            yield bad, lambda: f"has the class {found.label:,} of {classes:,}, numbered from 0"
-        bad, end = found.key_end > header.key_bytes, header.key_bytes
-        yield bad, lambda: f"has a key that ends at byte {found.key_end:,} of {end:,}"
+            valid &= (found.label >= 0) & (found.label < header.num_classes)
+        return valid
 
     def check(self) -> None:
         """Check all records like :meth:`record`, and the counts in the header. Raises DataError, naming the sample."""
@@ -214,13 +220,11 @@ class TarIndex:
             count = min(_CHUNK, header.rows - start)
             content = self._read(self._start + start * ROW.itemsize, count * ROW.itemsize)
             part: Any = np.frombuffer(content, ROW).view(np.recarray)
-            for bad, _ in self._faults(part):
-                if np.any(bad):
-                    self.record(start + int(np.argmax(bad)))  # raises
             ends = np.concatenate([[last], part["key_end"].astype(np.int64)])
-            if (np.diff(ends) < 0).any():
-                row = start + int((np.diff(ends) < 0).argmax())
-                raise DataError(f"{self.path} is damaged: the key of sample {row:,} ends before it begins; {_AGAIN}")
+            valid = self._is_valid(part) & (np.diff(ends) >= 0)
+            if not valid.all():
+                row = start + int(valid.argmin())
+                raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
             last, pictures = int(ends[-1]), pictures + int((~clips[part["suffix"]]).sum())
         self.close()  # a process can't keep the indexes of thousands of tars open
         if (pictures, last) != (header.pictures, header.key_bytes):
@@ -239,17 +243,9 @@ class TarIndex:
         """Return a sample's key, the part of the name that all members of the sample share. Raises DataError."""
         first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
         if not first <= end <= self.header.key_bytes:
-            raise DataError(
-                f"{self.path} is damaged: the key of sample {row:,} is at bytes {first:,} to {end:,}; {_AGAIN}"
-            )
+            raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
         keys = self._start + self.header.rows * ROW.itemsize
         return os.fsdecode(self._read(keys + first, end - first))
-
-    def _shown(self, row: int) -> str:
-        try:
-            return f"{printable(self.key(row)[:200])} (sample {row:,})"
-        except DataError:
-            return f"sample {row:,}"
 
     def _read(self, at: int, size: int) -> bytes:
         content = retried_disk(self.path, partial(self._read_once, at, size))
@@ -355,3 +351,382 @@ def claim_output(output: Path, tars: list[str], beside: list[str]) -> None:
     refuse_links(output, [*beside, *tars], "--output")
     if others := sorted({tar.name for tar in output.glob("*.tar")} - set(tars)):
         raise ValueError(f"--output {printable(output)}: holds other tars: {name_few(others)}; name another folder")
+
+
+# ------------------------------------------------------------------------------------------ members of a tar
+
+
+class TarError(ValueError):
+    """Raised for a damaged or refused tar. The message lacks the tar's name; callers prepend it."""
+
+
+class _Header(tarfile.TarInfo):
+    """A header of tarfile that limits the size of extension headers, because tarfile reads them into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        info = super().frombuf(buf, encoding, errors)
+        if info.type in _EXTENSIONS and info.size > MOST_EXTENSION:
+            raise tarfile.ReadError(f"an extension header of {info.size:,} bytes")
+        if info.size < 0:
+            raise tarfile.ReadError("a negative size")
+        return info
+
+
+def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar in order.
+
+    Raises OSError; and TarError for a damaged tar, one without an end-of-archive mark, or a sparse member."""
+    length, start = file.seek(0, os.SEEK_END), file.seek(0)
+    try:
+        tar = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
+        while (info := tar.next()) is not None:
+            tar.members.clear()  # tarfile would keep all members in memory
+            start = tar.offset
+            if info.issparse():
+                raise TarError(f"stores {printable(info.name)} with holes; pack it without --sparse")
+            if info.size < 0 or len(info.name) > LONGEST:
+                raise TarError(f"is damaged: {printable(info.name[:100])} has no valid size or name; repack it")
+            if tar.offset >= length + BLOCK or info.isreg() and info.offset_data + info.size > length:
+                raise TarError(f"is truncated inside of {printable(info.name)}; copy it again")
+            yield info
+    except (tarfile.TarError, OverflowError, RecursionError) as error:
+        what = str(error) if isinstance(error, tarfile.TarError) else type(error).__name__
+        where = f"is truncated or damaged after byte {start:,}" if start else "can't be read as a tar"
+        raise TarError(f"{where} ({what}); copy it again") from error
+    # tarfile ends silently at the first block that is no header
+    file.seek(tar.offset)
+    block = file.read(BLOCK)
+    if len(block) < BLOCK:
+        raise TarError("is truncated: it has no end-of-archive mark; copy it again")
+    if any(block):
+        raise TarError(f"is damaged: no member's header at byte {tar.offset:,}; copy it again")
+
+
+def padded(size: int) -> int:
+    """Return ``size`` rounded up to whole blocks, which is the space that the content takes in a tar."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def member_header(name: str, size: int) -> bytes:
+    """Return a member's header. It stores no owner and no time, so that a tar depends only on its contents."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+# ------------------------------------------------------------------------------------------ parts of a sample
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Names of the members of a sample with the picture or clip, the caption and the label. If several candidates are
+    listed, the first one that the sample has is used.
+
+    Attributes:
+        medium: extensions of the picture or clip; None accepts any known extension of pictures or clips.
+        caption, label: candidates for the caption and the label, see ``FieldPath``.
+        parts: the only extensions that are read; None means all.
+        exact: True keeps the case of extensions, like Energon; False converts them to lower case, like webdataset.
+        whole: True if the user's code reads all members of a sample; the index then has no medium, caption or label.
+        empty: True if a caption may be empty.
+    """
+
+    medium: tuple[str, ...] | None = None
+    caption: tuple[FieldPath, ...] = (("txt",), ("json", "caption"), ("json", "text"))
+    label: tuple[FieldPath, ...] = (("cls",), ("json", "label"))
+    parts: tuple[str, ...] | None = None
+    exact: bool = False
+    whole: bool = False
+    empty: bool = field(default=False, repr=False)  # the repr is hashed
+
+    def find_medium(self, parts: Mapping[str, object]) -> str | None:
+        """Return the extension of the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
+        if self.parts is not None:
+            parts = {ending: part for ending, part in parts.items() if self.takes(ending)}
+        if self.medium is not None:
+            return next((ending for ending in self.medium if ending in parts), None)
+        media = [ending for ending in parts if suffix_of(ending) in picture_suffixes() | CLIPS]
+        return min(media, key=lambda ending: "." in ending, default=None)
+
+    def takes(self, ending: str) -> bool:
+        return self.parts is None or ending in self.parts
+
+
+def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
+    """Return the key and the extension of a member's name, or None if the member belongs to no sample.
+
+    The name is split at the first dot after the last slash. The extension is in lower case unless ``exact``. The result
+    equals that of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with
+    many slashes; this function takes linear time."""
+    last = name.rfind("/")
+    dot = name.find(".", last + 1)
+    if dot < 0 or _META.match(name):
+        return None
+    # In WebDataset's expression, [^.]+ may begin after any slash before the first line break (``.`` matches no break).
+    line = name.find("\n", 0, dot)
+    before = name.rfind("/", 0, dot if line < 0 else line)
+    if before + 1 == dot:  # [^.]+ would be empty here, so it begins after an earlier slash
+        before = name.rfind("/", 0, max(0, before))
+    if before + 1 == dot or "." in name[before + 1 : dot]:
+        return None
+    ending = name[dot + 1 :]
+    return name[:dot], ending if exact else ending.lower()
+
+
+def suffix_of(ending: str) -> str:
+    """Return the last suffix in lower case: ``.png`` for ``seg.PNG``."""
+    return "." + ending.rpartition(".")[2].lower()
+
+
+def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
+    """Return the caption in a member's content, without surrounding whitespace.
+
+    Raises ValueError if there is no caption, or if it is empty and ``empty`` is False."""
+    text = _read(content, path)
+    if not isinstance(text, str):
+        raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
+    if not (text := text.strip()) and not empty:
+        raise ValueError(f"{_shown(path)} is empty")
+    return text
+
+
+def read_label(content: bytes, path: FieldPath) -> int:
+    """Return the class in a member's content. Raises ValueError if the content is not a class."""
+    label = _read(content, path)
+    try:
+        number = int(label) if isinstance(label, str) else label
+    except ValueError:
+        number = None
+    if type(number) is not int or not 0 <= number < 2**31:
+        raise ValueError(f"{_shown(path)} is {str(label)[:40]!r}, not the number of a class")
+    return number
+
+
+def _read(content: bytes, path: FieldPath) -> object:
+    try:
+        text = content.decode("utf-8-sig")
+        value: Any = json.loads(text) if suffix_of(path[0]) in (".json", ".jsn") else text
+        for key in path[1:]:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the .{path[0]} isn't UTF-8") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"the .{path[0]} isn't JSON ({error})") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"it has no {_shown(path)}") from error
+
+
+def _shown(path: FieldPath) -> str:
+    return "." + path[0] + "".join(f"[{key}]" for key in path[1:])
+
+
+def _kind(value: object) -> str:
+    return {dict: "an object", list: "a list", type(None): "null"}.get(type(value), str(value)[:40])
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+
+@dataclass
+class Sample:
+    """The members of a tar that share one key.
+
+    parts: extension -> (offset, number of bytes) of a member's content. start, end: byte range of all members."""
+
+    key: str
+    start: int
+    end: int = 0
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
+    """Yield the samples of a tar in order. A sample is a run of members with the same key. exact: see ``Fields``.
+
+    Raises ValueError, naming the tar, if the tar is truncated, damaged or compressed, or if a key or a member occurs
+    twice."""
+    name, seen, sample = printable(path), set(), None
+    with open(open_regular(path), "rb") as file:
+        try:
+            for member in members(file):
+                if not member.isreg() or (split := split_name(member.name, exact)) is None:
+                    continue
+                key, ending = split
+                if sample is None or sample.key != key:
+                    if sample is not None:
+                        yield sample
+                    if key in seen:
+                        raise ValueError(
+                            f"{name}: the key {printable(key)} stands in two places; members of a sample must follow "
+                            "each other, and its key be its own"
+                        )
+                    seen.add(key)
+                    sample = Sample(key, member.offset)
+                if ending in sample.parts:
+                    raise ValueError(f"{name}: {printable(member.name)} is there twice")
+                sample.parts[ending] = member.offset_data, member.size
+                sample.end = member.offset_data + padded(member.size)
+        except TarError as error:
+            file.seek(0)
+            packed = file.read(4)[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")
+            fix = ": it is compressed; unpack it to a plain .tar" if packed else f" {error}"
+            raise ValueError(f"{name}{fix}") from error
+    if sample is not None:
+        yield sample
+
+
+@dataclass
+class _Rows:
+    """The records of an index, collected while the tar is scanned."""
+
+    fields: Fields
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    captions: list[bool] = field(default_factory=list)
+    suffixes: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    why_not: list[str] = field(default_factory=list)  # for each record, why its caption or label is missing
+    seen: int = 0
+    latents: bool = False  # True if some sample without a picture or clip has a member that may hold latents
+
+    def add(self, sample: Sample, file, checked: bool) -> None:
+        number, self.seen = self.seen, self.seen + 1
+        if self.fields.whole:
+            self._add_whole(sample, file, checked, number)
+            return
+        ending = self.fields.find_medium(sample.parts)
+        if ending is None:
+            self.latents |= self.fields.medium is None and any(suffix_of(part) in _ARRAYS for part in sample.parts)
+            self.left_out.append(f"{printable(sample.key)}: no picture or clip beside .{', .'.join(sample.parts)}")
+            return
+        at, size = sample.parts[ending]
+        text, caption, why = self._find(
+            sample, file, self.fields.caption, partial(read_caption, empty=self.fields.empty)
+        )
+        place, label, why_label = self._find(sample, file, self.fields.label, read_label)
+        text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
+        crc = _crc32(file, at, size) if checked else 0
+        suffix = suffix_of(ending)
+        if suffix in ANIMATIONS and is_animated(cast(BinaryIO, _Member(file, at, size))):
+            suffix = ANIMATED + suffix
+        suffix = self.suffixes.setdefault(suffix, len(self.suffixes))
+        self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
+        self.captions.append(caption is not None)
+        self.why_not.append(why if why or label is not None else why_label)
+        label = NO_LABEL if label is None else label
+        self.rows.append((at, size, text_at, text_bytes, label, 0, crc, suffix, text, number, [0] * 2))
+
+    def _add_whole(self, sample: Sample, file, checked: bool, number: int) -> None:
+        at, size = sample.start, sample.end - sample.start
+        crc = _crc32(file, at, size) if checked else 0
+        self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
+        self.captions.append(False)
+        self.why_not.append("")
+        self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
+
+    def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
+        """Return (index of the path at which the value was found, the value or None, the reason if there is no
+        value)."""
+        why = ""
+        for number, path in enumerate(paths):
+            if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
+                continue
+            if part[1] > MAX_TEXT:
+                why = f"the .{path[0]} has {part[1]:,} bytes"
+                continue
+            file.seek(part[0])
+            try:
+                return number, read(file.read(part[1]), path), ""
+            except ValueError as error:
+                why = why or str(error)
+        return 0, None, why
+
+
+class _Member:
+    """File-like reader of one member of a tar."""
+
+    def __init__(self, file: BinaryIO, at: int, size: int):
+        self._file, self._start, self._size, self._at = file, at, size, 0
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+
+def _crc32(file, at: int, size: int) -> int:
+    crc = 0
+    file.seek(at)
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        crc = zlib.crc32(block, crc)
+        size -= len(block)
+    return crc
+
+
+def scan(
+    path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
+) -> tuple[Header, np.ndarray, bytes]:
+    """Return the three parts of a tar's index: the header, the records (an array of ``ROW``) and the keys.
+
+    Samples without a picture or clip are left out. If any sample has a caption, samples without one are left out too.
+    Otherwise, if any sample has a label, samples without a label are left out.
+
+    Args:
+        checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads
+            only headers, captions and labels.
+        sha256: SHA-256 of the tar, if known.
+
+    Raises:
+        ValueError: see :func:`samples_of`; also raised for a tar without samples.
+        OSError: the tar can't be read.
+    """
+    path, fields = Path(path), fields or Fields()
+    found = _Rows(fields)
+    with open(open_regular(path), "rb") as file:
+        for sample in samples_of(path, fields.exact):
+            found.add(sample, file, checksums)
+    rows = np.array(found.rows, ROW)
+    captions, labels = np.array(found.captions, bool), rows["label"] != NO_LABEL
+    conditioning = "text" if captions.any() else "label" if labels.any() else "none"
+    kept = captions if conditioning == "text" else labels if conditioning == "label" else np.ones(len(rows), bool)
+    missing = "caption" if conditioning == "text" else "label"
+    for row in np.flatnonzero(~kept).tolist():
+        why = found.why_not[row] or f"no {missing}"
+        found.left_out.append(f"{printable(found.keys[row].decode('utf-8', 'replace'))}: {why}")
+    if not kept.any():
+        why = f" ({'; '.join(each[:EXAMPLE_LETTERS] for each in found.left_out[:EXAMPLES])})" if found.left_out else ""
+        fix = "; if these are latents, say what they hold: --latents" if found.latents else ""
+        raise ValueError(f"{printable(path)} holds no samples{why}{fix}")
+    keys = [found.keys[row] for row in np.flatnonzero(kept)]
+    if sum(map(len, keys)) >= 2**32:  # ``key_end`` in a record is a uint32
+        raise ValueError(f"{printable(path)}: its keys have 4 GiB or more together; pack it into several tars")
+    rows = rows[kept]
+    rows["key_end"] = np.cumsum([len(key) for key in keys])
+    clips = np.array([is_clip(suffix) for suffix in found.suffixes])[rows["suffix"]]
+    header = Header(
+        rows=len(rows),
+        key_bytes=sum(map(len, keys)),
+        tar_bytes=path.stat().st_size,
+        sha256=sha256 or (sha256_of(path) if checksums else ""),
+        checked=checksums,
+        pictures=int((~clips).sum()),
+        conditioning=conditioning,
+        num_classes=int(rows["label"].max()) + 1 if conditioning == "label" else 0,
+        suffixes=list(found.suffixes),
+        captions=[list(place) for place in fields.caption],
+        left_out=len(found.left_out),
+        examples=[example[:EXAMPLE_LETTERS] for example in found.left_out[:EXAMPLES]],
+        plan=plan,
+        version=VERSION,
+    )
+    return header, rows, b"".join(keys)

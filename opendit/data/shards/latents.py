@@ -59,8 +59,18 @@ from opendit.data.latents_index import (
     check_indexes,
 )
 from opendit.data.shards.dataset import IndexedTar
-from opendit.data.shards.index import ROW, TarIndex, empty_header, index_of, write_index
-from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
+from opendit.data.shards.index import (
+    BLOCK,
+    ROW,
+    Fields,
+    TarIndex,
+    empty_header,
+    index_of,
+    member_header,
+    members,
+    scan,
+    write_index,
+)
 from opendit.data.shards.store import Remote
 
 ABOUT = "__opendit__/shard.json"  # readers of WebDataset's tars skip names with double underscores
@@ -147,7 +157,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
             member = next(members(file), None)
             if member is None or member.name != ABOUT or os.fstat(file.fileno()).st_size != header.tar_bytes:
                 return None
-            file.seek(member.at)
+            file.seek(member.offset_data)
             about = parse_text(file.read(min(member.size, SHARD.most_bytes)).decode(), SHARD, path)
     except (OSError, ValueError):
         return None

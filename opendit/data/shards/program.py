@@ -35,16 +35,20 @@ from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.dataset import WORDS, IndexedTar, classes_of, conditioning_of
 from opendit.data.shards.index import (
+    BLOCK,
     CLASS_NAMES,
+    Fields,
     Header,
     TarIndex,
     claim_output,
     index_of,
+    member_header,
+    padded,
     read_class_names,
+    scan,
     write_index,
 )
 from opendit.data.shards.latents import SUFFIXES, arrays_of, choose_arrays
-from opendit.data.shards.scan import BLOCK, Fields, member_header, padded, scan
 from opendit.data.tables import read_table
 from opendit.encoders.vae import HUB, PerChannel
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry

@@ -14,12 +14,12 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urljoin, urlsplit
@@ -120,7 +120,7 @@ CHUNK = 1 << 18  # bytes per read
 AT_ONCE = 16  # number of indexes fetched concurrently
 MOST_TARS = 1_000_000  # maximum number of names that all patterns together may give
 MOST_LETTERS = 1 << 27  # maximum number of characters of these names together
-MOST_DEPTH, MOST_PARTS = 16, 1_000  # maximum brace nesting, and maximum pairs of braces, in one pattern
+MOST_BRACES = 200  # maximum pairs of braces in one pattern
 _DIGITS = 18  # maximum digits of a number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 MOST_PAGE = 16 * MIB  # maximum bytes of a web page that lists a folder
@@ -308,86 +308,52 @@ def expand(patterns: Iterable[str]) -> list[str]:
     Raises ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
     names, size = [], 0
     for pattern in patterns:
-        names += (found := _expand(pattern))
-        size += sum(map(len, found))
-        _check_names(pattern, len(names), size)
+        if pattern.count("{") > MOST_BRACES:
+            raise ValueError(f"{short(pattern)} has more than {MOST_BRACES} pairs of braces")
+        for name in _expand(pattern, pattern):
+            names.append(name)
+            size += len(name)
+            if len(names) > MOST_TARS or size > MOST_LETTERS:
+                raise ValueError(
+                    f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
+                )
     return names
 
 
-def _check_names(pattern: str, names: int, size: int) -> None:
-    if names > MOST_TARS or size > MOST_LETTERS:
-        raise ValueError(
-            f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
-        )
-
-
-@dataclass
-class _Brace:
-    """An open brace while its pattern is parsed.
-
-    Attributes:
-        choices: complete choices before the last comma.
-        names: beginnings of the choices after the last comma.
-        plain: True if this brace contains no other brace.
-    """
-
-    choices: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=lambda: [""])
-    plain: bool = True
-
-
-def _expand(pattern: str) -> list[str]:
-    levels = [_Brace()]  # the first level is the pattern itself
-
-    def append(found: list[str]) -> None:
-        names = levels[-1].names
-        size = sum(map(len, names)) * len(found) + sum(map(len, found)) * len(names)
-        _check_names(pattern, len(names) * len(found), size)
-        levels[-1].names = [before + after for before in names for after in found]
-
-    start = parts = 0
-    for found in re.finditer(r"[{},]", pattern):
-        if found[0] == "," and len(levels) == 1:
-            continue
-        append([pattern[start : found.start()]])
-        start, inner = found.end(), levels[-1]
-        if found[0] == "{":
-            inner.plain = False
-            levels.append(_Brace())
-            if len(levels) - 1 > MOST_DEPTH:
-                raise ValueError(f"{short(pattern)} has braces more than {MOST_DEPTH} levels deep")
-        elif found[0] == ",":
-            inner.choices += inner.names
-            inner.names = [""]
-            _check_names(pattern, len(inner.choices), 0)
-        else:
-            levels.pop()
-            parts += 1
-            if not levels:
-                raise ValueError(f"{short(pattern)} has a }} without its {{")
-            if parts > MOST_PARTS:
-                raise ValueError(f"{short(pattern)} has more than {MOST_PARTS:,} parts")
-            if inner.choices:
-                append(inner.choices + inner.names)
-            elif inner.plain and (span := _SPAN.fullmatch(inner.names[0])) is not None:
-                append(_numbers(pattern, *span.groups("1")))
-            else:  # {x} stays as it is
-                append([f"{{{name}}}" for name in inner.names])
-    if len(levels) > 1:
+def _expand(text: str, pattern: str) -> Iterator[str]:
+    """Yield the names that ``text``, a part of ``pattern``, gives."""
+    begin = re.search(r"[{}]", text)
+    if begin is None:
+        yield text
+        return
+    depth, cuts = 0, []  # cuts: the outer braces and the commas between them
+    for found in re.finditer(r"[{},]", text):
+        depth += (found[0] == "{") - (found[0] == "}")
+        if depth < 0:
+            raise ValueError(f"{short(pattern)} has a }} without its {{")
+        if depth == 0 and found[0] == "}" or depth == 1 and found[0] == "," or not cuts and found[0] == "{":
+            cuts.append(found.start())
+        if cuts and depth == 0:
+            break
+    else:
         raise ValueError(f"{short(pattern)} has a {{ without its }}")
-    append([pattern[start:]])
-    return levels[0].names
+    choices = [text[first + 1 : end] for first, end in pairwise(cuts)]
+    span = _SPAN.fullmatch(choices[0])
+    for choice in choices if len(choices) > 1 or span is None else _numbers(pattern, *span.groups("1")):
+        for middle in _expand(choice, pattern):
+            middle = middle if len(choices) > 1 or span is not None else f"{{{middle}}}"  # {x} stays as it is
+            for end in _expand(text[cuts[-1] + 1 :], pattern):
+                yield text[: cuts[0]] + middle + end
 
 
-def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
+def _numbers(pattern: str, first: str, last: str, step: str) -> Iterator[str]:
     if max(map(len, (first, last, step))) > _DIGITS:
         raise ValueError(f"{short(pattern)} has a number of more than {_DIGITS} digits")
     padded = any(re.match(r"-?0\d", text) for text in (first, last))
     width = max(len(first), len(last)) if padded else 0
     low, high, by = int(first), int(last), abs(int(step)) or 1
-    _check_names(pattern, abs(high - low) // by + 1, 0)
     numbers = range(low, high + 1, by) if low <= high else range(low, high - 1, -by)
-    return [f"{number:0{width}d}" for number in numbers]
+    return (f"{number:0{width}d}" for number in numbers)
 
 
 class _RefusedAnswer(DataError):
@@ -453,25 +419,6 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
         if (answer.content_length or 0) > most:
             raise _RefusedAnswer(f"it has {answer.content_length:,} bytes; at most {most:,} are read")
         return await _take(answer.content.read, most)
-
-
-async def _get_s3(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return an S3 object, or ``most`` bytes of it starting at ``start``."""
-    bucket, key, version = system.split_path(address)
-    asked = {} if start is None else {"Range": f"bytes={start}-{start + most - 1}"}
-    asked |= {"VersionId": version} if version else {}
-    answer = await asyncio.wait_for(system._call_s3("get_object", Bucket=bucket, Key=key, **asked), TIME_LIMIT)
-    body = answer["Body"]
-    try:
-        if start is not None:
-            if answer["ResponseMetadata"]["HTTPStatusCode"] == 200:
-                raise _RefusedAnswer(NO_RANGES)
-            _check_range(answer.get("ContentRange"), start, most, whole)
-        if (answer.get("ContentLength") or 0) > most:
-            raise _RefusedAnswer(f"it has {answer['ContentLength']:,} bytes; at most {most:,} are read")
-        return await _take(body.read, most)
-    finally:
-        body.close()
 
 
 class Remote:
@@ -583,11 +530,10 @@ class Remote:
     ) -> bytes:
         """Return a file of at most ``most`` bytes, or only its bytes [start, end)."""
         system, most = self.system, most if start is None else end - start
-        if self.kind in ("http", "https") or hasattr(system, "_call_s3"):
+        if self.kind in ("http", "https"):
             from fsspec.asyn import sync
 
-            get = _get_s3 if hasattr(system, "_call_s3") else _get_http
-            return cast(bytes, sync(system.loop, get, system, address, start, most, whole))
+            return cast(bytes, sync(system.loop, _get_http, system, address, start, most, whole))
         if start is None and ((size := self.call("info", address).get("size")) is None or size > most):
             raise _RefusedAnswer(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
         options = {} if start is None else {"start": start, "end": end}

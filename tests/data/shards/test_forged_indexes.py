@@ -37,37 +37,37 @@ def tars(tmp_path):
 
 
 FORGED = [
-    ("text", dict(medium_at=2**63), "ends at byte 9,223,372,036,854,7"),
-    ("text", dict(medium_at=2**64 - 1, medium_bytes=2**64 - 1), "ends at byte 36,893,488,147,419,103,230"),
-    ("text", dict(medium_at=100, medium_bytes=2**64 - 50), "ends at byte 18,446,744,073,709,551,666"),
-    ("text", dict(text_at=2**64 - 1, text_bytes=3), "has a caption of 3 bytes at byte 18,446,744,073,709,551,615"),
-    ("text", dict(medium_bytes=2**31), "has a medium that ends at byte 2,147,"),
-    ("text", dict(text_at=2**40), "has a caption of 3 bytes at byte 1,099,511,627,776"),
-    ("text", dict(text_bytes=2**32 - 1), "has a caption of 4,294,967,295 bytes"),
-    ("text", dict(suffix=7), "names suffix 7 of 1"),
-    ("text", dict(caption=200), "names place 200 for captions of 3"),
-    ("text", dict(key_end=2**32 - 1), "a key that ends at byte 4,294,967,295 of 16"),
-    ("label", dict(label=3), "has the class 3 of 3, numbered from 0"),
-    ("label", dict(label=-1), "has the class -1 of 3"),
-    ("label", dict(label=2**31 - 1), "has the class 2,147,483,647 of 3"),
+    ("text", dict(medium_at=2**63)),
+    ("text", dict(medium_at=2**64 - 1, medium_bytes=2**64 - 1)),
+    ("text", dict(medium_at=100, medium_bytes=2**64 - 50)),
+    ("text", dict(text_at=2**64 - 1, text_bytes=3)),
+    ("text", dict(medium_bytes=2**31)),
+    ("text", dict(text_at=2**40)),
+    ("text", dict(text_bytes=2**32 - 1)),
+    ("text", dict(suffix=7)),
+    ("text", dict(caption=200)),
+    ("text", dict(key_end=2**32 - 1)),
+    ("label", dict(label=3)),
+    ("label", dict(label=-1)),
+    ("label", dict(label=2**31 - 1)),
 ]
+SAYS = "x.tar.index is damaged: the record of sample 2 is out of range"
 
 
-@pytest.mark.parametrize(("kind", "values", "says"), FORGED)
-def test_a_record_that_can_not_be_is_told_at_the_start(tars, kind, values, says):
+@pytest.mark.parametrize(("kind", "values"), FORGED)
+def test_a_record_that_can_not_be_is_told_at_the_start(tars, kind, values):
     forge(tars / kind / "x.tar", 2, **values)
-    sample = "sample 2" if "key_end" in values else r"(0002|2) \(sample 2\)"
-    with pytest.raises(ValueError, match=f"^--data_path .*x.tar.index is damaged: the record of {sample} .*{says}"):
+    with pytest.raises(ValueError, match=f"^--data_path .*{SAYS}"):
         build_dataset(str(tars / kind), 8, seed=0)
 
 
-@pytest.mark.parametrize(("kind", "values", "says"), FORGED)
-def test_of_too_many_samples_it_is_told_before_it_is_used(tars, monkeypatch, kind, values, says):
+@pytest.mark.parametrize(("kind", "values"), FORGED)
+def test_of_too_many_samples_it_is_told_before_it_is_used(tars, monkeypatch, kind, values):
     monkeypatch.setattr(dataset, "CHECKED", 3)
     forge(tars / kind / "x.tar", 2, **values)
     data = build_dataset(str(tars / kind), 8, seed=0)
     assert not data[SampleKey(0, 0, 0)].skipped
-    with pytest.raises(DataError, match=f"x.tar.index is damaged: the record of .*sample 2.* {says}"):
+    with pytest.raises(DataError, match=SAYS):
         data[SampleKey(2, 0, 0)]
 
 
@@ -77,9 +77,9 @@ def test_of_too_many_samples_it_is_told_before_it_is_used(tars, monkeypatch, kin
         ({"pictures": 3}, {}, "its header counts 3 pictures and 16 bytes of keys, its records 4 and 16"),
         ({}, {"key_end": 12}, "its header counts 4 pictures and 16 bytes of keys, its records 4 and 12"),
         ({"tar_bytes": 10**15}, {}, "x.tar is truncated: it has .* bytes, its index says 1,000,000,000,000,000"),
-        ({"num_classes": 0, "conditioning": "label"}, {}, "has the class -1 of 0"),
-        ({"suffixes": []}, {}, "names suffix 0 of 0"),
-        ({"captions": []}, {}, "names place 0 for captions of 0"),
+        ({"num_classes": 0, "conditioning": "label"}, {}, "the record of sample 0 is out of range"),
+        ({"suffixes": []}, {}, "the record of sample 0 is out of range"),
+        ({"captions": []}, {}, "the record of sample 0 is out of range"),
     ],
 )
 def test_headers_that_do_not_fit(tars, header, values, says):
@@ -90,10 +90,10 @@ def test_headers_that_do_not_fit(tars, header, values, says):
 
 def test_keys_that_do_not_rise(tars, monkeypatch):
     forge(tars / "text" / "x.tar", 1, key_end=1)
-    with pytest.raises(ValueError, match="the key of sample 1 ends before it begins"):
+    with pytest.raises(ValueError, match="the record of sample 1 is out of range"):
         build_dataset(str(tars / "text"), 8, seed=0)
     monkeypatch.setattr(dataset, "CHECKED", 0)
-    with pytest.raises(DataError, match="x.tar.index is damaged: the key of sample 1 is at bytes 4 to 1"):
+    with pytest.raises(DataError, match="x.tar.index is damaged: the record of sample 1 is out of range"):
         build_dataset(str(tars / "text"), 8, seed=0).source(1)
 
 

@@ -11,8 +11,7 @@ import webdataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.scan import Fields, samples_of, scan
+from opendit.data.shards.index import Fields, TarIndex, index_of, samples_of, scan, write_index
 from tests.data.shards.tars import captioned, picture, write_tar
 
 NAMES = st.text(st.sampled_from("ab.A/_-é\n 0"), min_size=1, max_size=12).filter(
