@@ -379,7 +379,7 @@ def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     Raises OSError; and TarError for a damaged tar, one without an end-of-archive mark, or a sparse member."""
     length, start = file.seek(0, os.SEEK_END), file.seek(0)
     try:
-        tar = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
+        tar: Any = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
         while (info := tar.next()) is not None:
             tar.members.clear()  # tarfile would keep all members in memory
             start = tar.offset
