@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
 
     from opendit.config.token_routing import TokenRoute
     from opendit.data import Batch
-    from opendit.diffusion import Objective
+    from opendit.diffusion.objectives import Objective
     from opendit.encoders.conditioner import Conditioner
     from opendit.encoders.vision import CachedTeacher, VisionTeacher
-    from opendit.models import Condition
+    from opendit.models.conditioning import Condition
     from opendit.parallel.engines import Engine
     from opendit.training.build import Run
     from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch, Packing
@@ -112,7 +112,7 @@ class Inputs:
         """Return the micro-batch on the device. The host does not wait for the device."""
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
-        from opendit.diffusion.token_routing import draw_route
+        from opendit.diffusion.random import draw_route
         from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 
         index = batch.index.to(self.device, non_blocking=True)
@@ -154,7 +154,7 @@ class Inputs:
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
         """Draw the conditioning frames; return their mask and latents, (B, 1 + C, T, H, W), or None without such
         frames."""
-        from opendit.diffusion.conditioning_frames import draw_conditioning_frames
+        from opendit.diffusion.random import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
 

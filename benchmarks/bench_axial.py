@@ -36,9 +36,9 @@ from benchmarks.results import append
 from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
-from opendit.models import STDiTConfig
 from opendit.models.attention import Attention, TokenGrid
 from opendit.models.blocks import Block
+from opendit.models.stdit import STDiTConfig
 from opendit.parallel.collectives import Group, Ring
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel

@@ -23,7 +23,7 @@ import torch
 from benchmarks import random_vae
 from benchmarks.bench_sampling import CHANNELS, CLASSES, random_model
 from benchmarks.results import add_flags, record
-from opendit.models import model_config
+from opendit.models.zoo import model_config
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = "first sample on disk"  # name of this mark in the profile

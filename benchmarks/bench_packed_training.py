@@ -35,10 +35,12 @@ from benchmarks.bench_train import SEED, engine_step, measure
 from benchmarks.results import add_flags, record
 from opendit.config.components import SpeedFlags
 from opendit.data.order.packs import PackSchedule
-from opendit.diffusion import DDPMObjective
+from opendit.diffusion.objectives import DDPMObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
-from opendit.models import Condition, DiTConfig, TextCondition, TextConfig, model_config
+from opendit.models.conditioning import Condition, TextCondition, TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import model_config
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.training.build import TrainingFlops
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing

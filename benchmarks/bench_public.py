@@ -50,10 +50,9 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.results import add_flags, record
 from opendit.checkpoint.matched import check_matched
-from opendit.diffusion.objectives.flow import FlowObjective, empirical_shift
-from opendit.diffusion.published_schedules import published_schedule
+from opendit.diffusion.objectives.base import sample_latents
+from opendit.diffusion.objectives.flow import FlowObjective, empirical_shift, published_schedule
 from opendit.diffusion.random import initial_noise
-from opendit.diffusion.sampling import sample_latents
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.kernels.select import KernelSwitches, select_kernels

@@ -32,7 +32,7 @@ from benchmarks.results import append
 from opendit.checkpoint.run_folders import run_folders
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
-from opendit.models import config_from_dict
+from opendit.models.zoo import config_from_dict
 from opendit.training.dry_run import CARDS
 from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch, resolve_sharding

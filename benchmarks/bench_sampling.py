@@ -25,13 +25,14 @@ from torch import Tensor
 from benchmarks.plain_dit import PlainDiT
 from benchmarks.results import append
 from opendit.config.components import SpeedFlags
-from opendit.diffusion import DDPMObjective
 from opendit.diffusion.guidance import cfg_model
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import DDPMObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig, build_model, model_config
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.zoo import build_model, model_config
 from opendit.sampling.sampling_engine import SamplingEngine
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0

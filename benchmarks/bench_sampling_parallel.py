@@ -25,7 +25,7 @@ from benchmarks.bench_sampling import SEED, Bench
 from benchmarks.bench_sampling_files import make_codec
 from benchmarks.results import append
 from opendit.config.components import SpeedFlags
-from opendit.diffusion import FlowObjective
+from opendit.diffusion.objectives import FlowObjective
 from opendit.encoders.video_vae import FrameCodec
 from opendit.kernels.select import select_kernels
 from opendit.models.families.network import PublicDiT

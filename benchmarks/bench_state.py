@@ -28,7 +28,8 @@ from opendit.checkpoint.save import Checkpoints
 from opendit.config.components import SpeedFlags
 from opendit.config.names import PLUGINS
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.parallel.engines import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.training.monitor import resident_gib

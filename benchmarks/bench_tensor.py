@@ -28,8 +28,9 @@ from benchmarks.results import append
 from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
-from opendit.models import DiTConfig, build_model
 from opendit.models.attention import TokenGrid
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import build_model
 from opendit.parallel import collectives, tensor
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from opendit.models import DiT, DiTConfig
 from opendit.models.adapt import Adaptation, adapt
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.weights import Weights
 
 

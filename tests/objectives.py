@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from opendit.diffusion import Prepared
+from opendit.diffusion.objectives.base import Prepared
 
 
 def losses_of(objective, model, x0: Tensor, t: Tensor, noise: Tensor, **conditions) -> Tensor:

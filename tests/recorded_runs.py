@@ -103,9 +103,9 @@ def _contents(path: Path) -> dict[str, list[int]]:
 
 def record_sampling() -> dict[str, list[float]]:
     """Return "objective, sampler" -> first 32 elements and norm of the latents that a DiT with fixed weights draws."""
-    from opendit.diffusion import OBJECTIVES as KINDS
-    from opendit.diffusion.sampling import sample_latents
-    from opendit.models import build_model, model_config
+    from opendit.diffusion.objectives import OBJECTIVES as KINDS
+    from opendit.diffusion.objectives.base import sample_latents
+    from opendit.models.zoo import build_model, model_config
 
     drawn = {}
     for name in OBJECTIVES:  # objectives that existed when the file was recorded

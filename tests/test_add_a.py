@@ -43,9 +43,12 @@ def house(tmp_path_factory) -> Path:
     house = tmp_path_factory.mktemp("house")
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "opendit", house / "opendit", ignore=unwanted)
-    added = {path.relative_to(ROOT / "tests/added") for path in (ROOT / "tests/added").rglob("*.py")}
-    assert len(added) == 5 and not any((house / path).exists() for path in added)
+    added = {path.relative_to(ROOT / "tests/added") for path in (ROOT / "tests/added/opendit").rglob("*.py")}
+    assert len(added) == 4 and not any((house / path).exists() for path in added)
     shutil.copytree(ROOT / "tests/added", house, ignore=unwanted, dirs_exist_ok=True)
+    sampler = (ROOT / "tests/added/sampler.py").read_text().partition("\n\n\n")[2]
+    with open(house / "opendit/diffusion/samplers.py", "a") as file:
+        file.write(f"\n\n{sampler}")
     for file, after, line in LINES:
         text = (house / file).read_text()
         assert text.count(after) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendit.diffusion.objectives.base import Objective
-from opendit.diffusion.samplers.base import Sampler
+from opendit.diffusion.samplers import Sampler
 from opendit.diffusion.trajectory import Trajectory
 from tests.test_imports import PROGRAMS, ROOMS
 

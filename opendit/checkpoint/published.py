@@ -27,9 +27,8 @@ from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.utils import shown
 from opendit.config.names import PARTS, WHOLE
-from opendit.diffusion import objective_from_dict
-from opendit.diffusion.objectives.flow import FlowObjective
-from opendit.diffusion.published_schedules import published_schedule
+from opendit.diffusion.objectives import objective_from_dict
+from opendit.diffusion.objectives.flow import FlowObjective, published_schedule
 from opendit.encoders.folder import CONFIG, INDEX, PIPELINE_INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
 from opendit.encoders.published_folder import check_index, names_class
 from opendit.models.configuration import DiTConfig

@@ -5,8 +5,7 @@ This module needs no torch, so that flags can be checked before torch is importe
 
 - To add an objective, write ``opendit/diffusion/objectives/NAME.py`` with its class named by ``OBJECTIVE``, and a row
   in :data:`DESCRIPTIONS`.
-- To add a sampler, write ``opendit/diffusion/samplers/NAME.py`` with its class named by ``SAMPLER``, and its name in
-  :data:`ALL_SAMPLERS`.
+- To add a sampler, write its class in ``opendit/diffusion/samplers.py``, and its name in :data:`ALL_SAMPLERS`.
 - To add a plugin, write ``opendit/parallel/engines/NAME.py`` with a subclass of ``Engine`` named by ``ENGINE``, and a
   row in :data:`PLUGINS`. ``--plugin``, its help and ``build_engine`` read this table.
 - To add a metric, write its function in ``opendit/evaluation/figures.py``, and a row in :data:`METRICS`.

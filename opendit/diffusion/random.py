@@ -16,8 +16,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from opendit.config.architectures import parse_given
+from opendit.config.token_routing import TokenRoute
 from opendit.kernels.common import kernels_available
 from opendit.kernels.philox import philox_bits
+from opendit.models.given_frames import give
 
 _MASK = 0xFFFFFFFF
 _MUL = (0xD2511F53, 0xCD9E8D57)
@@ -132,3 +135,70 @@ def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> 
 def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
     """Return a ``noise_fn`` whose noise for a sample in step k depends only on ``seed``, k and the sample's index."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)
+
+
+# fraction of clips that get no conditioning frames in modes "first" and "prefix:K", so that the model learns that case
+# too
+WITHOUT = 0.1
+
+
+def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
+    """Draw the number of conditioning frames of each clip, (B,) int64. ``u`` (B,) is uniform in (0, 1).
+
+    Each clip has ``frames`` frames. Mode "random" draws any number from 0 to frames - 1, each equally likely. "first"
+    and "prefix:K" give a fixed number, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0.
+    """
+    count = parse_given(mode)
+    if count is None:
+        return (u * frames).long().clamp(max=frames - 1)
+    return torch.where(u < WITHOUT, 0, min(count, frames - 1))
+
+
+def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
+    """Return a training step's mask and conditioning frames, concatenated along the channels: (B, 1 + C, T, H, W), for
+    clean latents (B, C, T, H, W).
+
+    The random numbers are keyed by (seed, step, index). If ``mode`` is None, the model has no conditioning frames, and
+    the result is None.
+    """
+    if mode is None:
+        return None
+    return give(
+        latents, conditioning_lengths(mode, latents.shape[2], uniform(seed, step, index, Stream.CONDITIONING_FRAMES))
+    )
+
+
+def draw_route(
+    route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return :func:`draw_kept_tokens`, with None from ``route.until`` on, and :func:`draw_dropped`."""
+    sparse = route is not None and (route.until is None or step < route.until)
+    kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
+    return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)
+
+
+def draw_kept_tokens(
+    route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
+) -> Tensor | None:
+    """Draw the tokens that each sample of a training step keeps: indices (B, route.kept(tokens)) int64, ascending.
+
+    All subsets of this size are equally likely. The draw depends on (seed, step, index) only.
+
+    Args:
+        route: the route; if None, or if its share of skipped tokens is 0, the result is None, which means all
+            tokens.
+        tokens: number of tokens per sample.
+    """
+    if route is None or tokens is None or route.share == 0:
+        return None
+    u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
+    order = torch.sort(u, dim=1, stable=True).indices  # a stable sort breaks ties in the same way on every device
+    return order[:, : route.kept(tokens)].sort(dim=1).values
+
+
+def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
+    """Draw the samples whose tokens after a fused route are all replaced by mask tokens, (B,) bool. Each sample is
+    drawn with probability ``share``. Return None if there is no route, or the route is not fused."""
+    if route is None or not route.fused:
+        return None
+    return uniform(seed, step, index, Stream.ROUTE_DROP) < share

@@ -16,9 +16,8 @@ from opendit.common.utils import DataError
 from opendit.config.flags import nearest
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.text import TextEncoder
-from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
-from opendit.models.bytes_text import byte_tokens
-from opendit.models.conditioning import same_length
+from opendit.models.bytes_text import byte_tokens, encode_bytes
+from opendit.models.conditioning import Condition, TextCondition, TextConfig, same_length, where
 
 
 class Conditioner(ABC):

@@ -41,7 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opendit.kernels.linear import linear as unbiased
-from opendit.models import DiT
+from opendit.models.dit import DiT
 from opendit.models.layers import BlockOps, Projection
 
 

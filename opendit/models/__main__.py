@@ -16,7 +16,7 @@ from opendit.config.names import PLUGINS, PRECISIONS
 def table(names: list[str], image_size: int, frames: int, batch: int, world: int, precision: str) -> list[list[str]]:
     """Return the rows of the table as text, with the header first. Latents have 4 channels and 1/8 of
     ``image_size``."""
-    from opendit.models import model_config
+    from opendit.models.zoo import model_config
     from opendit.training.memory import GIB, Setup, estimate  # imports torch, so flags are checked before this import
 
     rows = [["model", "parameters", "tokens", "GFLOP a sample", *(f"{plugin} GiB" for plugin in PLUGINS)]]

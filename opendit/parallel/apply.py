@@ -7,11 +7,12 @@ import torch
 
 from opendit.config.names import BUT_ATTENTION
 from opendit.kernels.recompute import recompute_in
-from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
+from opendit.models.dit import DiT
 from opendit.models.layers import Attend, BlockOps
 from opendit.models.parameter_names import fits
 from opendit.models.segments import Varlen
+from opendit.models.zoo import plan_of
 from opendit.parallel.collectives import Group
 from opendit.parallel.experts import divide_among, shard_experts
 from opendit.parallel.mesh import Mesh

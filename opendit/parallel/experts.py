@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import DiT, DiTConfig
 from opendit.models.attention import SequenceShards
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.zoo import model_shapes
 from opendit.parallel.collectives import Group, start_gather, start_sum

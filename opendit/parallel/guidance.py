@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opendit.config.parallel_sizes import check_cfg_parallel
-from opendit.models import Condition
+from opendit.models.conditioning import Condition
 from opendit.parallel.collectives import Group, start_gather
 from opendit.parallel.mesh import Mesh
 

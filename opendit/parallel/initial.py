@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.models import DiT
+from opendit.models.dit import DiT
 from opendit.models.initialization import Distribution, distribution_of, draw
 from opendit.models.parameter_names import canonical_name
 from opendit.parallel.layout import Runs, Shard, copy_overlap, runs_of

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opendit.config.names import PIPELINE_SCHEDULES
-from opendit.models import Condition, DiT, DiTConfig, plan_of
 from opendit.models.blocks import run_blocks
+from opendit.models.conditioning import Condition
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.zoo import plan_of
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import balanced_blocks, check_stages, stage_of
 

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from opendit.models import DiTConfig, plan_of
+from opendit.models.dit import DiTConfig
 from opendit.models.parameter_names import fits, value_of
 from opendit.models.plan import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
-from opendit.models.zoo import model_shapes
+from opendit.models.zoo import model_shapes, plan_of
 
 Slices = tuple[slice, ...]  # one slice for each dimension
 FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}

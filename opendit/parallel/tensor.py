@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from opendit.kernels import cublaslt
 from opendit.kernels.linear import linear as unbiased
-from opendit.models import DiT, DiTConfig, plan_of
 from opendit.models.attention import (
     AnyProjection,
     Attention,
@@ -36,10 +35,11 @@ from opendit.models.attention import (
     MadeProjection,
     SequenceShards,
 )
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection, RMSNorm, in_working_dtype, multiply
 from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule
-from opendit.models.zoo import model_shapes
+from opendit.models.zoo import model_shapes, plan_of
 from opendit.parallel.collectives import (
     Group,
     column_product,

@@ -21,9 +21,9 @@ from torch import Tensor
 from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache
 from opendit.config.token_routing import TokenRoute, parse_route
 from opendit.diffusion.trajectory import at_least_float32
-from opendit.models import DiTConfig
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block, Context, run_blocks
+from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.token_routing import Fusion, run_on_kept
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations

@@ -18,14 +18,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from opendit.diffusion import Objective
-from opendit.diffusion.samplers.base import Sampler, StepWeights
+from opendit.diffusion.objectives import Objective
+from opendit.diffusion.samplers import Sampler, StepWeights
 from opendit.kernels import embed_patches as embedding
 from opendit.kernels import guided_update as updating
 from opendit.kernels import step_rows
 from opendit.kernels.common import kernels_available
-from opendit.models import DiT
 from opendit.models.blocks import ResidualStream
+from opendit.models.dit import DiT
 from opendit.sampling.prepared_model import PreparedModel
 
 

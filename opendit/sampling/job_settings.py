@@ -12,7 +12,7 @@ from opendit.config.approximations import parse_cache
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, VideoCodec
-from opendit.models import DiT
+from opendit.models.dit import DiT
 from opendit.parallel.layout import Layout
 from opendit.parallel.tensor import layout_of
 from opendit.sampling.sample_cache import SamplingJob, samples_a_part

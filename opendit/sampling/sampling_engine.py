@@ -1,7 +1,7 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
-``opendit.diffusion.sampling.sample_latents`` implements the same algorithm in a few lines. The engine draws the same
-latents faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the network
+``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines. The engine draws the
+same latents faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the network
 (:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice per step.
 """
 
@@ -17,15 +17,14 @@ from torch import Tensor
 
 from opendit.config.approximations import Approximations, FirstBlockCache
 from opendit.config.token_routing import TokenRoute
-from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model, guided_within, is_within
-from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.objectives import Objective
+from opendit.diffusion.random import draw_kept_tokens, initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, Sampler
-from opendit.diffusion.token_routing import draw_kept_tokens
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder, Recorder
-from opendit.models import Condition, DiT
-from opendit.models.conditioning import of_same_pictures
+from opendit.models.conditioning import Condition, of_same_pictures
+from opendit.models.dit import DiT
 from opendit.sampling.approximate_steps import (
     FIRST,
     REST,

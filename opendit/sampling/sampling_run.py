@@ -21,7 +21,7 @@ from opendit.checkpoint.pretrained import find_weights, read_config
 from opendit.common.stages import Stages
 from opendit.config.checks import path_and_weight, read_prompts
 from opendit.config.console import print_block
-from opendit.diffusion import Objective
+from opendit.diffusion.objectives import Objective
 from opendit.encoders.conditioner import (
     CaptionConditioner,
     Conditioner,
@@ -32,9 +32,9 @@ from opendit.encoders.conditioner import (
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import Condition, DiT, DiTConfig
-from opendit.models.conditioning import same_length
+from opendit.models.conditioning import Condition, same_length
 from opendit.models.configuration import times
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS

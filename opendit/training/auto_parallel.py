@@ -17,8 +17,9 @@ from opendit.config.names import BLOCKS, RECOMPUTE
 from opendit.config.parallel_sizes import ParallelDims, environment_node_size, parse_offload
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
-from opendit.models import DiTConfig, plan_of
+from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
+from opendit.models.zoo import plan_of
 from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh

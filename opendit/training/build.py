@@ -25,8 +25,9 @@ from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
 from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8_weight import keep_weights
-from opendit.models import DiT, DiTConfig, empty_model
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import Lora
+from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, StepResult, build_engine
 from opendit.parallel.experts import expert_group

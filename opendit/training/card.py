@@ -17,7 +17,7 @@ from opendit.config.parallel_sizes import parse_offload
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.kernels.capability import missing
-from opendit.models import DiTConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.parallel.hardware import CARDS, HardwareModel, of_card
 from opendit.parallel.mesh import Mesh

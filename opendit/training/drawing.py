@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from opendit.checkpoint.ema import EMA
-from opendit.diffusion.sampling import sample_in_batches
+from opendit.diffusion.objectives.base import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, PublishedConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.kernels.base_precision import base_layers, store_base
-from opendit.models import Condition, DiT, empty_model
-from opendit.models.conditioning import TextCondition, same_length
+from opendit.models.conditioning import Condition, TextCondition, same_length
+from opendit.models.dit import DiT
+from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import PipelineForward

@@ -12,7 +12,7 @@ from opendit.config.console import print_block, print_error
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
-from opendit.models import DiTConfig
+from opendit.models.dit import DiTConfig
 from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline import stages_of
 from opendit.parallel.sequence import sequence_shape

@@ -36,7 +36,7 @@ from opendit.config.public_models import family_in
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.contents import hash_files
 from opendit.data.order.schedule import KEYED
-from opendit.diffusion import objective_from_dict
+from opendit.diffusion.objectives import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
 from opendit.training.specification import RunSpecification

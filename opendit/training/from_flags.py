@@ -25,7 +25,7 @@ from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
 from opendit.data.sources import NoSplit
-from opendit.diffusion import Objective, objective_from_dict, objective_from_flags
+from opendit.diffusion.objectives import Objective, objective_from_dict, objective_from_flags
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.encoders.folder import weight_count
 from opendit.encoders.published_text import text_encoder_bytes
@@ -34,13 +34,14 @@ from opendit.encoders.vae import STEM as VAE_STEM
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import class_of, latent_frames, video_geometry
 from opendit.encoders.vision import vision_config
-from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
 from opendit.models.alignment import AlignmentConfig
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig, family_of, public_config
 from opendit.models.lora import Lora, check_targets, lora_layers
 from opendit.models.weights import Weights
-from opendit.models.zoo import config_from_dict, of_revision
+from opendit.models.zoo import config_from_dict, model_config, of_revision
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import check_pipeline, idle_stages, stages_of
 from opendit.parallel.rules import check_divisible

@@ -28,11 +28,11 @@ from opendit.kernels.base_precision import is_stored, row_bytes
 from opendit.kernels.common import next_power_of_2
 from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
 from opendit.kernels.eight_bit_moments import UNIT
-from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
+from opendit.models.dit import DiTConfig
 from opendit.models.lora import Lora, lora_layers, trains_modulation
 from opendit.models.plan import Execution, Row
-from opendit.models.zoo import model_shapes
+from opendit.models.zoo import model_shapes, plan_of
 from opendit.parallel.apply import PREFETCHED
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.muon import ELEMENTS, flops

@@ -15,14 +15,14 @@ from torch import Tensor
 from opendit.data import Batch
 from opendit.data.base import to_pixels
 from opendit.data.enlarging import enlarge
-from opendit.diffusion import Objective
+from opendit.diffusion.objectives import Objective
 from opendit.diffusion.objectives.base import Prepared
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
-from opendit.models import Condition, TextCondition
 from opendit.models.alignment import Alignment
+from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.given_frames import first_frames_alone, give_beside, times_of_frames, with_given
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
 from opendit.models.uncertainty import weighted

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from opendit.diffusion import Objective
+from opendit.diffusion.objectives import Objective
 from opendit.diffusion.objectives.base import Prepared
 from opendit.models.given_frames import with_given
 from opendit.parallel.engines import Engine

@@ -32,7 +32,8 @@ from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.encoders.vision import CachedTeacher, VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import Condition, DiTConfig
+from opendit.models.conditioning import Condition
+from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.lora import A, Lora, lora_layers
 from opendit.models.weights import Weights

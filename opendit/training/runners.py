@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opendit.diffusion import Objective
+from opendit.diffusion.objectives import Objective
 from opendit.kernels.recording import GraphRecorder
 from opendit.parallel.engines import Engine, StepResult
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch

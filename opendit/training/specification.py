@@ -17,7 +17,7 @@ from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.base import BadSample, Embedding
 from opendit.data.shaped import crop_media, shape_latents, token_size
-from opendit.diffusion import Objective, objective_from_dict
+from opendit.diffusion.objectives import Objective, objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.random import Stream, uniform
 from opendit.encoders.conditioner import Conditioner
@@ -26,10 +26,11 @@ from opendit.encoders.vae import ImageCodec, codec_geometry
 from opendit.encoders.video_vae import VideoCodec, video_geometry
 from opendit.encoders.vision import CachedTeacher, VisionTeacher
 from opendit.kernels.select import KernelChoice
-from opendit.models import Condition, DiTConfig, config_from_dict
+from opendit.models.conditioning import Condition
+from opendit.models.dit import DiTConfig
 from opendit.models.lora import Lora
 from opendit.models.weights import Weights
-from opendit.models.zoo import model_shapes
+from opendit.models.zoo import config_from_dict, model_shapes
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh

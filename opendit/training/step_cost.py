@@ -15,9 +15,10 @@ from typing import Any, cast
 
 from opendit.config.names import AXIAL, BYTES
 from opendit.config.token_routing import TokenRoute
-from opendit.models import DiTConfig, plan_of
+from opendit.models.dit import DiTConfig
 from opendit.models.ecdit import ECDiTConfig
 from opendit.models.lora import Lora, lora_layers
+from opendit.models.zoo import plan_of
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline import chunks_of

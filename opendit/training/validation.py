@@ -22,10 +22,9 @@ from opendit.data.held_out import SEED
 from opendit.data.loader import read_batches
 from opendit.data.order.sequences import permuted
 from opendit.data.progress import Progress
-from opendit.diffusion import Objective
-from opendit.diffusion.conditioning_frames import draw_conditioning_frames
-from opendit.diffusion.random import Stream, normal
-from opendit.models import Condition
+from opendit.diffusion.objectives import Objective
+from opendit.diffusion.random import Stream, draw_conditioning_frames, normal
+from opendit.models.conditioning import Condition
 from opendit.parallel.engines import Engine
 from opendit.training import monitor as monitoring
 from opendit.training.micro_batch import MicroBatch, condition_on_first_frames

@@ -9,7 +9,7 @@ import opendit
 from benchmarks.bench_approximations import Clips, Digits, Row, line, main, records, whole
 from opendit.data import digits_split
 from opendit.data.digits import DIRECTIONS
-from opendit.diffusion import FlowObjective
+from opendit.diffusion.objectives import FlowObjective
 from opendit.evaluation.digits import real_clips
 from opendit.evaluation.metrics import Moments, frechet_distance
 from tests.sampling.small import BYTES, write

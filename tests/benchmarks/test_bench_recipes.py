@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import bench_recipes
 from benchmarks.bench_recipes import CASES, LARGEST_STEP, Case, figures, main, planned, reason, rows_of
-from opendit.models import TextConfig, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.zoo import model_config
 from opendit.training.memory import GIB
 
 JOINT = model_config(

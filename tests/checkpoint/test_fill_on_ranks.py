@@ -9,7 +9,7 @@ from opendit.checkpoint import matched
 from opendit.checkpoint.fill import DeviceReader, fill
 from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.tensor_set import open_set
-from opendit.models import DiTConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.zoo import empty_model, model_shapes
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine

@@ -15,7 +15,8 @@ from opendit.checkpoint.files import damage, not_finite, read_manifest, write_ma
 from opendit.checkpoint.pretrained import METADATA_KEY, read_info
 from opendit.common.tensor_files import write_tensors
 from opendit.export.__main__ import main as export
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from tests.checkpoint.test_checkpoint import ARGV, run_to, steps_in
 from tests.ranks import run_ranks
 

@@ -27,7 +27,8 @@ from opendit.data.shards.latents import read_header
 from opendit.encoders import VAECodec, codec_geometry, load_codec
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.export.conversion import import_weights
-from opendit.models import DiTConfig, build_model
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import build_model
 from tests.encoders.test_text import save_clip
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised

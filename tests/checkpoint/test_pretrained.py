@@ -16,9 +16,9 @@ from opendit.checkpoint.files import write_manifest
 from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.common.tensor_files import write_tensors
-from opendit.models import DiT, DiTConfig, model_config
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.weights import Weights
-from opendit.models.zoo import build_model
+from opendit.models.zoo import build_model, model_config
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 

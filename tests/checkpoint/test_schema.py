@@ -8,9 +8,10 @@ import pytest
 
 from opendit.checkpoint.schema import ModelConfig, checked_config, checked_metadata
 from opendit.common.json_models import FileKind, checked
-from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
-from opendit.models import NAMES, VIDEO_NAMES, TextConfig, model_config
-from opendit.models.zoo import CLASSES
+from opendit.config.architectures import NAMES, VIDEO_NAMES
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
+from opendit.models.conditioning import TextConfig
+from opendit.models.zoo import CLASSES, model_config
 
 SIZES = dict(input_size=(32, 32), in_channels=4)
 MODEL = FileKind(ModelConfig, 1)

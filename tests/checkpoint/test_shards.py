@@ -20,7 +20,7 @@ from opendit.checkpoint.pretrained import load_pretrained
 from opendit.checkpoint.save import Checkpoints
 from opendit.checkpoint.tensor_set import open_set
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import build_model, model_config
+from opendit.models.zoo import build_model, model_config
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.ranks import run_ranks

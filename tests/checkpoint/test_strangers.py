@@ -16,7 +16,8 @@ import opendit.export.__main__ as export
 import sample
 import train
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
-from opendit.models import TextConfig, build_model, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.zoo import build_model, model_config
 from tests.encoders.test_text import save_clip
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised

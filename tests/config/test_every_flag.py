@@ -27,7 +27,8 @@ from opendit.config.evaluate import EvaluateConfig
 from opendit.config.flags import flags_of, value_of
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
-from opendit.models import TextConfig, build_model, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.zoo import build_model, model_config
 
 VALUES = {
     "zero": "0", "minus zero": "-0", "below zero": "-1", "huge": "9" * 30, "longer": "9" * 5000, "1e400": "1e400",

@@ -52,8 +52,9 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.config import names
     from opendit.config.architectures import KINDS, module_of
     from opendit.config.data_sources import SOURCES, TABLES, named_sources
-    from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS
-    from opendit.diffusion.objectives import ddpm, flow
+    from opendit.diffusion.objectives import OBJECTIVES, ddpm, flow
+    from opendit.diffusion.objectives.ddpm import PREDICTIONS
+    from opendit.diffusion.samplers import SAMPLERS
     from opendit.kernels import attention
     from opendit.models.plan import BACKWARD
     from opendit.models.zoo import CLASSES

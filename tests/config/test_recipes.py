@@ -15,7 +15,7 @@ from opendit.config.recipes import RECIPES
 from opendit.config.train import TrainConfig
 from opendit.data.base import SampleKey
 from opendit.data.mock import MockDataset
-from opendit.models import build_model, config_from_dict, model_config
+from opendit.models.zoo import build_model, config_from_dict, model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.memory import GIB, Setup, estimate
 from tests.encoders.published_folders import write_pipeline

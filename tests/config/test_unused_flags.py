@@ -11,7 +11,8 @@ from opendit.config.command_line import overridden, parse, read_flags
 from opendit.config.recipes import RECIPES
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
-from opendit.models import TextConfig, build_model, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.zoo import build_model, model_config
 
 CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
 

@@ -18,7 +18,7 @@ from opendit.data.video_file import write_mp4
 from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_folder import load_published_codec
 from opendit.encoders.published_text import load_published_text, text_encoder_bytes
-from opendit.models import TextConfig
+from opendit.models.conditioning import TextConfig
 from opendit.models.families import FAMILIES
 from opendit.parallel.hardware import H200
 from opendit.training.auto_parallel import Circumstances, Search, data_of

@@ -2,8 +2,7 @@
 
 import torch
 
-from opendit.diffusion.conditioning_frames import WITHOUT, conditioning_lengths, draw_conditioning_frames
-from opendit.diffusion.random import Stream, uniform
+from opendit.diffusion.random import WITHOUT, Stream, conditioning_lengths, draw_conditioning_frames, uniform
 
 
 def lengths(given):

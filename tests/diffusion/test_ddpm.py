@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.diffusion import DDPM, linear_betas, space_timesteps, training_loss
+from opendit.diffusion.objectives.ddpm import DDPM, linear_betas, space_timesteps, training_loss
 
 SCHEDULE = DDPM.linear()
 

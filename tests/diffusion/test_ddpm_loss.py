@@ -7,8 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from opendit.diffusion import training_loss
-from opendit.diffusion.objectives.ddpm import discretized_nll, prepare
+from opendit.diffusion.objectives.ddpm import discretized_nll, prepare, training_loss
 from tests.diffusion.test_ddpm import SCHEDULE, bayes_posterior, randn
 
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from opendit.diffusion import EDMObjective, EDMTrajectory, sample
-from opendit.diffusion.objectives import edm
+from opendit.diffusion.objectives import EDMObjective, edm
+from opendit.diffusion.objectives.edm import EDMTrajectory
+from opendit.diffusion.samplers import sample
+from tests.diffusion.states import sample_with_states
 from tests.objectives import losses_of
 
 MU, S = 0.3, 0.6  # of the Gaussian data; S is not sigma_data, so that the network has something to do
@@ -108,9 +110,9 @@ def test_heun_evaluates_at_the_new_point_and_not_at_0():
 
 def states_of(name: str, steps: int, shape=(2, 3, 5, 4)):
     """The states x at each step of a float32 run from noise, the final one included, and its sigmas."""
-    sigmas, states = edm.karras_sigmas(steps), []
+    sigmas = edm.karras_sigmas(steps)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 80
-    got = sample(name, network, x, EDMTrajectory(sigmas, 0.5), callback=lambda s: states.append(s["x"]))
+    got, states = sample_with_states(name, network, x, EDMTrajectory(sigmas, 0.5))
     return [*states, got], sigmas
 
 
@@ -141,8 +143,8 @@ def test_the_schedule_falls_from_80_to_0(steps):
 
 
 @pytest.mark.parametrize("name", EDMObjective().samplers)
-def test_progress_callback_dtypes_and_no_grad(name):
-    weight, reports, lengths = torch.ones((), requires_grad=True), [], []
+def test_progress_dtypes_and_no_grad(name):
+    weight, lengths = torch.ones((), requires_grad=True), []
 
     def model(x, timestep):
         assert x.dtype == timestep.dtype == torch.float32 and timestep.shape == x.shape[:1]
@@ -154,10 +156,8 @@ def test_progress_callback_dtypes_and_no_grad(name):
 
     sigmas = torch.tensor([9.0, 3.0, 0.5, 0.0])
     x = 9 * torch.randn(2, 1, 3, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = sample(name, model, x, EDMTrajectory(sigmas, 0.5), progress=progress, callback=reports.append)
+    got = sample(name, model, x, EDMTrajectory(sigmas, 0.5), progress=progress)
     assert got.dtype == torch.float32 and not got.requires_grad and lengths == [3]
-    assert [(r["step"], r["timestep"]) for r in reports] == [(0, 9.0), (1, 3.0), (2, 0.5)]
-    torch.testing.assert_close(got, reports[-1]["denoised"], rtol=1e-5, atol=1e-5)  # the last step goes to x_0
 
 
 # The objective

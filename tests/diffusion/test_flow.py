@@ -13,8 +13,10 @@ from torch import Tensor
 from opendit.config.command_line import parse
 from opendit.config.names import ALL_SAMPLERS
 from opendit.config.train import TrainConfig
-from opendit.diffusion import FlowTrajectory, sample
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective, flow, objective_from_dict
+from opendit.diffusion.objectives.flow import FlowTrajectory
+from opendit.diffusion.samplers import sample
+from tests.diffusion.states import sample_with_states
 from tests.objectives import losses_of
 
 MU, S = 0.7, 0.3
@@ -56,7 +58,7 @@ def test_euler_matches_diffusers(shift):
     """diffusers' own times end at 1 / 1000; pipelines (SD3, FLUX) give it those from 1 to 1 / n before the shift."""
     reference = FlowMatchEulerDiscreteScheduler(shift=shift)
     reference.set_timesteps(sigmas=np.linspace(1, 1 / 25, 25).tolist())
-    times, states, told = flow.sampling_times(25, shift), [], []
+    times, told = flow.sampling_times(25, shift), []
     torch.testing.assert_close(times.float(), reference.sigmas, atol=1e-5, rtol=0)
 
     def model(x, timestep):
@@ -64,7 +66,7 @@ def test_euler_matches_diffusers(shift):
         return torch.sin(2 * x + timestep.view(-1, 1, 1, 1) / 200) - x
 
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    got = sample("euler", model, x, FlowTrajectory(times), callback=lambda s: states.append(s["x"]))
+    got, states = sample_with_states("euler", model, x, FlowTrajectory(times))
     torch.testing.assert_close(torch.stack(told), reference.timesteps, atol=1e-2, rtol=0)  # 1e-5 of the thousand
     assert torch.equal(states[0], x) and len(states) == 25
     for k, t in enumerate(reference.timesteps):

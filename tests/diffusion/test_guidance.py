@@ -6,19 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from opendit.diffusion import (
-    DDPM,
-    DDPMObjective,
-    DDPMTrajectory,
-    EDMObjective,
-    FlowObjective,
-    cfg_model,
-    guided_within,
-    initial_noise,
-    keyed_noise,
-    sample,
-)
-from opendit.diffusion.guidance import scale_of_family
+from opendit.diffusion.guidance import cfg_model, guided_within, scale_of_family
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives.ddpm import DDPM, DDPMTrajectory
+from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.samplers import sample
 from opendit.models.families.base import Guidance
 from tests.models.families.oracles import packed
 

@@ -13,7 +13,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.diffusion.objectives.meanflow import MeanFlowObjective, network_times
 from opendit.diffusion.random import initial_noise
-from opendit.models import build_model, model_config
+from opendit.models.zoo import build_model, model_config
 from opendit.training.target_network import TargetNetwork
 from tests.checkpoint.test_resume import ARGV, assert_same_bits, losses, run_of, trainings
 from tests.models.test_dit import randomised

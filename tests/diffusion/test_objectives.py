@@ -12,23 +12,22 @@ import sample
 import train
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.command_line import parse
+from opendit.config.names import ALL_SAMPLERS
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
-from opendit.diffusion import (
-    ALL_SAMPLERS,
-    DDPM,
+from opendit.diffusion.objectives import (
     OBJECTIVES,
     DDPMObjective,
     EDMObjective,
     FlowObjective,
+    edm,
     objective_from_dict,
     objective_from_flags,
-    training_loss,
 )
-from opendit.diffusion.objectives import edm
+from opendit.diffusion.objectives.ddpm import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
-from opendit.models import build_model, model_config
+from opendit.models.zoo import build_model, model_config
 from tests.training.test_train import QUIET, TINY, log_of
 
 EVERY = [

@@ -5,9 +5,9 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
-from opendit.diffusion import DDPM, DDPMObjective, eps_model, training_loss
-from opendit.diffusion.objectives.ddpm import min_snr_weight
-from tests.diffusion.test_samplers import NAMES, SCHEDULE, along, gaussian_model, in_float64, randn
+from opendit.diffusion.objectives import DDPMObjective
+from opendit.diffusion.objectives.ddpm import DDPM, eps_model, min_snr_weight, training_loss
+from tests.diffusion.test_samplers import NAMES, SCHEDULE, along, along_with_states, gaussian_model, in_float64, randn
 from tests.objectives import losses_of
 
 TIMES = torch.tensor([0, 1, 250, 700, 999])
@@ -39,9 +39,7 @@ def test_velocity_matches_diffusers_and_turns_into_noise():
 
 
 def one_step(name: str, schedule: DDPM, model, x: Tensor, noises) -> list[Tensor]:
-    states = []
-    how = dict(noise_fn=lambda k: noises[k], callback=lambda s: states.append(s["x"]))
-    got = along(schedule, name, eps_model(model, SCHEDULE), x, **how)
+    got, states = along_with_states(schedule, name, eps_model(model, SCHEDULE), x, noise_fn=lambda k: noises[k])
     return [*states, got]
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.diffusion import OBJECTIVES, DDPMObjective, EDMObjective, FlowObjective, Prepared
+from opendit.diffusion.objectives import OBJECTIVES, DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives.base import Prepared
 from tests.diffusion.test_ddpm_loss import reference_vb, tanh_cdf
 
 SHAPES = [(3, 2, 5, 7), (1, 1, 3), (5, 3, 2, 3, 5)]

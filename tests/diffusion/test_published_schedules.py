@@ -12,9 +12,9 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from opendit.diffusion import FlowObjective, objective_from_dict, sample
-from opendit.diffusion.objectives.flow import discrete_times, sampling_times
-from opendit.diffusion.published_schedules import published_schedule
+from opendit.diffusion.objectives import FlowObjective, objective_from_dict
+from opendit.diffusion.objectives.flow import discrete_times, published_schedule, sampling_times
+from tests.diffusion.states import sample_with_states
 
 DYNAMIC = {
     "use_dynamic_shifting": True,
@@ -76,9 +76,9 @@ def path_of(scheduler, steps: int, x: torch.Tensor, tokens: int = 1024) -> tuple
 def compare_paths(scheduler, config, steps: int, dtype, tolerance: float, tokens: int = 1024) -> None:
     published = published_schedule(config)
     trajectory = published.objective.for_tokens(tokens).trajectory(steps)
-    x, states = noise(dtype), []
+    x = noise(dtype)
     expected, last = path_of(scheduler, steps, x, tokens)
-    got = sample(published.sampler, velocity, x, trajectory, callback=lambda told: states.append(told["x"]))
+    got, states = sample_with_states(published.sampler, velocity, x, trajectory)
     assert len(states) == len(expected) == steps and got.dtype == dtype
     for k, (ours, theirs) in enumerate(zip([*states, got], [*expected, last], strict=True)):
         error = (ours - theirs).abs().max() / theirs.abs().max()
@@ -114,10 +114,8 @@ def test_cosmos_loop_is_that_of_diffusers(steps):
     scheduler.set_timesteps(sigmas=torch.linspace(0, 1, steps + 1, dtype=torch.float64))
     scheduler.sigmas[-1] = scheduler.sigmas[-2]
     found = published_schedule(config | {"sigma_max": 80.0, "final_sigmas_type": "sigma_min"}, karras=True)
-    trajectory, x, states = found.objective.trajectory(steps), noise(), []
-    got = sample(
-        found.sampler, velocity, trajectory.start(x), trajectory, callback=lambda told: states.append(told["x"])
-    )
+    trajectory, x = found.objective.trajectory(steps), noise()
+    got, states = sample_with_states(found.sampler, velocity, trajectory.start(x), trajectory)
     x = x * 80.0
     form, point = trajectory.slope_weights(2), trajectory.points(x)[2]
     stated = form.x * x + form.output * velocity(trajectory.input_scale(2) * x, point)

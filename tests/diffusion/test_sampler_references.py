@@ -11,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.diffusion import DDPM, DDPMTrajectory, EDMTrajectory, FlowTrajectory, eps_model, sample
+from opendit.diffusion.objectives.ddpm import DDPM, DDPMTrajectory, eps_model
+from opendit.diffusion.objectives.edm import EDMTrajectory
+from opendit.diffusion.objectives.flow import FlowTrajectory
+from opendit.diffusion.samplers import sample
 
 SHAPES = st.sampled_from([(1, 1, 1), (2, 3, 5, 7), (3, 2, 2, 3, 5), (5, 1, 11)])
 MANY = settings(deadline=None, max_examples=60)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from opendit.diffusion import OBJECTIVES, DDPMTrajectory
+from opendit.diffusion.objectives import OBJECTIVES
+from opendit.diffusion.objectives.ddpm import DDPMTrajectory
 from opendit.diffusion.samplers import SAMPLERS
 from opendit.sampling.fused_steps import weights_of_network
 

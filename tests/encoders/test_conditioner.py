@@ -7,7 +7,8 @@ import torch
 
 from opendit.data import DataError
 from opendit.encoders.conditioner import CaptionConditioner, LabelConditioner, preview_labels
-from opendit.models import TextConfig, encode_bytes
+from opendit.models.bytes_text import encode_bytes
+from opendit.models.conditioning import TextConfig
 
 CPU = torch.device("cpu")
 

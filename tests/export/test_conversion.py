@@ -15,8 +15,9 @@ from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.export import load_pipeline
 from opendit.export.__main__ import main
 from opendit.export.conversion import NULL_CLASS
-from opendit.models import DiT, TextConfig, model_config
-from opendit.models.zoo import build_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model, model_config
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 

@@ -201,8 +201,8 @@ def train_run(name: str) -> None:
         return
     with ExitStack() as stack:
         if name.endswith("_1"):  # the same patch as in that commit's tests/models/test_revisions.py
-            from opendit.models import model_config
             from opendit.models.configuration import DiTConfig
+            from opendit.models.zoo import model_config
 
             to_dict = DiTConfig.to_dict
             old = functools.partial(model_config, revision=1)

@@ -7,7 +7,8 @@ import torch
 
 from opendit.config.components import SpeedFlags
 from opendit.kernels.recording import record
-from opendit.models import DiTConfig, TextConfig
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
 from tests.ranks import run_ranks
 from tests.training.test_runners import train
 

@@ -11,7 +11,8 @@ from opendit.kernels import fp8
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from tests.gpu.test_model_gpu import gradients
 from tests.kernels import test_fp8 as cases
 from tests.kernels import test_fp8_shards as shards

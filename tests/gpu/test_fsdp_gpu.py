@@ -11,7 +11,7 @@ from opendit.config.components import SpeedFlags
 from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

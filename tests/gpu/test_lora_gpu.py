@@ -9,8 +9,9 @@ from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.low_rank import low_rank_gradients
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
 from opendit.models.lora import B, Lora, add_lora
+from opendit.models.zoo import model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import build_runner

@@ -5,7 +5,8 @@ import torch
 
 from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.parallel.engines.test_engines import engine_run, plain_run, used_rows

@@ -17,7 +17,7 @@ from opendit.config.names import BLOCKS, OFFLOAD
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT
+from opendit.models.dit import DiT
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory

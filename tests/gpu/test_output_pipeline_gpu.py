@@ -14,7 +14,8 @@ from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.encoders.video_vae import FrameCodec
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.sampling import sample_cache as cache_module
 from opendit.sampling.job_settings import tensors_digest
 from opendit.sampling.output_pipeline import OutputPipeline

@@ -8,9 +8,11 @@ from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.kernels.varlen import resolve_varlen
-from opendit.models import DiT, DiTConfig, TextConfig, build_model, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
 from opendit.models.segments import Segments, segment_attention
+from opendit.models.zoo import build_model, model_config
 from tests.kernels.cases import BOUNDS, DTYPES, MODULATED, check, make_inputs
 from tests.models.packs import Samples, assert_same, samples
 from tests.models.test_dit import randomised

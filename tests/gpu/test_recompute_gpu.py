@@ -6,7 +6,8 @@ import torch
 from opendit.config.components import SpeedFlags
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.memory import Setup, estimate
 from opendit.training.micro_batch import MicroBatch

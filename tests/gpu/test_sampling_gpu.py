@@ -5,14 +5,19 @@ import torch
 import torch.nn.functional as F
 
 from opendit.config.components import SpeedFlags
-from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.kernels import fp8_inference
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.select import select_kernels
-from opendit.models import DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.layers import Projection
+from opendit.models.moviegen import MovieGenConfig
+from opendit.models.stdit import STDiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from opendit.sampling import sampling_engine
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.kernels import test_sampling_step as ends

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
-from opendit.diffusion import DDPMObjective
+from opendit.diffusion.objectives import DDPMObjective
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.parallel.guidance import SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel

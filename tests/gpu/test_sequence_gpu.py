@@ -12,7 +12,7 @@ import torch.distributed as dist
 from opendit.config.components import SpeedFlags
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.parallel.collectives import Group
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

@@ -12,7 +12,8 @@ from torch import Tensor
 from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, build_model
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

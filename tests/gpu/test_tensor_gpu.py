@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, build_model
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model
 from opendit.parallel import tensor
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine

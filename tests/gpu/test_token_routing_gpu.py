@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from opendit.config.token_routing import TokenRoute
-from opendit.diffusion.token_routing import draw_kept_tokens
+from opendit.diffusion.random import draw_kept_tokens
 from opendit.kernels.select import KernelSwitches, select_kernels
-from opendit.models import DiTConfig, build_model
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import build_model
 from tests.models.test_dit import randomised
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -24,8 +24,11 @@ from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layern
 from opendit.kernels.operations import FLOAT8, INFERENCE, chosen
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import gather_heads_float8
-from opendit.models import DiT, DiTConfig, STDiTConfig, TextConfig, build_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, Projection
+from opendit.models.stdit import STDiTConfig
+from opendit.models.zoo import build_model
 from tests.kernels.test_kernels_in_models import gradients, inputs
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks

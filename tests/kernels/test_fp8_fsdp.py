@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.kernels import fp8
 from opendit.kernels.fp8_weight import Float8Weight
 from opendit.kernels.operations import FLOAT8, chosen
-from opendit.models import DiTConfig, STDiTConfig, TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.stdit import STDiTConfig
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.float8_gather import Float8Shards

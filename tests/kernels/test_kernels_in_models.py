@@ -7,9 +7,12 @@ import torch
 
 from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
-from opendit.models.conditioning import TextCondition
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, BlockOps
+from opendit.models.moviegen import MovieGenConfig
+from opendit.models.stdit import STDiTConfig
+from opendit.models.zoo import build_model
 from tests.models.families.oracles import captions, difference
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks

@@ -12,17 +12,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from opendit.config.components import SpeedFlags
-from opendit.diffusion import FlowObjective
+from opendit.diffusion.objectives import FlowObjective
 from opendit.kernels import fp8, fp8_inference
 from opendit.kernels.fp8 import E4M3, E5M2
 from opendit.kernels.fp8_weight import Float8Weight, KeptWeight
 from opendit.kernels.operations import FLOAT8, INFERENCE, chosen
 from opendit.kernels.select import select_kernels
-from opendit.models import plan_of
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.layers import Projection
 from opendit.models.plan import Execution
+from opendit.models.zoo import plan_of
 from opendit.parallel.apply import Sharding, apply_parallel, float8_weights
 from opendit.parallel.rules import fits
 from opendit.sampling.sampling_engine import SamplingEngine

@@ -11,7 +11,8 @@ from opendit.config.components import SpeedFlags
 from opendit.kernels import recompute
 from opendit.kernels.recompute import recompute_in, recomputing
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, Projection
 from tests.memory import kept_bytes
 from tests.models.test_dit import randomised

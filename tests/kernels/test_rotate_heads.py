@@ -11,12 +11,13 @@ from opendit.kernels import operations
 from opendit.kernels.common import Launch, forced_launch
 from opendit.kernels.rotate_heads import fits_across, rotate_heads, rotate_heads_reference
 from opendit.kernels.select import select_kernels
-from opendit.models import DiTConfig, build_model
 from opendit.models.conditioning import TextCondition
+from opendit.models.dit import DiTConfig
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.layers import TORCH_OPS, RMSNorm
 from opendit.models.positions import grid_coordinates, rotary_table
+from opendit.models.zoo import build_model
 from tests.kernels.cases import DTYPES, check_rotate_heads, pairwise, rotate_heads_inputs
 from tests.models.families.oracles import COSMOS2, FLUX, LTX, SD3, WAN, Z_IMAGE
 from tests.models.test_dit import randomised

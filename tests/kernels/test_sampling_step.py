@@ -5,13 +5,15 @@ Here in Triton's interpreter; tests/gpu/test_sampling_gpu.py runs the same on a 
 import pytest
 import torch
 
-from opendit.diffusion import DDPMObjective, EDMObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.kernels.embed_patches import embed_patches, embed_patches_reference
 from opendit.kernels.guided_update import guided_update, guided_update_reference, unpatchify_reference
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.kernels.step_rows import gather_rows, take_step, take_step_reference
-from opendit.models import DiTConfig, VDiTConfig, build_model
+from opendit.models.dit import DiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 

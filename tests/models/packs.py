@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opendit.models import Condition, DiT, DiTConfig, TextCondition
+from opendit.models.conditioning import Condition, TextCondition
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.segments import Segments, pack_patches, unpack_patches
 
 

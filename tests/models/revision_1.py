@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from opendit.models import TextCondition, build_model, config_from_dict
+from opendit.models.conditioning import TextCondition
+from opendit.models.zoo import build_model, config_from_dict
 
 RECORDED = Path(__file__).with_suffix(".json")
 PICTURE = {"input_size": [8, 6], "patch_size": 2, "in_channels": 2, "hidden_size": 24, "depth": 3, "num_heads": 4}

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from opendit.config.token_routing import TokenRoute
-from opendit.diffusion.token_routing import draw_kept_tokens
-from opendit.models import DiTConfig, build_model, config_from_dict
+from opendit.diffusion.random import draw_kept_tokens
 from opendit.models.alignment import Alignment, AlignmentConfig, without_mean
 from opendit.models.blocks import run_blocks
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import build_model, config_from_dict
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 

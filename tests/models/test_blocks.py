@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from opendit.models import DiT, DiTConfig, build_model
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import is_cut, run_blocks
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, BlockOps
-from opendit.models.zoo import plan_of
+from opendit.models.zoo import build_model, plan_of
 from opendit.parallel.rules import shard_units
 from tests.models.test_zoo import CONFIGS, every_config, inputs, model_of
 from tests.numbers import largest

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.diffusion import cfg_model
-from opendit.models import DiTConfig, TextConfig, build_model, encode_bytes, model_config
-from opendit.models.bytes_text import BEGIN, FIRST_BYTE, PADDING, VOCABULARY, BytesEncoder, heads
+from opendit.diffusion.guidance import cfg_model
+from opendit.models.bytes_text import BEGIN, FIRST_BYTE, PADDING, VOCABULARY, BytesEncoder, encode_bytes, heads
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import build_model, model_config
 from tests.models.test_dit import randomised
 
 TEXT = TextConfig("bytes", 32, 24)

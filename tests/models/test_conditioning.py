@@ -7,17 +7,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from opendit.checkpoint.pretrained import load_state
-from opendit.models import (
-    DiTConfig,
-    TextCondition,
-    TextConfig,
-    VDiTConfig,
-    build_model,
-    model_config,
-    where,
-)
 from opendit.models.attention import CrossAttention, masked_attention
-from opendit.models.conditioning import CaptionEmbedder, masked_mean
+from opendit.models.conditioning import CaptionEmbedder, TextCondition, TextConfig, masked_mean, where
+from opendit.models.dit import DiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model, model_config
 from tests.models.test_dit import randomised
 from tests.models.test_vdit import text_batch
 

@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 
 from benchmarks.plain_dit import PlainDiT
 from opendit.checkpoint.pretrained import load_pretrained, read_weights
-from opendit.models import DiT, DiTConfig, model_config
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN, TORCH_OPS, BlockOps, Options, modulation, timestep_embedding
 from opendit.models.positions import sincos_position_table
+from opendit.models.zoo import model_config
 
 # The keys of Meta's DiT-XL-2-256x256.pt, one block of them.
 META_TOP = """

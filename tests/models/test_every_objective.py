@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
-from opendit.diffusion.sampling import sample_latents
-from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextCondition, VDiTConfig
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives.base import sample_latents
+from opendit.models.conditioning import TextCondition
+from opendit.models.dit import DiTConfig
+from opendit.models.ecdit import ECDiTConfig
+from opendit.models.moviegen import MovieGenConfig
+from opendit.models.stdit import STDiTConfig
+from opendit.models.vdit import VDiTConfig
 from tests.models.test_zoo import CLIP, EXPERTS, OPTIONS, PICTURE, TEXT, inputs, model_of
 from tests.objectives import losses_of
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from opendit.models import NAMES, VIDEO_NAMES, build_model, initialization
+from opendit.config.architectures import NAMES, VIDEO_NAMES
+from opendit.models import initialization
 from opendit.models.initialization import (
     CHUNK,
     GRID,
@@ -27,6 +28,7 @@ from opendit.models.initialization import (
     initialize_parameter,
 )
 from opendit.models.parameter_names import canonical_name
+from opendit.models.zoo import build_model
 from tests.models.test_zoo import every_config
 from tests.parallel.test_rules import CONFIGS as EVERY_OPTION
 from tests.training import recorded_estimates

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opendit.models import NAMES, VIDEO_NAMES
+from opendit.config.architectures import NAMES, VIDEO_NAMES
 from opendit.models.__main__ import main
 
 

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from opendit.models import MovieGenConfig, TextConfig
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block
+from opendit.models.conditioning import TextConfig
+from opendit.models.moviegen import MovieGenConfig
 from opendit.models.positions import grid_coordinates, rotary_table
 from tests.models import plain
 from tests.models.test_attention import EXACT_TABLE, randomised

@@ -5,17 +5,10 @@ import json
 import pytest
 import torch
 
-from opendit.models import (
-    NAMES,
-    VIDEO_NAMES,
-    TextConfig,
-    build_model,
-    canonical_name,
-    config_from_dict,
-    is_video,
-    model_config,
-)
+from opendit.config.architectures import NAMES, VIDEO_NAMES, canonical_name, is_video
 from opendit.models.attention import Attention
+from opendit.models.conditioning import TextConfig
+from opendit.models.zoo import build_model, config_from_dict, model_config
 
 
 def build(name: str, **options):

@@ -6,9 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.ecdit import ECDiTConfig
 from opendit.models.lora import Lora, add_lora
+from opendit.models.moviegen import MovieGenConfig
 from opendit.models.segments import Segments, segment_attention
+from opendit.models.stdit import STDiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised
 

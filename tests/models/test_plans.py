@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from opendit.models import DiTConfig, build_model, config_from_dict, model_config, plan_of
 from opendit.models.blocks import Block
-from opendit.models.dit import DiT
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, BlockOps, Mlp
 from opendit.models.plan import PLAN, Column, Execution, FlopTerm, Kept, MemoryTerm, mlp_flops, mlp_rules, rules
-from opendit.models.zoo import CLASSES, Classes
+from opendit.models.zoo import CLASSES, Classes, build_model, config_from_dict, model_config, plan_of
 from opendit.parallel.rules import rule_of, shard_units
 from opendit.training.memory import Setup, estimate
 from tests.memory import kept_bytes

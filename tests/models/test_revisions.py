@@ -11,8 +11,9 @@ from safetensors import safe_open
 import train
 from opendit.checkpoint.files import MODEL_SET
 from opendit.checkpoint.pretrained import read_config
-from opendit.models import MovieGen, MovieGenConfig, model_config
 from opendit.models.configuration import DiTConfig
+from opendit.models.moviegen import MovieGen, MovieGenConfig
+from opendit.models.zoo import model_config
 from tests.models.revision_1 import RECORDED, record
 from tests.models.test_dit import randomised
 from tests.training.test_train import log_of

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opendit.models import STDiT, STDiTConfig, TextConfig
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block
+from opendit.models.conditioning import TextConfig
 from opendit.models.positions import grid_coordinates, rotary_table
+from opendit.models.stdit import STDiT, STDiTConfig
 from tests.models import plain
 from tests.models.test_attention import EXACT_TABLE, randomised
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.models import build_model, config_from_dict
 from opendit.models.uncertainty import Uncertainty, weighted
+from opendit.models.zoo import build_model, config_from_dict
 from tests.models.test_token_routing import CASES
 from tests.models.test_zoo import inputs, model_of
 

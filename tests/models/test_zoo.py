@@ -8,20 +8,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from opendit.kernels.recompute import recomputing
-from opendit.models import (
-    DiTConfig,
-    ECDiTConfig,
-    MovieGenConfig,
-    STDiTConfig,
-    TextCondition,
-    TextConfig,
-    VDiTConfig,
-    build_model,
-    config_from_dict,
-    encode_bytes,
-)
 from opendit.models.attention import TokenGrid
+from opendit.models.bytes_text import encode_bytes
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.ecdit import ECDiTConfig
 from opendit.models.layers import TORCH_OPS
+from opendit.models.moviegen import MovieGenConfig
+from opendit.models.stdit import STDiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model, config_from_dict
 from tests.models.test_dit import randomised
 
 TEXT = TextConfig("t5", 24, 7, True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import eight_bit_moments
-from opendit.models import DiT, DiTConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import init_mesh
 from tests.models.test_dit import randomised

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import build_model
 from opendit.models.initialization import Normal, draw, initialize
+from opendit.models.zoo import build_model
 from opendit.parallel import initial
 from opendit.parallel.initial import InitialValues, initial_values
 from opendit.parallel.layout import Cut, Layout, dim_cut, flat_cut

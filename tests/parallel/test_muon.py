@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opendit.models import model_config
+from opendit.models.zoo import model_config
 from opendit.parallel.engines import MuonSettings, build_engine
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.muon import flops, orthogonalise, owners

@@ -5,7 +5,10 @@ import functools
 import pytest
 import torch
 
-from opendit.models import MovieGenConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.moviegen import MovieGenConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised

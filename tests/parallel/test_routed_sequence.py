@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from opendit.config.token_routing import TokenRoute
-from opendit.diffusion.token_routing import draw_kept_tokens
-from opendit.models import DiT, DiTConfig, MovieGenConfig, TextConfig
+from opendit.diffusion.random import draw_kept_tokens
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.moviegen import MovieGenConfig
 from opendit.parallel.mesh import init_mesh
 from tests.parallel.test_sequence import fresh, inputs, strategy, summed
 from tests.ranks import run_ranks

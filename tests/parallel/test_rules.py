@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, build_model, plan_of
+from opendit.config.architectures import NAMES, VIDEO_NAMES
+from opendit.models.dit import DiTConfig
 from opendit.models.parameter_names import fits
 from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule, Vocabulary
-from opendit.models.zoo import CLASSES
+from opendit.models.zoo import CLASSES, build_model, plan_of
 from opendit.parallel.rules import (
     FLAGS,
     balanced_blocks,

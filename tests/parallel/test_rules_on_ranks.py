@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.models import build_model, plan_of
 from opendit.models.plan import Column, Replicated, Row, Rule, Vocabulary
-from opendit.models.zoo import CLASSES
+from opendit.models.zoo import CLASSES, build_model, plan_of
 from opendit.parallel.rules import (
     local_slices,
     local_tensor,

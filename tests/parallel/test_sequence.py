@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
-from opendit.models import DiT, DiTConfig, TextConfig, build_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import BlockOps
 from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel

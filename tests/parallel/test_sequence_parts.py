@@ -12,7 +12,8 @@ from opendit.config.command_line import parse
 from opendit.config.components import ParallelFlags
 from opendit.config.parallel_sizes import check_sequence_parallel
 from opendit.config.train import TrainConfig
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.parallel.collectives import Group
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.sequence import sequence_shape

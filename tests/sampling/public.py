@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from opendit.config.components import SpeedFlags
-from opendit.diffusion import FlowObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import FlowObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.kernels.select import select_kernels
-from opendit.models import TextCondition
+from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.parallel.guidance import SharedBatch, make_replicas

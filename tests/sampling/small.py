@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.models import DiTConfig, TextConfig, build_model, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.lora import A, B, Lora, targets
-from opendit.models.zoo import empty_model
+from opendit.models.zoo import build_model, empty_model, model_config
 from tests.models.test_dit import randomised
 
 BYTES = TextConfig("bytes", 64, 16, False)

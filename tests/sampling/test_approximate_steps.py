@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.diffusion.sampling import sample_latents
 from opendit.models.blocks import run_blocks
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CONFIGS, NAMED

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.diffusion.guidance import cfg_model, guided_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
-from opendit.models import DiTConfig, build_model
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import build_model
 from opendit.sampling import fused_steps, sampling_engine
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CONFIGS, NAMED

@@ -8,7 +8,7 @@ import torch
 from opendit.checkpoint.pretrained import load_pretrained
 from opendit.encoders.vae import PixelCodec, VAECodec
 from opendit.encoders.video_vae import FrameCodec
-from opendit.models import model_config
+from opendit.models.zoo import model_config
 from opendit.sampling import model_loading as module
 from opendit.sampling.model_loading import VaeLoader
 from tests.encoders.test_vae import small_vae

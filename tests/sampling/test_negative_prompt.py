@@ -6,10 +6,11 @@ import torch
 
 import sample
 from opendit.checkpoint.pretrained import load_pretrained
-from opendit.diffusion import DDPMObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import DDPMObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.pictures import to_uint8
-from opendit.models import TextConfig, encode_bytes
+from opendit.models.bytes_text import encode_bytes
+from opendit.models.conditioning import TextConfig
 from tests.sampling.small import BYTES, write
 
 pytestmark = pytest.mark.usefixtures("no_ranks")

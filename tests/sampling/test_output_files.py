@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 import sample
 from opendit.checkpoint.lock import FolderLock
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.sampling import output_files as writing
 from opendit.sampling.output_files import INDEX, OutputFolder, file_name, texts, write_npz
 from opendit.sampling.sample_cache import FOLDER, SampleCache

@@ -15,7 +15,8 @@ from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import PixelCodec, VAECodec
 from opendit.encoders.video_vae import FrameCodec, VideoVAECodec
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.parallel.guidance import make_replicas
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.sampling.output_pipeline import OutputPipeline, Writers

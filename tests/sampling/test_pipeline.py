@@ -10,11 +10,13 @@ from PIL import Image
 import opendit
 import sample
 from opendit.data.video_file import write_mp4
-from opendit.diffusion import DDPMObjective, FlowObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import DDPMObjective, FlowObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.pictures import to_uint8
 from opendit.export import correct_timesteps
-from opendit.models import DiT, encode_bytes, model_config
+from opendit.models.bytes_text import encode_bytes
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.sampling.output_files import VideoClip
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised

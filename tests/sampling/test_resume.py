@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.models import DiT, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import model_config
 from opendit.sampling import sample_cache as cache_module
 from opendit.sampling import sample_output
 from opendit.sampling.sample_cache import FOLDER, SampleCache

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.common.stages import process_seconds
-from opendit.diffusion import DDPMObjective, FlowObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.objectives import DDPMObjective, FlowObjective
+from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.conditioner import preview_labels
-from opendit.models import DiT, build_model, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model, model_config
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 

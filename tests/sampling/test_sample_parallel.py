@@ -18,10 +18,13 @@ import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.command_line import parse
 from opendit.config.sample import SampleConfig
-from opendit.diffusion import DDPMObjective, FlowObjective
-from opendit.diffusion.sampling import sample_latents
-from opendit.models import DiT, DiTConfig, STDiTConfig, TextCondition, TextConfig, build_model
+from opendit.diffusion.objectives import DDPMObjective, FlowObjective
+from opendit.diffusion.objectives.base import sample_latents
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.stdit import STDiTConfig
 from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel

@@ -6,7 +6,10 @@ python -m tests.training.recorded_estimates     # writes recorded_estimates.json
 import json
 from pathlib import Path
 
-from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, TextConfig, is_video, model_config
+from opendit.config.architectures import NAMES, VIDEO_NAMES, is_video
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.zoo import model_config
 from opendit.training.memory import Setup, estimate
 
 RECORDED = Path(__file__).with_suffix(".json")

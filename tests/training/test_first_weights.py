@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from opendit.checkpoint.pretrained import METADATA_KEY, read_newest
 from opendit.checkpoint.tensor_set import ShardedTensor, ShardIndex, index_text, shard_file
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import DiTConfig, TextConfig, build_model, model_config
 from opendit.models.attention import local_attention
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.initialization import initialize
 from opendit.models.layers import TORCH_OPS
 from opendit.models.lora import Lora, add_lora
 from opendit.models.weights import Weights
+from opendit.models.zoo import build_model, model_config
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import Engine
 from opendit.parallel.layout import Layout, dim_cut

@@ -14,10 +14,11 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.video_file import write_mp4
-from opendit.diffusion import FlowObjective
+from opendit.diffusion.objectives import FlowObjective
 from opendit.diffusion.random import Stream, normal, uniform
-from opendit.models import VDiTConfig, build_model, model_config
 from opendit.models.given_frames import give, with_given
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model, model_config
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.runners import CUDAGraphRunner, EagerRunner
 from tests.models.test_dit import randomised

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from opendit.models import model_config
 from opendit.models.lora import Lora
+from opendit.models.zoo import model_config
 from opendit.training import memory
 from opendit.training.memory import GIB, RING, Setup, describe
 

@@ -8,7 +8,7 @@ from torch.nn.functional import interpolate
 
 from opendit.data import Batch
 from opendit.data.enlarging import Small
-from opendit.diffusion import OBJECTIVES
+from opendit.diffusion.objectives import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
 from opendit.training.batches import Batches

@@ -15,9 +15,11 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.kernels.eight_bit_moments import EightBits
 from opendit.kernels.recompute import recompute_in
-from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
 from opendit.models.lora import Lora, add_lora
+from opendit.models.zoo import build_model, model_config
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.collectives import Group
 from opendit.parallel.tensor import divide

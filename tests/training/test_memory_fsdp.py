@@ -11,9 +11,11 @@ from opendit.kernels.adamw_ema import BLOCK
 from opendit.kernels.host_access import Staged
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.kernels.tensor_table import BlockTable
-from opendit.models import DiT, DiTConfig, TextConfig, build_model, model_config
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
 from opendit.models.lora import Lora, add_lora
+from opendit.models.zoo import build_model, model_config
 from opendit.parallel.apply import Sharding, float8_weights
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.memory import (

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from opendit.data import Batch
-from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective, Objective
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective, Objective
 from opendit.encoders.conditioner import LabelConditioner
-from opendit.models import DiTConfig, VDiTConfig, build_model
+from opendit.models.dit import DiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch, Packing, same_size

@@ -7,8 +7,8 @@ import torch
 
 from opendit.kernels.attention import LocalAttention
 from opendit.kernels.select import KernelChoice
-from opendit.models import model_config
 from opendit.models.layers import BlockOps
+from opendit.models.zoo import model_config
 from opendit.training import prepare as preparing
 
 

@@ -25,13 +25,13 @@ from opendit.config.public_models import commit_of_run
 from opendit.config.train import TrainConfig
 from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
-from opendit.diffusion import objective_from_dict
+from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.random import initial_noise
 from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_text import load_published_text
 from opendit.export.__main__ import main as export
-from opendit.models import TextConfig
+from opendit.models.conditioning import TextConfig
 from opendit.models.families.public_config import family_of, public_config
 from opendit.models.segments import unpack_patches
 from opendit.parallel.hardware import H200

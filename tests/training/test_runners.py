@@ -11,10 +11,11 @@ import torch
 
 import opendit
 import train as train_program
-from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.dit import DiT, DiTConfig
 from opendit.parallel import supervisor
 from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.training import build

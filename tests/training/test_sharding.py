@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.models import model_config
+from opendit.models.zoo import model_config
 from opendit.training.memory import GIB, Setup
 from opendit.training.specification import choose_sharding
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import model_config
+from opendit.models.zoo import model_config
 from opendit.parallel.hardware import H200
 from opendit.parallel.sequence.choose import Shape, make_plan
 from opendit.training.memory import Setup

@@ -14,8 +14,10 @@ import sample
 import train
 from opendit.checkpoint.pretrained import load_pretrained, other_tables
 from opendit.export.__main__ import main as export
-from opendit.models import DiTConfig, TextConfig, VDiTConfig, build_model
-from opendit.models.zoo import empty_model
+from opendit.models.conditioning import TextConfig
+from opendit.models.dit import DiTConfig
+from opendit.models.vdit import VDiTConfig
+from opendit.models.zoo import build_model, empty_model
 from tests.checkpoint.test_resume import assert_same_bits
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised

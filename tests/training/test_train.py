@@ -13,9 +13,10 @@ import train
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
-from opendit.diffusion import DDPM, training_loss
+from opendit.diffusion.objectives.ddpm import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
-from opendit.models import DiT, build_model, model_config
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model, model_config
 from opendit.training.build import LearningRate
 from tests.numbers import off_by
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion.random import Stream, normal, uniform
-from opendit.models import build_model, model_config
+from opendit.models.zoo import build_model, model_config
 from tests.ranks import run_ranks
 from tests.training.test_train import QUIET, TINY, log_of, start
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 import train
 from opendit.data import build_dataset
 from opendit.data.base import SampleKey
-from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.objectives.ddpm import DDPM, training_loss
 from opendit.diffusion.random import Stream, normal
-from opendit.models import build_model, model_config
+from opendit.models.zoo import build_model, model_config
 from opendit.training.validation import LossHistory, draw_losses, noise_levels
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs

@@ -16,7 +16,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
-from opendit.diffusion import objective_from_dict
+from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.random import initial_noise
 from opendit.export.__main__ import main as export

@@ -1,29 +1,300 @@
-"""The objective of the DiT paper: predict the noise, and learn the variance of the reverse step.
+"""The objective of the DiT paper, with its noise schedule: predict the noise, and learn the variance of the reverse
+step.
 
     [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
     [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
     [S] Salimans, Ho, "Progressive Distillation for Fast Sampling of Diffusion Models", 2022
+    [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
 The network predicts the noise eps and, in C additional channels, v. v interpolates the log variance of the reverse step
-between its two bounds. Optionally, the network predicts the velocity of [S] instead of eps. The schedule is in
-opendit/diffusion/ddpm.py.
+between its two bounds ([N]). Optionally, the network predicts the velocity of [S], elsewhere called v-prediction,
+instead of eps. ``alphas_cumprod`` is the papers' bar-alpha. Tables are float64 on the CPU. Methods return the tables'
+values in float32, so results with bf16 and fp16 arguments are float32.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion.ddpm import DDPM, DDPMTrajectory, eps_model
+from opendit.diffusion.guidance import for_step
 from opendit.diffusion.objectives.base import Objective, Prepared, above_0, one_of
 from opendit.diffusion.random import Stream, integers
 from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, split_output
+
+
+def linear_betas(T: int = 1000) -> Tensor:
+    """Return the betas of [H]'s linear schedule, (T,) float64, scaled by 1000 / T to end at about the same noise.
+
+    Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more.
+    """
+    scale = 1000 / T if T > 0 else math.inf
+    if 0.02 * scale >= 1:
+        raise ValueError(f"the linear schedule needs more than 20 steps, got {T}")
+    return torch.linspace(1e-4 * scale, 0.02 * scale, T, dtype=torch.float64, device="cpu")
+
+
+def space_timesteps(T: int, num_steps: int) -> list[int]:
+    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends.
+
+    Rounding follows guided-diffusion and Meta's DiT: the stride is added up in float arithmetic, and each sum is
+    rounded to the nearest integer, half to even. A single step is timestep 0. Raises ValueError unless 1 <= num_steps
+    <= T.
+    """
+    if not 1 <= num_steps <= T:
+        raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
+    stride = (T - 1) / (num_steps - 1) if num_steps > 1 else 1.0
+    steps, position = [], 0.0
+    for _ in range(num_steps):
+        steps.append(round(position))
+        position += stride
+    return steps
+
+
+@dataclass(frozen=True, eq=False)
+class DDPM:
+    """A noise schedule of n steps. Create one with ``DDPM.linear()`` and shorten it with ``respaced()``.
+
+    Methods take timesteps ``t``, (B,) int64 in [0, n), which index this schedule. The network gets
+    ``model_timesteps(t)``. x has any rank, such as (B, C, H, W) or (B, C, T, H, W). Methods raise ValueError unless
+    ``t`` holds one int64 per sample.
+    """
+
+    betas: Tensor  # (n,) float64, like the next four tables
+    alphas_cumprod: Tensor
+    posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
+    posterior_mean_xt: Tensor  # weight of x_t in the same mean
+    posterior_log_variance: Tensor  # log of beta-tilde in [H] eq. 7; finite even at t = 0
+    timestep_map: Tensor  # (n,) int64: each step's timestep in the full schedule, on which the network was trained
+    _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
+        """Return the schedule that DiT trains with, with sigma / alpha multiplied by ``shift`` at every timestep.
+
+        [B] shifts the noise in this way for pictures of d pixels per side (eq. 4, by d / 64). ``shift_times`` does the
+        same for flow. Raises ValueError as ``linear_betas`` does.
+        """
+        linear = cls.from_betas(linear_betas(T))
+        if shift == 1:
+            return linear
+        kept = linear.alphas_cumprod / (linear.alphas_cumprod + shift**2 * (1 - linear.alphas_cumprod))
+        return linear._with(kept, linear.timestep_map)
+
+    @classmethod
+    def from_betas(cls, betas: Tensor, timestep_map: Tensor | None = None) -> "DDPM":
+        """Return the schedule with ``betas`` (n,) and ``timestep_map``, (n,) int64, by default 0..n-1.
+
+        Raises ValueError if a beta is outside (0, 1), or if the two differ in length.
+        """
+        betas = betas.to("cpu", torch.float64)
+        if betas.ndim != 1 or len(betas) == 0 or not bool(((betas > 0) & (betas < 1)).all()):
+            raise ValueError("betas must be a non-empty row of numbers between 0 and 1, both excluded")
+        if timestep_map is None:
+            timestep_map = torch.arange(len(betas), device="cpu")
+        if timestep_map.shape != betas.shape:
+            raise ValueError(f"timestep_map must have {len(betas)} entries, got {tuple(timestep_map.shape)}")
+        alphas_cumprod = torch.cumprod(1 - betas, 0)
+        previous = torch.cat((torch.ones_like(betas[:1]), alphas_cumprod[:-1]))
+        variance = betas * (1 - previous) / (1 - alphas_cumprod)
+        # The posterior variance at t = 0 is 0 and has no log. Use the value at t = 1 instead, as the code of [N] does.
+        # A schedule of one step uses beta, the upper bound.
+        variance[0] = variance[1] if len(betas) > 1 else betas[0]
+        return cls(
+            betas=betas,
+            alphas_cumprod=alphas_cumprod,
+            posterior_mean_x0=betas * previous.sqrt() / (1 - alphas_cumprod),
+            posterior_mean_xt=(1 - previous) * (1 - betas).sqrt() / (1 - alphas_cumprod),
+            posterior_log_variance=variance.log(),
+            timestep_map=timestep_map.to("cpu", torch.int64),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.betas)
+
+    @property
+    def noise_levels(self) -> list[float]:
+        """Noise levels sigma / alpha of all steps, ascending."""
+        return ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().tolist()
+
+    def respaced(self, num_steps: int) -> "DDPM":
+        """Return this schedule at ``space_timesteps(n, num_steps)``. Raises ValueError unless 1 <= num_steps <= n."""
+        return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
+
+    def respaced_by_noise(self, num_steps: int) -> "DDPM":
+        """Return this schedule at ``num_steps`` timesteps, spaced as evenly as possible in log(sigma / alpha).
+
+        Both ends are included. DPM-Solver extrapolates along log(sigma / alpha). On this axis, no step may be much
+        longer than the step before it. The last step of ``respaced`` is too long. The solver's authors use this spacing
+        too (Lu et al. 2022). Raises ValueError unless 1 <= num_steps <= n.
+        """
+        if not 1 <= num_steps <= self.num_steps:
+            raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
+        logs = torch.logit(self.alphas_cumprod)
+        even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
+        nearest = (even[:, None] - logs).abs().argmin(1)
+        # The targets are the evenly spaced values. Near the data, timesteps are further apart than targets, so several
+        # targets may round to one timestep. Move duplicates to the next timesteps, so that no timestep is used twice.
+        order = torch.arange(num_steps, device="cpu")
+        distinct = (nearest - order).cummax(0).values + order
+        return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
+
+    def _keeping(self, keep: Tensor) -> "DDPM":
+        """Return this schedule at the timesteps ``keep``, ascending int64, with unchanged noise levels."""
+        return self._with(self.alphas_cumprod[keep], self.timestep_map[keep])
+
+    @staticmethod
+    def _with(alphas_cumprod: Tensor, timestep_map: Tensor) -> "DDPM":
+        """Return the schedule with these ``alphas_cumprod``; its betas follow from [N] eq. 19."""
+        previous = torch.cat((torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]))
+        return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
+
+    def tables(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the coefficient tables on ``device``. They are copied once, so no training step waits for a copy."""
+        if device not in self._on_device:
+            ac = self.alphas_cumprod
+            tables = {
+                "sqrt_ac": ac.sqrt(),
+                "sqrt_1m_ac": (1 - ac).sqrt(),
+                "sqrt_recip_ac": (1 / ac).sqrt(),
+                "sqrt_recip_ac_m1": (1 / ac - 1).sqrt(),
+                "mean_x0": self.posterior_mean_x0,
+                "mean_xt": self.posterior_mean_xt,
+                "min_log_var": self.posterior_log_variance,
+                "max_log_var": self.betas.log(),
+                "snr": ac / (1 - ac),
+            }
+            # A table created in inference mode would be an inference tensor, which autograd can't save for a backward
+            # pass.
+            with torch.inference_mode(False):
+                self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
+                self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
+        return self._on_device[device]
+
+    def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
+        """Look up table ``name`` at ``t``. Return float32 (B, 1, ..., 1) with the rank of ``x``."""
+        if t.dtype != torch.int64 or t.shape != x.shape[:1]:
+            raise ValueError(f"t must be ({x.shape[0]},) int64, got {tuple(t.shape)} {t.dtype}")
+        return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
+
+    def model_timesteps(self, t: Tensor) -> Tensor:
+        """Return the timesteps of the full schedule at ``t``, which the network takes: (B,) int64."""
+        return self.tables(t.device)["timestep_map"][t]
+
+    def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """Return x_t from q(x_t | x_0), [H] eq. 4, with standard normal ``noise`` of x0's shape."""
+        return self._at("sqrt_ac", t, x0) * x0 + self._at("sqrt_1m_ac", t, x0) * noise
+
+    def predict_x0(self, xt: Tensor, t: Tensor, eps: Tensor) -> Tensor:
+        """Return the x_0 that x_t and its noise ``eps`` imply: ``q_sample`` solved for x0."""
+        return self._at("sqrt_recip_ac", t, xt) * xt - self._at("sqrt_recip_ac_m1", t, xt) * eps
+
+    def predict_eps(self, xt: Tensor, t: Tensor, x0: Tensor) -> Tensor:
+        """Return the noise that x_t and x_0 imply: ``q_sample`` solved for noise."""
+        return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
+
+    def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """Return alpha noise - sigma x_0, the derivative of x_t with respect to the angle arctan(sigma / alpha), [S]
+        appendix D."""
+        return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
+
+    def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
+        """Return the noise that x_t and its velocity imply: ``q_sample`` and ``velocity`` solved for noise."""
+        return self._at("sqrt_1m_ac", t, xt) * xt + self._at("sqrt_ac", t, xt) * velocity
+
+    def noise_level(self, t: Tensor) -> Tensor:
+        """Return the ratio of noise to signal in x_t, sigma / alpha: (B,) float32."""
+        return self.tables(t.device)["sqrt_recip_ac_m1"][t]
+
+    def posterior(self, x0: Tensor, xt: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean (x's shape) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6, 7."""
+        mean = self._at("mean_x0", t, xt) * x0 + self._at("mean_xt", t, xt) * xt
+        return mean, self._at("min_log_var", t, xt)
+
+    def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
+        """Return the log variance that a model's output ``v`` encodes, in v's shape, [N] eq. 15.
+
+        v = -1 gives the log of beta-tilde, and v = 1 the log of beta.
+        """
+        frac = (v + 1) / 2
+        return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
+
+
+# ------------------------------------------------------------------------------------------ sampling
+
+
+class DDPMTrajectory(Trajectory):
+    """The trajectory over the timesteps of ``schedule``, from the noisiest to the clean data.
+
+    ``schedule`` may have only some of the timesteps that the model was trained with. A ``point`` is an index into it.
+    The model gets the timestep of training that belongs to a point, (B,) int64. It returns eps (B, C, ...), or eps and
+    the learned variance (B, 2C, ...). ``eps_model`` wraps models that predict velocity.
+    ``clip_denoised`` clips each predicted x_0 to [-1, 1], which suits pixels but not latents.
+    """
+
+    def __init__(self, schedule: DDPM, clip_denoised: bool = False):
+        self.schedule, self.clip_denoised = schedule, clip_denoised
+        self.times = schedule.timestep_map.flip(0).tolist()
+        self.levels = [*reversed(schedule.noise_levels), 0.0]
+        self.alphas = [*schedule.alphas_cumprod.sqrt().flip(0).tolist(), 1.0]
+        self.alphas_cumprod: list[float] = [*schedule.alphas_cumprod.flip(0).tolist(), 1.0]
+
+    def points(self, x: Tensor) -> Tensor:
+        steps = torch.arange(len(self.times), device=x.device)
+        return steps.flip(0)[:, None].repeat(1, len(x))
+
+    def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the x_0, eps and v that the model predicts at x (B, C, ...), each in x's shape.
+
+        v is None without learned variance. With clipping, eps is computed from the clipped x_0. Raises ValueError if
+        the model's output doesn't fit x.
+        """
+        eps, v = split_output(model(x, self.schedule.model_timesteps(point)).to(x.dtype), x)
+        denoised = self.schedule.predict_x0(x, point, eps)
+        if self.clip_denoised:
+            denoised = denoised.clamp(-1, 1)
+            eps = self.schedule.predict_eps(x, point, denoised)
+        return denoised, eps, v
+
+    def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        return self.predict(model, x, point)[0]
+
+    def denoise_weights(self, k: int) -> LinearForm | None:
+        """Return the weights of x_0 = (x - sigma eps) / alpha, where the model returns eps; None with clipping."""
+        kept = self.alphas_cumprod[k]
+        return None if self.clip_denoised else LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
+
+
+@dataclass(frozen=True)
+class EpsModel:
+    """A model of velocities, wrapped so that it predicts eps; see :func:`eps_model`."""
+
+    model: Model
+    schedule: DDPM
+
+    def at_level(self, level: float) -> "EpsModel":
+        return EpsModel(for_step(self.model, level), self.schedule)
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        velocity, v = split_output(at_least_float32(self.model(x, t)), x)
+        eps = self.schedule.eps_of_velocity(x, t, velocity)
+        return eps if v is None else torch.cat((eps, v), dim=1)
+
+
+def eps_model(model: Model, schedule: DDPM) -> EpsModel:
+    """Turn a model that predicts velocity (and v) into one that predicts eps (and v), in float32 at least.
+
+    ``schedule`` is the full schedule, whose indices are the network's timesteps.
+    """
+    return EpsModel(model, schedule)
+
 
 SETTINGS = DESCRIPTIONS["ddpm"].settings
 

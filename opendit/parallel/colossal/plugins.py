@@ -21,7 +21,7 @@ from colossalai.zero.gemini import gemini_optimizer
 from torch import nn
 
 from opendit.kernels.common import kernels_available
-from opendit.models import DiT
+from opendit.models.dit import DiT
 from opendit.parallel.apply import Sharding, apply_shards, float8_weights
 from opendit.parallel.colossal.zero import ZeroOptimizer
 from opendit.parallel.float8_gather import Float8Shards

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from opendit.config.components import ParallelFlags
 from opendit.config.names import AXIAL, BYTES, OWN_ATTENTION
-from opendit.models import DiTConfig
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
+from opendit.models.dit import DiTConfig
 from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.layers import Attend
 from opendit.parallel.collectives import Group, gather_tokens, join, take_tokens

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.random import Stream, integers, normal
-from opendit.models import DiT, DiTConfig
+from opendit.models.dit import DiT, DiTConfig
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opendit.models import DiT, DiTConfig, TextCondition, empty_model
+from opendit.models.conditioning import TextCondition
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.zoo import empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

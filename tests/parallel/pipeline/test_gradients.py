@@ -10,7 +10,9 @@ from torch import Tensor
 
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.diffusion.objectives.base import Prepared
-from opendit.models import DiT, TextCondition, build_model
+from opendit.models.conditioning import TextCondition
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline import Absent, keep_stages, mesh_stages, on_every_stage, stages_of

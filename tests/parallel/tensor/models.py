@@ -5,7 +5,7 @@ The tokens form a grid of 3 x 5, or for clips 3 frames of 5 tokens.
 
 from dataclasses import replace
 
-from opendit.models import TextConfig
+from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
 from opendit.models.ecdit import ECDiTConfig
 from opendit.models.moviegen import MovieGenConfig

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import DiT, build_model
 from opendit.models.attention import TokenGrid
+from opendit.models.dit import DiT
+from opendit.models.zoo import build_model
 from opendit.parallel import overlapped_products
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh

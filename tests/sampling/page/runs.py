@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from opendit.diffusion import FlowObjective
+from opendit.diffusion.objectives import FlowObjective
 from tests.sampling.small import BYTES, write
 
 NAMES = ["zero", "one", "two", "<b>three</b>", "four"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import opendit
-from opendit.models import model_config
+from opendit.models.zoo import model_config
 from opendit.sampling.page.catalog import WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingQueue, DrawingRequest, TooManyRequests
 from opendit.sampling.pipeline import DrawSettings

@@ -1,7 +1,7 @@
-"""An example of a sampler: the midpoint method, which uses the slope after half an Euler step."""
+"""An example of a sampler, to be added to opendit/diffusion/samplers.py: the midpoint method, which uses the slope
+after half an Euler step."""
 
-from opendit.diffusion.samplers.base import State
-from opendit.diffusion.samplers.euler import SlopeSampler
+from opendit.diffusion.samplers import SAMPLERS, SlopeSampler, State
 
 
 class MidpointSampler(SlopeSampler):
@@ -11,4 +11,4 @@ class MidpointSampler(SlopeSampler):
         return self.trajectory.slope(model, state.x + half * slope, inputs.point + half.flatten())
 
 
-SAMPLER = MidpointSampler
+SAMPLERS["example"] = MidpointSampler

@@ -1,0 +1,559 @@
+"""Samplers: from noise to data along an objective's trajectory. All share one signature.
+
+To add a sampler, write a subclass of :class:`Sampler` here, give it a name in :data:`SAMPLERS`, and add the name to
+``ALL_SAMPLERS`` in opendit/config/names.py. It works with all objectives whose trajectories define the method that it
+``needs``.
+
+    [D] Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models", 2022
+    [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
+    [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (EDM), 2022
+    [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
+    [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
+    [S] Song, Meng, Ermon, "Denoising Diffusion Implicit Models", 2021
+    [U] Zhao, Bai, Rao, Zhou, Lu, "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion
+        Models", 2023
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.guidance import for_step
+from opendit.diffusion.trajectory import Model, Trajectory, at_least_float32
+
+NoiseFn = Callable[[int], Tensor]
+
+
+class State(NamedTuple):
+    """State of most samplers between two steps. Every state is a NamedTuple of tensors with a field ``x``."""
+
+    x: Tensor  # (B, C, ...), float32 or float64
+
+
+class StepWeights(NamedTuple):
+    """A step as weighted sums, which kernels can compute in one pass.
+
+    Every list of weights has this order: the state's fields, the model's outputs in this step's evaluations, the noise.
+
+    inputs: for each evaluation, the weights that sum the state's fields and the earlier outputs to the model's input.
+    after: for each field of the next state, the weights of all terms. If ``noise`` is False, the noise's weight is
+    omitted. variance: (p, q) for models that also predict a variance v in additional output channels. With such a
+    model, the weight of the noise in x is exp(p + q v).
+    """
+
+    inputs: tuple[tuple[float, ...], ...]
+    after: tuple[tuple[float, ...], ...]
+    noise: bool = False
+    variance: tuple[float, float] | None = None
+
+
+class Sampler(ABC):
+    """One sampler over one trajectory, for batches with the shape, dtype and device of ``like``.
+
+        state = sampler.init(x)
+        for i in range(sampler.steps):
+            state = sampler.step(state, i)
+        return state.x
+
+    ``step`` is ``advance(model, state, inputs)``. Only two things change from step to step. First, ``model_at`` selects
+    the model, because guidance may be limited to an interval of noise levels. Second, ``inputs`` returns noise and rows
+    of precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. The
+    graph can be replayed for all steps that call the same model and have the same inputs set to None. Before each
+    replay, copy the step's inputs into the recorded tensors. The caller must disable gradients.
+
+    Args:
+        model: ``model(x, t)``, as the trajectory calls it.
+        trajectory: the path to follow; it also defines the meaning of the model's output.
+        like: (B, C, ...), with the batch size, dtype (float32 or float64) and device of the x passed to ``init``.
+        noise_fn: ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
+    """
+
+    even_in_noise: ClassVar[bool] = False  # True if points should be evenly spaced in log(sigma / alpha)
+    # trajectory method that the sampler calls: slope, denoise, or a method that only some trajectories have
+    needs: ClassVar[str]
+    trajectory: Any
+
+    @classmethod
+    def fits(cls, trajectory: type[Trajectory]) -> bool:
+        """Return True if trajectories of this class define the method that the sampler needs."""
+        defined = getattr(trajectory, cls.needs, None)
+        return defined is not None and defined is not getattr(Trajectory, cls.needs, None)
+
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
+        self.model, self.trajectory, self.noise_fn = model, trajectory, noise_fn
+        self.steps: int = trajectory.steps
+        self.points: Tensor = trajectory.points(like)
+        self._dtype, self._device = like.dtype, like.device
+
+    def noise(self, i: int) -> Tensor:
+        """Return the noise of step i, (B, C, ...). The sampler must have a ``noise_fn``."""
+        assert self.noise_fn is not None
+        return self.noise_fn(i)
+
+    def table(self, values: Sequence[float]) -> Tensor:
+        """Return ``values`` in x's dtype and on its device, so that ``table[i]`` is a scalar tensor without a copy."""
+        return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)
+
+    def init(self, x: Tensor) -> NamedTuple:
+        """Return the state at the noisiest point, where x is (B, C, ...)."""
+        return State(x)
+
+    def model_at(self, i: int) -> Model:
+        """Return the model to call in all evaluations of step i."""
+        return for_step(self.model, self.trajectory.levels[i])
+
+    @abstractmethod
+    def inputs(self, i: int) -> NamedTuple:
+        """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
+
+        ``advance`` also accepts scalars as (B, 1, ..., 1), one per sample, because samples of a batch may be at
+        different steps (opendit.sampling.sampling_engine).
+        """
+
+    @abstractmethod
+    def advance(self, model: Model, state: Any, inputs: Any) -> NamedTuple:
+        """Return the state after the step. Raise ValueError if the model's output doesn't fit x."""
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        """Return step i as weighted sums, in float64; None if the step can't be written as weighted sums.
+
+        learned_variance: True if the model also predicts a variance.
+        """
+        return None
+
+    def step(self, state: Any, i: int) -> NamedTuple:
+        """Advance ``state`` by step i and return the new state."""
+        return self.advance(self.model_at(i), state, self.inputs(i))
+
+
+# ------------------------------------------------------------------------------------------ Euler and Heun
+
+
+class EulerInputs(NamedTuple):
+    """Inputs of an Euler or Heun step besides x."""
+
+    point: Tensor  # (B,)
+    length: Tensor  # (): time at the end of the step minus time at its start
+    end: Tensor | None = None  # (B,): point at the end of the step, if the slope is evaluated there
+
+
+class SlopeSampler(Sampler):
+    """Base class of methods whose step moves x along one slope, dx/dtime = slope(x, time). Subclasses choose it."""
+
+    needs = "slope"
+
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
+        super().__init__(model, trajectory, like, noise_fn)
+        times = trajectory.times
+        self.lengths = [after - time for time, after in zip(times[:-1], times[1:], strict=True)]
+        self._lengths = self.table(self.lengths)
+
+    def inputs(self, i: int) -> EulerInputs:
+        return EulerInputs(self.points[i], self._lengths[i])
+
+    def advance(self, model: Model, state: State, inputs: EulerInputs) -> State:
+        slope = self.trajectory.slope(model, state.x, inputs.point)
+        return State(state.x + inputs.length * self.mean_slope(model, state, inputs, slope))
+
+    @abstractmethod
+    def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
+        """Return the slope to follow over the whole step, given the slope at its start; all are (B, C, ...)."""
+
+
+class EulerSampler(SlopeSampler):
+    """Euler's method for the probability-flow ODE, [K] eq. 1 and 3 with sigma as the time; for rectified flow, [L] eq. 1.
+
+    First order, one evaluation per step, deterministic.
+    """
+
+    def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
+        return slope
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        slope, length = self.trajectory.slope_weights(i), self.lengths[i]
+        if slope is None:
+            return None
+        return StepWeights(((self.trajectory.input_scale(i),),), ((1 + length * slope.x, length * slope.output),))
+
+
+class HeunSampler(SlopeSampler):
+    """Heun's method, [K] Algorithm 1: follow the mean of the slopes at the step's start and at the end of Euler's step.
+
+    Second order, deterministic, with two evaluations per step. A step whose end has no slope, such as EDM's sigma = 0,
+    evaluates the model only once.
+    """
+
+    def inputs(self, i: int) -> EulerInputs:
+        end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
+        return super().inputs(i)._replace(end=end)
+
+    def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
+        if inputs.end is None:
+            return slope
+        return (slope + self.trajectory.slope(model, state.x + inputs.length * slope, inputs.end)) / 2
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        begin, scale, length = self.trajectory.slope_weights(i), self.trajectory.input_scale(i), self.lengths[i]
+        if begin is None:
+            return None
+        euler = 1 + length * begin.x, length * begin.output  # weights of x and the first output after Euler's step
+        if not self.trajectory.has_slope(i + 1):
+            return StepWeights(((scale,),), (euler,))
+        end, rescale = self.trajectory.slope_weights(i + 1), self.trajectory.input_scale(i + 1)
+        after = (
+            1 + length / 2 * (begin.x + end.x * euler[0]),
+            length / 2 * (begin.output + end.x * euler[1]),
+            length / 2 * end.output,
+        )
+        return StepWeights(((scale,), (rescale * euler[0], rescale * euler[1])), (after,))
+
+
+# ------------------------------------------------------------------------------------------ DDIM and DDPM
+
+
+class DDIMInputs(NamedTuple):
+    """Inputs of a DDIM step besides x."""
+
+    t: Tensor  # (B,) int64, indices of the schedule
+    keep: Tensor  # (): weight of the predicted x_0
+    renoise: Tensor  # (): weight of the predicted noise
+    sigma: Tensor  # (): weight of new noise
+    noise: Tensor | None  # (B, C, ...); None where sigma is 0
+
+
+class DDIMSampler(Sampler):
+    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A learned variance is ignored.
+
+    ``eta`` = 0 is deterministic and never calls ``noise_fn``. ``eta`` = 1 has the variance beta-tilde of DDPM. Raises
+    ValueError if ``eta`` is outside [0, 1], or above 0 without ``noise_fn``.
+    """
+
+    needs = "predict"
+
+    def __init__(
+        self, model: Model, trajectory: Any, like: Tensor, noise_fn: NoiseFn | None = None, *, eta: float = 0.0
+    ):
+        super().__init__(model, trajectory, like, noise_fn)
+        if not 0 <= eta <= 1:
+            raise ValueError(f"eta must be between 0 and 1, got {eta}")
+        if eta > 0 and noise_fn is None:
+            raise ValueError("an eta above 0 needs noise_fn")
+        self._keep, self._renoise, self._sigmas = [], [], []
+        kept = trajectory.alphas_cumprod
+        for ac, after in zip(kept[:-1], kept[1:], strict=True):
+            sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
+            self._keep.append(math.sqrt(after))
+            # Clamp at 0: where alphas_cumprod is close to 0, rounding could make the radicand negative.
+            self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
+            self._sigmas.append(sigma)
+        self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]
+
+    def inputs(self, i: int) -> DDIMInputs:
+        keep, renoise, sigma = (table[i] for table in self._tables)
+        noise = self.noise(i) if self._sigmas[i] > 0 else None
+        return DDIMInputs(self.points[i], keep, renoise, sigma, noise)
+
+    def advance(self, model: Model, state: State, inputs: DDIMInputs) -> State:
+        denoised, eps, _ = self.trajectory.predict(model, state.x, inputs.t)
+        x = inputs.keep * denoised + inputs.renoise * eps
+        return State(x if inputs.noise is None else x + inputs.sigma * inputs.noise)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        denoised, keep, renoise = self.trajectory.denoise_weights(i), self._keep[i], self._renoise[i]
+        if denoised is None:
+            return None
+        after = keep * denoised.x, keep * denoised.output + renoise  # the model's output is eps
+        noise = self._sigmas[i] > 0
+        return StepWeights(((1.0,),), ((*after, self._sigmas[i]) if noise else after,), noise)
+
+
+class DDPMInputs(NamedTuple):
+    """Inputs of a DDPM step besides x."""
+
+    t: Tensor  # (B,) int64, indices of the schedule
+    noise: Tensor | None  # (B, C, ...); None in the last step, which adds no noise
+
+
+class DDPMSampler(Sampler):
+    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7.
+
+    The variance is the model's if the model predicts one ([N] eq. 15), otherwise the posterior's beta-tilde. Raises
+    ValueError without ``noise_fn``.
+    """
+
+    needs = "predict"
+
+    def __init__(self, model: Model, trajectory: Any, like: Tensor, noise_fn: NoiseFn | None = None):
+        super().__init__(model, trajectory, like, noise_fn)
+        if noise_fn is None:
+            raise ValueError("ancestral sampling needs noise_fn")
+
+    def inputs(self, i: int) -> DDPMInputs:
+        return DDPMInputs(self.points[i], self.noise(i) if i + 1 < self.steps else None)
+
+    def advance(self, model: Model, state: State, inputs: DDPMInputs) -> State:
+        schedule = self.trajectory.schedule
+        denoised, _, v = self.trajectory.predict(model, state.x, inputs.t)
+        x, log_variance = schedule.posterior(denoised, state.x, inputs.t)
+        if v is not None:
+            log_variance = schedule.learned_log_variance(v, inputs.t)
+        if inputs.noise is not None:
+            x = x + torch.exp(0.5 * log_variance) * inputs.noise
+        return State(x)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        schedule, denoised, t = self.trajectory.schedule, self.trajectory.denoise_weights(i), self.steps - 1 - i
+        if denoised is None:
+            return None
+        of_x0, of_x = float(schedule.posterior_mean_x0[t]), float(schedule.posterior_mean_xt[t])
+        mean = of_x0 * denoised.x + of_x, of_x0 * denoised.output
+        if t == 0:
+            return StepWeights(((1.0,),), (mean,))
+        low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
+        # The noise is weighted by exp(log variance / 2), so p and q are half the coefficients of the log variance.
+        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None
+        return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
+
+
+# ------------------------------------------------------------------------------------------ DPM-Solver++
+
+
+class DPMSolverState(NamedTuple):
+    """State between steps of DPM-Solver++."""
+
+    x: Tensor  # (B, C, ...) x divided by alpha: x_0 + level * noise
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
+
+
+class DPMSolverInputs(NamedTuple):
+    """Inputs of a step of DPM-Solver++ besides its state."""
+
+    point: Tensor  # (B,)
+    alpha: Tensor | None  # (); None if alpha is 1 at all points
+    keep: Tensor  # (): weight of x
+    move: Tensor  # (): weight of the extrapolated x_0
+    # (): weight of the change of the predicted x_0 since the last step, which is added to the predicted x_0
+    extrapolate: Tensor
+
+
+class DPMSolver2M(Sampler):
+    """DPM-Solver++(2M), [D] Algorithm 2: deterministic, of second order, with one evaluation per step.
+
+    The state is x divided by alpha, x_0 + level * noise, where level = sigma / alpha. The paper's e^-h is then the
+    ratio of the levels at a step's end and start. With few steps, the schedule must be evenly spaced in log(sigma /
+    alpha). With 20 steps of a plain ``respaced`` schedule, the result is less accurate than DDIM's.
+    """
+
+    needs = "denoise"
+    even_in_noise = True
+
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
+        super().__init__(model, trajectory, like, noise_fn)
+        sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
+        for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+            self._keep.append(after / sigma)
+            # Don't extrapolate in the first step, which has no previous prediction, or in a step to noise level 0,
+            # where log sigma is -inf.
+            ends = k == 0 or after == 0
+            self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
+        self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
+        moves = [1 - keep for keep in self._keep]
+        self._tables = [self.table(values) for values in (self._keep, moves, self._extrapolate)]
+
+    def init(self, x: Tensor) -> DPMSolverState:
+        return DPMSolverState(x if self._alphas is None else x / self._alphas[0], torch.zeros_like(x))
+
+    def inputs(self, i: int) -> DPMSolverInputs:
+        alpha = None if self._alphas is None else self._alphas[i]
+        return DPMSolverInputs(self.points[i], alpha, *(table[i] for table in self._tables))
+
+    def advance(self, model: Model, state: DPMSolverState, inputs: DPMSolverInputs) -> DPMSolverState:
+        x = state.x if inputs.alpha is None else inputs.alpha * state.x
+        denoised = self.trajectory.denoise(model, x, inputs.point)
+        target = denoised + inputs.extrapolate * (denoised - state.before)
+        return DPMSolverState(inputs.keep * state.x + inputs.move * target, denoised)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        denoised, alpha = self.trajectory.denoise_weights(i), self.trajectory.alphas[i]
+        if denoised is None:
+            return None
+        scale, keep, extrapolate = self.trajectory.input_scale(i), self._keep[i], self._extrapolate[i]
+        # weights of the state's x and of the model's output in the predicted x_0
+        predicted = denoised.x * alpha, denoised.output
+        move = (1 - keep) * (1 + extrapolate)
+        x = keep + move * predicted[0], -(1 - keep) * extrapolate, move * predicted[1]
+        return StepWeights(((scale * alpha, 0.0),), (x, (predicted[0], 0.0, predicted[1])))
+
+
+# ------------------------------------------------------------------------------------------ UniPC
+
+# Upper bound of noise levels. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf. diffusers starts
+# at t = 1 - 1e-6 instead.
+HIGHEST_LEVEL = 1e6
+
+
+class UniPCState(NamedTuple):
+    """State between steps of UniPC."""
+
+    x: Tensor  # (B, C, ...) the predicted x before correction, which is the network's input
+    before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
+    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros before that
+
+
+class UniPCInputs(NamedTuple):
+    """Inputs of a UniPC step besides its state. The last four are weights in the sum that gives the next x."""
+
+    point: Tensor  # (B,)
+    time: Tensor  # ()
+    keep: Tensor  # (): weight of x
+    now: Tensor  # (): weight of the x_0 predicted in this step
+    before: Tensor  # (): weight of the state's ``before``
+    earlier: Tensor  # (): weight of the state's ``earlier``
+
+
+class UniPCSampler(Sampler):
+    """Deterministic UniPC of order 2 with B(h) = e^h - 1 on predictions of x_0, for x = x_0 + time * slope.
+
+    Step k evaluates the network once, at the predicted x_k, corrects x_k with the result (UniC-2), and predicts x_k+1
+    from the corrected x_k (UniP-2). The first step and the last one are of order 1: the first has no predecessor, and
+    the last leads to lambda = inf. This is diffusers' ``UniPCMultistepScheduler`` with ``solver_type`` bh2.
+
+    Let m_k be the x_0 predicted in step k. The predicted and the corrected x_k integrate over the interval from k - 1
+    to k, approximately with differences of m ([U] Section 3, in its form for predictions of x_0):
+
+        predicted_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + 1/2 D_k-2)
+        corrected_k = time_k / time_k-1 corrected_k-1 - alpha_k (e^-h - 1) (m_k-1 + rho_0 D_k-2 + rho_1 (m_k - m_k-1))
+
+    where lambda = ln(alpha / sigma), h = lambda_k - lambda_k-1, r = (lambda_k-2 - lambda_k-1) / h and D_k-2 = (m_k-2 -
+    m_k-1) / r. So corrected_k is predicted_k plus differences of predictions, and the state needs no second x.
+    """
+
+    needs = "slope"
+
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
+        super().__init__(model, trajectory, like, noise_fn)
+        self._weights = [self._weights_of(k) for k in range(self.steps)]
+        self._times = self.table(trajectory.times)
+        self._tables = [self.table(values) for values in zip(*self._weights, strict=True)]
+
+    def _weights_of(self, k: int) -> tuple[float, float, float, float]:
+        """Return the weights of x_k, m_k, m_k-1 and m_k-2 in predicted_k+1."""
+        times = self.trajectory.times
+        keep = times[k + 1] / times[k]
+        now, before = self._predictor(k)
+        if k == 0:
+            return keep, now, before, 0.0
+        corrections = self._corrector(k - 1)
+        return keep, now + keep * corrections[0], before + keep * corrections[1], keep * corrections[2]
+
+    def _predictor(self, k: int) -> tuple[float, float]:
+        """Return the weights of m_k and m_k-1 in predicted_k+1. Its remaining term is corrected_k."""
+        scale = self._scale(k)
+        if self._order(k) == 1:
+            return scale, 0.0
+        half = scale / 2 / self._ratio(k)
+        return scale - half, half
+
+    def _corrector(self, k: int) -> tuple[float, float, float]:
+        """Return the weights of m_k+1, m_k and m_k-1 in corrected_k+1 - predicted_k+1."""
+        scale = self._scale(k)
+        if self._order(k) == 1:
+            return scale / 2, -scale / 2, 0.0  # rho_1 = 1/2
+        # rho solves [1 1; r 1] rho = b, where b_m = m! phi_m+1(-h) (-h) / (e^-h - 1).
+        h, r = -self._length(k), self._ratio(k)
+        growth = math.expm1(h)
+        second = growth / h - 1
+        third = second / h - 1 / 2
+        b = second / growth, 2 * third / growth
+        rho_0 = (b[0] - b[1]) / (1 - r)
+        rho_1 = b[0] - rho_0
+        change = (rho_0 - 1 / 2) / r  # the predictor uses 1/2 as rho_0
+        return scale * rho_1, -scale * (rho_1 + change), scale * change
+
+    def _order(self, k: int) -> int:
+        return 1 if k in (0, self.steps - 1) else 2
+
+    def _scale(self, k: int) -> float:
+        """Return -alpha (e^-h - 1) of the interval from k to k + 1; e^-h is the ratio of its levels."""
+        levels = self.trajectory.levels
+        return self.trajectory.alphas[k + 1] * (1 - levels[k + 1] / levels[k])
+
+    def _length(self, k: int) -> float:
+        """Return h of the interval from k to k + 1."""
+        here, there = (min(level, HIGHEST_LEVEL) for level in self.trajectory.levels[k : k + 2])
+        return math.log(here / there)
+
+    def _ratio(self, k: int) -> float:
+        return -self._length(k - 1) / self._length(k)
+
+    def init(self, x: Tensor) -> UniPCState:
+        return UniPCState(x, torch.zeros_like(x), torch.zeros_like(x))
+
+    def inputs(self, i: int) -> UniPCInputs:
+        return UniPCInputs(self.points[i], self._times[i], *(table[i] for table in self._tables))
+
+    def advance(self, model: Model, state: UniPCState, inputs: UniPCInputs) -> UniPCState:
+        denoised = state.x - inputs.time * self.trajectory.slope(model, state.x, inputs.point)
+        x = inputs.keep * state.x + inputs.now * denoised
+        return UniPCState(x + inputs.before * state.before + inputs.earlier * state.earlier, denoised, state.before)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        slope, time = self.trajectory.slope_weights(i), self.trajectory.times[i]
+        if slope is None:
+            return None
+        keep, now, before, earlier = self._weights[i]
+        # weights of x and of the model's output in the x_0 predicted in this step
+        of_x, of_output = 1 - time * slope.x, -time * slope.output
+        x = keep + now * of_x, before, earlier, now * of_output
+        after = x, (of_x, 0.0, 0.0, of_output), (0.0, 1.0, 0.0, 0.0)
+        return StepWeights(((self.trajectory.input_scale(i), 0.0, 0.0),), after)
+
+
+# ------------------------------------------------------------------------------------------ sampling
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    "ddim": DDIMSampler,
+    "ddpm": DDPMSampler,
+    "dpmpp": DPMSolver2M,
+    "euler": EulerSampler,
+    "heun": HeunSampler,
+    "unipc": UniPCSampler,
+}
+
+
+@torch.no_grad()
+def sample(
+    name: str,
+    model: Model,
+    x: Tensor,
+    trajectory: Trajectory,
+    *,
+    noise_fn: NoiseFn | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Sample data from x with sampler ``name``: call its ``init``, then ``step`` for every step of the trajectory.
+
+    Args:
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns what the
+            objective trains it to predict, in any dtype.
+        x: (B, C, ...), the state at the noisiest point, see ``Trajectory.start``. The result has the same shape, in
+            float32, or in float64 if x is float64.
+        noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).
+        progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
+        options: options of the sampler, such as DDIM's ``eta``.
+
+    Raises:
+        ValueError: the model's output doesn't fit x, or the sampler rejects an option.
+    """
+    x = at_least_float32(x)
+    sampler = SAMPLERS[name](model, trajectory, x, noise_fn, **options)
+    state: Any = sampler.init(x)  # a NamedTuple with a field x
+    steps = range(sampler.steps)
+    for i in steps if progress is None else progress(steps):
+        state = sampler.step(state, i)
+    return state.x
