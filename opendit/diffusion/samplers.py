@@ -165,7 +165,7 @@ class SlopeSampler(Sampler):
 
 
 class EulerSampler(SlopeSampler):
-    """Euler's method for the probability-flow ODE, [K] eq. 1 and 3 with sigma as the time; for rectified flow, [L] eq. 1.
+    """Euler's method for the probability-flow ODE: [K] eq. 1 and 3 with sigma as time, [L] eq. 1 for rectified flow.
 
     First order, one evaluation per step, deterministic.
     """

@@ -1,8 +1,8 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
 ``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines. The engine draws the
-same latents faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the network
-(:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice per step.
+same latents faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the
+network (:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice per step.
 """
 
 import logging
