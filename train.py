@@ -179,7 +179,7 @@ class EagerPasses:
 
         prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
         if self.objective.asks_network:
-            prepared = self.objective.complete(prepared, TargetNetwork(self.engine, batch.condition))
+            prepared = self.objective.complete(prepared, TargetNetwork(self.engine, batch.condition))  # pyright: ignore[reportArgumentType]
         inputs, conditions = batch.network_inputs(prepared.x_t, prepared.timestep)
         output = self.engine.forward(*inputs, **conditions)
         return batch.losses(self.objective, output, prepared)
@@ -215,7 +215,7 @@ def start(flags: TrainConfig) -> Path | None:
     if flags.dry_run is not None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
-        mesh = init_mesh(**flags.group_sizes)
+        mesh = init_mesh(**flags.group_sizes)  # pyright: ignore[reportArgumentType]
         if flags.parallel == "auto":
             flags, mesh = choose_on_ranks(flags, mesh)
         elif flags.card is not None:
