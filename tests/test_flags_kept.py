@@ -31,7 +31,19 @@ CHANGED: dict[tuple[str, str, str], str] = {
     ("train", "--max_text_tokens", "default"): "the bytes encoder of a new run takes a length that fits the data",
 }
 # A row of README's table as it was: how it is now, or why it is gone.
-TASKS_CHANGED: dict[str, str] = {}
+TASKS_CHANGED: dict[str, str] = {
+    "no VAE": "training on pixels, without a VAE",
+    "NaN, a full disk, slow reading, other curves": "help with NaN, a full disk, slow reading, runs that differ",
+    "to go on after a stop": "to resume after a stop",
+    "to start from weights": "to start from trained weights",
+    "a setting that is known": "a preset of known settings",
+    "FID and its kin while training": "FID and other metrics while training",
+    "curves elsewhere than in TensorBoard": "curves in Weights & Biases or MLflow",
+    "the fastest product of these": "the fastest combination of the following",
+    "plots of runs laid over each other": "one plot of several runs",
+    "diffusers' or Meta's format": "weights in diffusers' or Meta's format",
+    "the page": "runs and samples in a browser",
+}
 
 # ------------------------------------------------------------------------------------------ reading help
 
