@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from opendit.config.command_line import read_flags
 from opendit.config.train import TrainConfig
@@ -28,13 +28,13 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
 
     from opendit.config.token_routing import TokenRoute
     from opendit.data import Batch
-    from opendit.diffusion.objectives import Objective
+    from opendit.diffusion.objectives.base import Objective
     from opendit.encoders.conditioner import Conditioner
     from opendit.encoders.vision import CachedTeacher, VisionTeacher
     from opendit.models.conditioning import Condition
     from opendit.parallel.engines import Engine
-    from opendit.training.build import Run
     from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch, Packing
+    from opendit.training.run import Run
 
 
 def train(run: Run) -> None:
@@ -175,11 +175,12 @@ class EagerPasses:
 
     def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
         """Return the loss of each sample, (B,) fp32."""
-        from opendit.training.target_network import TargetNetwork
+        from opendit.training.runners import TargetNetwork
 
         prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
         if self.objective.asks_network:
-            prepared = self.objective.complete(prepared, TargetNetwork(self.engine, batch.condition))  # pyright: ignore[reportArgumentType]
+            labels = cast("Tensor", batch.condition)  # such an objective has classes
+            prepared = self.objective.complete(prepared, TargetNetwork(self.engine, labels))
         inputs, conditions = batch.network_inputs(prepared.x_t, prepared.timestep)
         output = self.engine.forward(*inputs, **conditions)
         return batch.losses(self.objective, output, prepared)
@@ -206,34 +207,33 @@ def start(flags: TrainConfig) -> Path | None:
     # Imported here, so that a wrong flag is reported without waiting for torch.
     from opendit.parallel.mesh import init_mesh
     from opendit.parallel.supervisor import Supervisor
-    from opendit.training.auto_parallel import choose_on_ranks
+    from opendit.training.auto_parallel import choose_on_ranks, fit_on_ranks
     from opendit.training.build import build
-    from opendit.training.card import fit_on_ranks
-    from opendit.training.dry_run import dry_run
     from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
+    from opendit.training.summary import dry_run
 
     if flags.dry_run is not None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
-        mesh = init_mesh(**flags.group_sizes)  # pyright: ignore[reportArgumentType]
+        mesh = init_mesh(**flags.group_sizes)
         if flags.parallel == "auto":
             flags, mesh = choose_on_ranks(flags, mesh)
         elif flags.card is not None:
             flags = fit_on_ranks(flags, mesh)
         flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
-        spec = prepare(flags, mesh, notes)
+        run = prepare(flags, mesh, notes)
         evaluation = None
         if flags.evaluate_every:
             from opendit.evaluation.in_training import RunEvaluation
 
-            evaluation = RunEvaluation(spec)
+            evaluation = RunEvaluation(run)
         supervisor.started(RUN_ERRORS)
-        with build(spec, supervisor, Inputs, EagerPasses, evaluation) as run:
+        with build(run, supervisor, Inputs, EagerPasses, evaluation):
             train(run)
         failed_writes = run.failed_writes()
     if failed_writes:
         sys.exit(1)
-    return spec.folder
+    return run.folder
 
 
 def main(argv: list[str]) -> int:
@@ -241,7 +241,7 @@ def main(argv: list[str]) -> int:
     prepare_console()
     if (folder := start(read_flags(TrainConfig, argv))) is None:
         return 0
-    from opendit.training.run_end import exit_code
+    from opendit.training.interrupt import exit_code
 
     return exit_code(folder)
 

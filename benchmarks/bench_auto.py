@@ -28,8 +28,9 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
 from opendit.training.auto_parallel import Circumstances, Priced, choose, data_of
-from opendit.training.from_flags import memory_setup, open_data, plan_model
+from opendit.training.data_plan import open_data
 from opendit.training.memory import USABLE, estimate, resolve_sharding
+from opendit.training.model_plan import memory_setup, plan_model
 from opendit.training.step_cost import step_cost
 
 # ------------------------------------------------------------------------------------------- steps in results.csv

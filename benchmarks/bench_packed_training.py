@@ -42,8 +42,8 @@ from opendit.models.conditioning import Condition, TextCondition, TextConfig
 from opendit.models.dit import DiTConfig
 from opendit.models.zoo import model_config
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.training.build import TrainingFlops
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
+from opendit.training.run import TrainingFlops
 
 SAMPLES = 20_000  # samples drawn from a mix
 PACK, EQUAL = 256, 32  # lengths of a pack and of equal clips, in units of the smallest picture

@@ -37,7 +37,7 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.pipeline import Message, chunks_of, mesh_stages, on_every_stage
 from opendit.parallel.tensor import ReplicatedGradients, allocate
 from opendit.training.micro_batch import MicroBatch
-from opendit.training.pipeline_runner import PipelineRunner
+from opendit.training.runners import PipelineRunner
 
 
 class NoLinks:

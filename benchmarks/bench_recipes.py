@@ -33,9 +33,10 @@ from opendit.checkpoint.run_folders import run_folders
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.models.zoo import config_from_dict
-from opendit.training.dry_run import CARDS
-from opendit.training.from_flags import memory_setup, open_data, plan_model
+from opendit.training.data_plan import open_data
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch, resolve_sharding
+from opendit.training.model_plan import memory_setup, plan_model
+from opendit.training.summary import CARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # steps per run, and per line of its log

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-AGAIN = 75  # same as in opendit/training/run_end.py, whose import needs torch
+AGAIN = 75  # same as in opendit/training/interrupt.py, whose import needs torch
 LEFT = 30.0  # seconds that the other processes get to end by themselves after a process has failed
 
 

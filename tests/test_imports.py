@@ -19,7 +19,7 @@ PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anythi
 
 
 MODULES = "data diffusion encoders fused kernels.attention models export.conversion".split()
-MODULES += "training.from_flags training.build sampling.sample_output sampling.sampling_engine".split()
+MODULES += "training.model_plan training.build sampling.sample_output sampling.sampling_engine".split()
 MODULES += "evaluation.program".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """

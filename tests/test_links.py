@@ -43,8 +43,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.sampling.output_files import OutputFolder, VideoClip, save_one, write_npz
 from opendit.sampling.sample_cache import SampleCache, SamplingJob
 from opendit.sampling.sampling_run import WRITTEN as WRITTEN_SAMPLES
-from opendit.training.loggers import Board
-from opendit.training.monitor import keep_up_to
+from opendit.training.monitor import Board, keep_up_to
 from opendit.training.profiling import STEPS, WARMUP, StepProfiler
 from opendit.training.validation import LossHistory, draw_losses
 from tests.data.shards.tars import captioned, write_tar

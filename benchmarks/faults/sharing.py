@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.faults.endings import trained
 from benchmarks.faults.lab import RUN, Lab, fault
-from opendit.training.run_end import AGAIN
+from opendit.training.interrupt import AGAIN
 
 LONG = ("--max_steps", 4000)
 

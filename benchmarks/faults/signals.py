@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.faults.endings import FROM_STEP_10, INFINITE, trained
 from benchmarks.faults.lab import Lab, fault
-from opendit.training.run_end import AGAIN
+from opendit.training.interrupt import AGAIN
 
 
 def told_to_stop(number: int) -> Callable[[Lab], None]:

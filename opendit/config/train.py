@@ -604,7 +604,7 @@ class TrainConfig(
             )
 
     @property
-    def group_sizes(self) -> dict[str, int]:
+    def group_sizes(self) -> dict[str, Any]:
         """Arguments of ``init_mesh``: the number of ranks in each kind of group."""
         return {
             "sequence_parallel": self.sequence_parallel_size,

@@ -24,7 +24,7 @@ from opendit.models.conditioning import Condition
 from opendit.models.dit import DiT
 from opendit.training.drawing import EMASampler
 from opendit.training.monitor import Monitor
-from opendit.training.specification import RunSpecification, example_captions
+from opendit.training.run import Run, example_captions
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RunEvaluation:
         ValueError, OSError: the evaluation is impossible; the message names the flag.
     """
 
-    def __init__(self, spec: RunSpecification):
+    def __init__(self, spec: Run):
         self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
         if spec.codec is None:
             raise ValueError("--evaluate_every: samples are decoded by the latents' VAE, which isn't there; give --vae")

@@ -10,7 +10,7 @@
 - :class:`Links` sends tensors between stages, :func:`execute` runs a schedule, and :class:`PipelineForward` calls a
   model that is divided into stages with the interface of an undivided model.
 
-opendit/training/pipeline_runner.py defines what a pass computes in training.
+opendit/training/runners.py defines what a pass computes in training.
 """
 
 from collections import deque

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.ema import EMA
 from opendit.diffusion.objectives.base import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, PublishedConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
@@ -21,15 +20,12 @@ from opendit.models.conditioning import Condition, TextCondition, same_length
 from opendit.models.dit import DiT
 from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.sampling.model_loading import guidance_of, usual_settings
 from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
-from opendit.training.first_values import first_values
-from opendit.training.monitor import Monitor
-from opendit.training.specification import RunSpecification, example_captions, example_embeddings
+from opendit.training.run import Run, example_captions, example_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +39,9 @@ class EMASampler:
 
     at_once = 32
 
-    def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, monitor: Monitor):
-        self._spec, self._engine, self._ema, self._monitor = spec, engine, ema, monitor
-        self._pipeline = None if spec.stages is None else PipelineForward(engine.mesh, spec.stages.chunks)
+    def __init__(self, run: Run):
+        self._run = run
+        self._pipeline = None if run.stages is None else PipelineForward(run.mesh, run.stages.chunks)
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
@@ -55,32 +51,32 @@ class EMASampler:
         Other ranks get None, and only help to gather the weights. The model is the training module with its weights
         replaced for the duration of the block, or a second module if the plugin has sharded the training module.
         """
-        trained = monitoring.allocated_gib()
-        model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
-        streamed = self._engine.streamed
-        with self._ema.applied(model), self._engine.autocast(), streamed.sampling() if streamed else nullcontext():
+        run, trained = self._run, monitoring.allocated_gib()
+        model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
+        streamed = run.engine.streamed
+        with run.ema.applied(model), run.engine.autocast(), streamed.sampling() if streamed else nullcontext():
             yield model
-        self._monitor.forget_drawing(trained)
-        self._engine.mesh.barrier()
+        run.monitor.forget_drawing(trained)
+        run.mesh.barrier()
 
     def _model(self) -> DiT:
-        spec, engine, mesh = self._spec, self._engine, self._engine.mesh
+        run, engine, mesh = self._run, self._run.engine, self._run.mesh
         if engine.whole:
             return cast(DiT, engine.module)
         with mesh.device:
-            model = empty_model(spec.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
-        frozen = None if spec.lora is None else first_values(spec, model)
-        if spec.flags.base_precision != "bf16":
-            store_base(model, spec.flags.base_precision, engine.dtype, mesh.device)
+            model = empty_model(run.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
+        frozen = None if run.lora is None else run.first_values(model)
+        if run.flags.base_precision != "bf16":
+            store_base(model, run.flags.base_precision, engine.dtype, mesh.device)
         stored = dict(base_layers(model))
-        kernels, tensor = spec.kernels, tensor_group(mesh)
+        kernels, tensor = run.kernels, tensor_group(mesh)
         apply_parallel(
             model,
             ops=kernels.ops,
             attend=kernels.attend,
-            sequence=spec.sequence,
+            sequence=run.sequence,
             tensor=tensor,
-            stages=spec.stages,
+            stages=run.stages,
         )
         allocate(model, mesh.device)
         model = model.place(mesh.device, engine.dtype)
@@ -103,20 +99,20 @@ class EMASampler:
             index: (N,) indices of the samples, which key their noise.
             cfg_scale: guidance scale as the model's own pipeline defines it, see ``guidance_of``.
         """
-        spec, seed = self._spec, self._spec.flags.global_seed
-        null, y = same_length(spec.conditioner.null(), y)
+        run, seed = self._run, self._run.flags.global_seed
+        null, y = same_length(run.conditioner.null(), y)
         if isinstance(y, TextCondition) and y.guidance is not None:
             y = replace(y, guidance=torch.full_like(y.guidance, cfg_scale))
-        cfg_scale = guidance_of(spec.model_config, cfg_scale)
-        how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
+        cfg_scale = guidance_of(run.model_config, cfg_scale)
+        how: dict[str, Any] = dict(steps=steps, sampler=run.objective.preview_sampler, cfg_scale=cfg_scale)
         if self._pipeline is not None:  # the pipeline draws, because SamplingEngine needs all blocks on one rank
-            objective = spec.objective.for_tokens(spec.model_config.tokens)
+            objective = run.objective.for_tokens(run.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
         # Create a new engine for each drawing, because its recorded graphs would otherwise take memory from training.
         # Nothing is recorded if ranks share samples or blocks are in host memory.
-        record = spec.sequence is None and tensor_group(spec.mesh) is None and self._engine.streamed is None
-        engine = SamplingEngine(model, spec.objective, record=record, **how)
+        record = run.sequence is None and tensor_group(run.mesh) is None and self._run.engine.streamed is None
+        engine = SamplingEngine(model, run.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 
 
@@ -124,12 +120,12 @@ class SampleGrids:
     """Draws sample grids, samples/NNNNNNN.png, with the EMA weights. Nothing is drawn if the latents' VAE is
     missing."""
 
-    def __init__(self, spec: RunSpecification, sampler: EMASampler, monitor: Monitor):
-        self._spec, self._sampler, self._monitor = spec, sampler, monitor
+    def __init__(self, run: Run, sampler: EMASampler):
+        self._run, self._sampler = run, sampler
 
     def draw(self, step: int) -> None:
         """Draw the grid on rank 0 and the ranks that share its samples. Collective."""
-        if self._spec.codec is None:
+        if self._run.codec is None:
             return
         with self._sampler.model() as model:
             if model is not None:
@@ -137,38 +133,38 @@ class SampleGrids:
 
     def draw_of(self, model: DiT, step: int) -> None:
         """Draw the grid with ``model``. Call on the ranks that have the model."""
-        spec, monitor = self._spec, self._monitor
+        run, monitor = self._run, self._run.monitor
         y, captions = self._what()
-        index, steps, cfg_scale = torch.arange(len(captions)), spec.flags.sample_steps, spec.flags.sample_cfg_scale
-        if "sample_cfg_scale" not in spec.flags.given:
-            _, cfg_scale = usual_settings(spec.model_config, steps, cfg_scale)
+        index, steps, cfg_scale = torch.arange(len(captions)), run.flags.sample_steps, run.flags.sample_cfg_scale
+        if "sample_cfg_scale" not in run.flags.given:
+            _, cfg_scale = usual_settings(run.model_config, steps, cfg_scale)
         batches = self._sampler.batches(model, y, index, steps, cfg_scale)
-        assert spec.codec is not None, "draw asks whether there is one"
-        pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])
-        if not spec.mesh.is_main:
+        assert run.codec is not None, "draw asks whether there is one"
+        pictures = np.concatenate([to_uint8(run.codec.decode(latents)) for _, latents in batches])
+        if not run.mesh.is_main:
             return
-        path = spec.folder / "samples" / f"{step:07d}.png"
+        path = run.folder / "samples" / f"{step:07d}.png"
         with monitor.failures.survive("samples", step):
             if pictures.ndim == 5:
-                save_contact_sheet(path, pictures, captions, root=spec.folder)
+                save_contact_sheet(path, pictures, captions, root=run.folder)
             else:
-                save_grid(path, pictures, captions, columns=grid_columns(captions), root=spec.folder)
+                save_grid(path, pictures, captions, columns=grid_columns(captions), root=run.folder)
             logger.info(f"step {step}: drew {path}")
             monitor.picture(path, step)
 
     def _what(self) -> tuple[Condition, list[str]]:
         """Return the conditions of a sample grid, and the captions to print above its pictures."""
-        spec = self._spec
-        if spec.prompts is not None:
-            captions, y = spec.prompts
+        run = self._run
+        if run.prompts is not None:
+            captions, y = run.prompts
             return y, captions
-        if spec.model_config.text is not None:
-            count, conditioner = 8 if spec.flags.use_video else 16, spec.conditioner
+        if run.model_config.text is not None:
+            count, conditioner = 8 if run.flags.use_video else 16, run.conditioner
             if isinstance(conditioner, PublishedConditioner) and conditioner.encoder is None:
-                captions, embeddings = example_embeddings(spec.dataset, count)
+                captions, embeddings = example_embeddings(run.dataset, count)
                 return conditioner.of_embeddings(embeddings), captions
-            captions = example_captions(spec.dataset, count)
-            return cast(CaptionConditioner, spec.conditioner).encode(captions), captions
-        names = spec.dataset.describe().class_names
+            captions = example_captions(run.dataset, count)
+            return cast(CaptionConditioner, run.conditioner).encode(captions), captions
+        names = run.dataset.describe().class_names
         labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
-        return labels.to(spec.mesh.device), [names[label] for label in labels]
+        return labels.to(run.mesh.device), [names[label] for label in labels]

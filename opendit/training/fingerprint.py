@@ -39,7 +39,7 @@ from opendit.data.order.schedule import KEYED
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
-from opendit.training.specification import RunSpecification
+from opendit.training.run import Run
 from opendit.training.validation import number_of_losses
 
 # Texts that tell the user what a difference between two fingerprints means.
@@ -135,9 +135,9 @@ def recomputed(flags: TrainConfig) -> str:
     return found if flags.recompute_blocks is None else f"{found} in {flags.recompute_blocks} blocks"
 
 
-def fingerprint(spec: RunSpecification) -> dict[str, Any]:
+def fingerprint(run: Run) -> dict[str, Any]:
     """Return the fingerprint of a run as JSON values. Call on one rank, because this reads some of the data's files."""
-    flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
+    flags, mesh, dataset, ops = run.flags, run.mesh, run.dataset, run.kernels.ops
     data, about = dataset.fingerprint(), dataset.describe()
     cuda = mesh.device.type == "cuda"
     found = {name: getattr(flags, name) for name in by_value(flags.objective)}
@@ -146,25 +146,25 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "data": data.identity,
         "samples": len(dataset),
         "contents": data.contents,
-        "validation": spec.validation and f"{number_of_losses(spec)} of {spec.validation.fingerprint().identity}",
+        "validation": run.validation and f"{number_of_losses(run)} of {run.validation.fingerprint().identity}",
         "random_flip": about.random_flip,
-        **_encoders(spec),
-        "hub": _origin(spec),
-        "global_batch": spec.schedule.global_batch,
+        **_encoders(run),
+        "hub": _origin(run),
+        "global_batch": run.schedule.global_batch,
         "order": KEYED,
         "blend": about.blend,
-        "parts": spec.schedule.micro_batches,
+        "parts": run.schedule.micro_batches,
         "split": f"{flags.batch_size} x {mesh.dp_size} x {flags.grad_accumulation}",
         "world_size": mesh.world_size,
-        "last_step": spec.last_step if flags.lr_schedule == "cosine" else None,
+        "last_step": run.last_step if flags.lr_schedule == "cosine" else None,
         "ema_decay": flags.ema_decays,
-        "ema_warmup": spec.ema_warmup,
+        "ema_warmup": run.ema_warmup,
         "kernels": ops.replaced,
-        "attention": spec.kernels.attend.backend,
+        "attention": run.kernels.attend.backend,
         "fp8": ops.float8,
         # recomputation can change bits on a GPU, but not on a CPU
         "recomputed": recomputed(flags) if cuda else "none",
-        "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
+        "sequence": run.sequence and f"{run.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
         **code(),
     }
@@ -178,37 +178,37 @@ def by_value(objective: str) -> list[str]:
     return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
 
 
-def _encoders(spec: RunSpecification) -> dict[str, str | None]:
+def _encoders(run: Run) -> dict[str, str | None]:
     """Return hashes and paths of the run's frozen networks: VAE, text encoder, and base weights of a LoRA.
 
     If a network processes no training samples, its hash is None.
     """
     vae = text = None
-    about = spec.dataset.describe()
+    about = run.dataset.describe()
     if about.kind == "pixels":
-        vae = "none" if spec.vae == "none" else _network(vae_folder(spec.vae))
-    if getattr(spec.conditioner, "encoder", None) is not None and about.text_encoder is None:
-        name = cast(str, spec.flags.text_encoder)
-        text = _pipeline_text(Path(name)) if family_in(spec.flags.model) else _network(encoder_folder(name))
-        if spec.flags.text_precision != "bf16":
-            text = hash_parts(text, spec.flags.text_precision)
-    base = str(spec.initial.path) if spec.lora and spec.initial else None
+        vae = "none" if run.vae == "none" else _network(vae_folder(run.vae))
+    if getattr(run.conditioner, "encoder", None) is not None and about.text_encoder is None:
+        name = cast(str, run.flags.text_encoder)
+        text = _pipeline_text(Path(name)) if family_in(run.flags.model) else _network(encoder_folder(name))
+        if run.flags.text_precision != "bf16":
+            text = hash_parts(text, run.flags.text_precision)
+    base = str(run.initial.path) if run.lora and run.initial else None
     return {
         "vae": vae,
-        "vae_path": spec.vae,
+        "vae_path": run.vae,
         "text_encoder": text,
-        "text_encoder_path": spec.flags.text_encoder,
+        "text_encoder_path": run.flags.text_encoder,
         "pretrained": base and hash_files([base, *(str(Path(base).with_name(name)) for name in files_of(Path(base)))]),
         "pretrained_path": base,
     }
 
 
-def _origin(spec: RunSpecification) -> dict[str, Any] | None:
+def _origin(run: Run) -> dict[str, Any] | None:
     """Return repository, commit and file hashes of the hub model from which the run started; None without such a
     model."""
-    if spec.flags.pretrained is not None and (found := origin(spec.flags.pretrained)):
+    if run.flags.pretrained is not None and (found := origin(run.flags.pretrained)):
         return found
-    return stored_fingerprint(spec.resume.state).get("hub") if spec.resume else None
+    return stored_fingerprint(run.resume.state).get("hub") if run.resume else None
 
 
 def _pipeline_text(folder: Path) -> str:
@@ -409,40 +409,40 @@ def _shown(value: Any) -> str:
 CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
-def write_config(spec: RunSpecification) -> None:
+def write_config(run: Run) -> None:
     """Add this start to the run's config.json, and write config.yaml, a file for --config that repeats the run.
 
     Both files are replaced atomically. Call on one rank. Raises OSError.
     """
-    path, start = spec.folder / CONFIG, describe_start(spec)
-    starts = _earlier_starts(path, spec.notes)
+    path, start = run.folder / CONFIG, describe_start(run)
+    starts = _earlier_starts(path, run.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
-    content |= {"clip_fps": spec.clip_fps} if spec.clip_fps is not None else {}
-    content |= {"hub": spec.fingerprint["hub"]} if spec.fingerprint["hub"] else {}
-    content |= {"model_config": spec.model_config.to_dict()}
+    content |= {"clip_fps": run.clip_fps} if run.clip_fps is not None else {}
+    content |= {"hub": run.fingerprint["hub"]} if run.fingerprint["hub"] else {}
+    content |= {"model_config": run.model_config.to_dict()}
     content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
     with replacing(path) as file:
         file.write(json.dumps({**content, "starts": [*starts, start]}, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
-    write_whole(spec.folder / YAML, to_yaml(spec.flags).encode())
-    sync_folder(spec.folder)
+    write_whole(run.folder / YAML, to_yaml(run.flags).encode())
+    sync_folder(run.folder)
 
 
-def describe_start(spec: RunSpecification) -> dict[str, Any]:
+def describe_start(run: Run) -> dict[str, Any]:
     """Return the entry of a start in config.json: time, machine, versions, flags, first step, changes since the
     checkpoint."""
-    flags, found = spec.flags, spec.fingerprint
+    flags, found = run.flags, run.fingerprint
     return {
         "time": _iso(datetime.now(timezone.utc).timestamp()),
         "host": socket.gethostname(),
         **{key: found[key] for key in ("opendit", "commit", "torch", "colossalai", "triton", "processor")},
-        "world_size": spec.mesh.world_size,
-        "first_step": spec.first_step,
-        "last_step": spec.last_step,
-        "steps_per_epoch": spec.schedule.steps_per_epoch,
-        "resumed_from": spec.resume and str(spec.resume.folder),
-        "changes": [note for note in spec.notes if note.startswith("resume: ")],
+        "world_size": run.mesh.world_size,
+        "first_step": run.first_step,
+        "last_step": run.last_step,
+        "steps_per_epoch": run.schedule.steps_per_epoch,
+        "resumed_from": run.resume and str(run.resume.folder),
+        "changes": [note for note in run.notes if note.startswith("resume: ")],
         "recipe": flags.recipe and {"name": flags.recipe, "changed": list(overridden(flags))},
         "flags": to_dict(flags),
     }

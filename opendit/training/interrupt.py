@@ -1,18 +1,22 @@
-"""End a run early, after the same step on all ranks.
+"""End a run early, after the same step on all ranks, and report how it ended to the script that started it.
 
 After SIGTERM, SIGINT or SIGUSR1 (which schedulers send before a time limit), or when --max_hours is over, the run
 finishes its step, saves and ends. If a rank can't read its data any more, the run drops the current step, saves and
-ends with an error.
+ends with an error. The report is ended.json in the run's folder, and exit code 75 if the run should be started again.
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from opendit.checkpoint.run_folders import ENDED
+from opendit.common.safe_files import remove, write_whole
 from opendit.common.stages import process_seconds
 from opendit.data import DataError
 from opendit.parallel.mesh import ControlGroup, Mesh
@@ -135,3 +139,44 @@ class Interrupt:
         """Restore the system's default handlers, which also work while Python waits inside a collective."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+
+
+AGAIN = 75  # EX_TEMPFAIL in sysexits.h; job queues can be configured to restart jobs with this exit code
+# Environment variable that names a file. When training begins, a run writes the path of its folder into this file. So
+# the script that started the run finds ended.json.
+RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
+
+
+def begin_run(folder: Path) -> None:
+    """Remove the ended.json of an earlier start, and write the run's folder to the file of ``RUN_FOLDER_FILE``.
+
+    Call on one rank. Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        remove(folder / ENDED, root=folder)
+    if path := os.environ.get(RUN_FOLDER_FILE):
+        Path(path).write_text(f"{folder}\n", encoding="utf-8")
+
+
+def write_end(folder: Path, step: int, **how: bool) -> None:
+    """Write ended.json. Raises OSError.
+
+    Args:
+        step: last step done.
+        how: ``done`` (the last step is done), ``stopped`` (by a signal), ``hours_up`` (by --max_hours), ``failed`` (an
+            error ended the run, or a file could not be written).
+    """
+    write_whole(folder / ENDED, (json.dumps({"step": step, **how}) + "\n").encode(), root=folder)
+
+
+def exit_code(folder: Path) -> int:
+    """Return the exit code of a program whose run has ended without an error: 75 if steps are left, else 0.
+
+    With torchrun the code is always 0, because torchrun treats any other code as a failure.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return 0
+    try:
+        return 0 if json.loads((folder / ENDED).read_bytes())["done"] else AGAIN
+    except OSError:  # the file could not be written, which the run has already reported
+        return 0

@@ -1,21 +1,226 @@
-"""Log a run: progress bar, log.jsonl, TensorBoard and other loggers, throughput, MFU and memory."""
+"""Log a run: progress bar, log.jsonl, TensorBoard and other loggers, throughput, memory, and slow ranks."""
 
 import contextlib
+import io
 import json
 import logging
+import os
+import socket
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from opendit.checkpoint.save import Checkpoints
 from opendit.common.records import RecordFile, WriteFailures
-from opendit.common.safe_files import open_to_append, refuse_links, write_whole
+from opendit.common.safe_files import make_folder, open_to_append, refuse_links, write_whole
+from opendit.data import BatchIterator, BatchSchedule
 from opendit.data.progress import Progress
-from opendit.parallel.mesh import Mesh
-from opendit.training.loggers import Board, RunLogger
+from opendit.parallel.engines import Engine, StepResult
+from opendit.parallel.mesh import ControlGroup, Mesh
+
+
+class Board:
+    """Writer of curves and pictures for TensorBoard, in a new event file for each start of a run.
+
+    Args:
+        folder: folder of the event files.
+        first_step: first step of this start. TensorBoard hides the points that earlier starts wrote for this and later
+            steps, because this start repeats these steps.
+        root: argument of :class:`RecordFile`.
+    """
+
+    def __init__(self, folder: Path, first_step: int, root: Path | None = None):
+        made = _messages("event")
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file, self._written = RecordFile(folder / name, root), False
+        version = made.Event(wall_time=time.time(), file_version="brain.Event:2")
+        log = made.SessionLog(status=made.SessionLog.START)
+        start = made.Event(wall_time=time.time(), step=first_step, session_log=log)
+        self._start = _record(version.SerializeToString()) + _record(start.SerializeToString())
+
+    @property
+    def complete(self) -> bool:
+        """True if at least one record was written, and no record is lost or still waits to be written."""
+        return self._written and not self._file.waiting and not self._file.lost
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Add one point to each named curve.
+
+        Like all methods of this class, this raises OSError if the write fails. The points are then written together
+        with the next ones.
+        """
+        Summary = _messages("summary").Summary
+        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
+
+    def picture(self, tag: str, png: bytes, step: int) -> None:
+        """Write a picture. png: the bytes of a PNG file."""
+        Summary = _messages("summary").Summary
+        width, height = struct.unpack(">II", png[16:24])  # fields of IHDR, the first chunk of every PNG
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, summary, step: int) -> None:
+        event = _record(_messages("event").Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+        start, self._start = self._start, b""
+        self._written = True
+        self._file.append(start + event)
+
+
+def _messages(of: str) -> Any:
+    """Import a module of TensorBoard's protocol buffers. The import creates the module's classes."""
+    return import_module(f"tensorboard.compat.proto.{of}_pb2")
+
+
+def _record(data: bytes) -> bytes:
+    """Return a TFRecord: the length and the data, each followed by its masked CRC."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written = []
+
+    class Sink:
+        write = staticmethod(written.append)
+
+    RecordWriter(Sink).write(data)
+    return b"".join(written)
+
+
+PROJECT = "opendit"
+
+
+class RunLogger(ABC):
+    """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the logger's
+    library."""
+
+    where: str  # one line that tells the user how to view the log
+
+    @abstractmethod
+    def __init__(self, folder: Path, config: dict[str, Any]):
+        """Start or continue the log of a run.
+
+        Args:
+            folder: the run's folder. A resumed run continues the log that this folder names.
+            config: the run's flags.
+        """
+
+    @abstractmethod
+    def scalars(self, values: dict[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def picture(self, tag: str, png: bytes, step: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class WandbLogger(RunLogger):
+    """Logger for Weights & Biases. It writes files under the run's folder unless WANDB_MODE is set.
+
+    WANDB_PROJECT names the project.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any]):
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        if mode != "online":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # turns off crash reports
+        import wandb  # pyright: ignore[reportMissingImports]  # an optional dependency
+
+        self._wandb = wandb
+        known = folder / "wandb" / "run_id"
+        make_folder(known.parent, root=folder)  # make the folder here, because wandb would follow a symbolic link
+        run_id = known.read_text().strip() if known.is_file() else None
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=folder.name,
+            mode=mode,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            # keeps wandb from capturing the console with its progress bar
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        write_whole(known, self._run.id.encode(), root=folder)
+        # W&B's own step can only rise. The separate metric "step" lets a resumed run log the same steps again.
+        self._run.define_metric("*", step_metric="step")
+        self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        self._run.log({**values, "step": step})
+
+    def picture(self, tag: str, png: bytes, step: int) -> None:
+        self._run.log({tag: self._wandb.Image(_image(png)), "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLogger(RunLogger):
+    """Logger for MLflow. It writes a database next to the run folders unless MLFLOW_TRACKING_URI is set.
+
+    MLFLOW_EXPERIMENT_NAME names the experiment.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any]):
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # turns off usage reports to MLflow's makers
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # an optional dependency
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        self._metric, outputs = Metric, folder.resolve().parent
+        own = f"sqlite:///{outputs / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or own
+        self._client = MlflowClient(tracking_uri=uri)
+        self._run_id = self._find(folder, None if uri != own else (outputs / "mlartifacts").as_uri())
+        # log only new parameters, because logged ones can't be changed
+        known = self._client.get_run(self._run_id).data.params
+        params = [Param(name, str(value)[:500]) for name, value in config.items() if name not in known]
+        for first in range(0, len(params), 100):  # one call accepts at most 100 parameters
+            self._client.log_batch(self._run_id, params=params[first : first + 100])
+        self.where = f"mlflow ui --backend-store-uri {uri}"
+
+    def _find(self, folder: Path, artifacts: str | None) -> str:
+        """Return the id of the MLflow run for this folder. If there is none, create an MLflow run."""
+        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        known = client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)
+        path = folder / "mlflow_run_id"
+        if path.is_file():
+            run_id = path.read_text().strip()
+            client.update_run(run_id, status="RUNNING")
+            return run_id
+        run_id = client.create_run(experiment, run_name=folder.name).info.run_id
+        write_whole(path, run_id.encode())
+        return run_id
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run_id, metrics=[self._metric(k, float(v), now, step) for k, v in values.items()])
+
+    def picture(self, tag: str, png: bytes, step: int) -> None:
+        self._client.log_image(self._run_id, _image(png), key=tag, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED")
+
+
+LOGGERS: dict[str, type[RunLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
+
+
+def _image(png: bytes):
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png))
 
 
 def allocation_retries() -> int:
@@ -313,3 +518,146 @@ def resident_gib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+SLOW = 1.5  # a rank is slow if its work takes more than this multiple of the other ranks' median
+LOSS = 0.1  # a rank is reported as slow only if it costs at least this fraction of a step
+# a rank is reported as slow only if it costs at least this number of seconds between two lines of the log
+LEAST_S = 1.0
+REPEAT = 20  # number of lines of the log after which the warning is repeated
+TIMED = 32  # number of micro-batches before each line of the log whose forward passes are timed
+
+
+class Pace:
+    """Timer of each rank's own work, to find a slow rank. With one rank it does nothing.
+
+    All ranks take the same time for a step, because they wait for each other. But two things differ between ranks: the
+    wait for data, and the forward pass before the first communication. If the forward pass itself waits for other ranks
+    (Gemini's gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data is compared. The host
+    reads the GPU's timers only when it logs a line, because it then waits for the GPU anyway.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
+        self._on_gpu = mesh.device.type == "cuda"
+        self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
+        self._begun: Any = None  # start of the micro-batch: host time in seconds, or an event on a GPU
+        # durations of forward passes: seconds, or pairs of events on a GPU
+        self._forwards: deque[Any] = deque(maxlen=TIMED)
+        self._named, self._lines = None, 0  # rank that the last warning named, and number of lines since then
+
+    def begin(self, waited: float) -> None:
+        """Start timing a micro-batch. waited: seconds that the rank waited for its data."""
+        if self._channel is None:
+            return
+        self._data += waited
+        self._batches += 1
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """Stop timing. Call when the forward pass has ended, or on a GPU when it has been enqueued."""
+        if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            return
+        begun, now, self._begun = self._begun, self._now(), None
+        self._forwards.append((begun, now) if self._on_gpu else now - begun)
+
+    def log(self, step: int, steps: int) -> dict[str, Any]:
+        """Return fields for a line of the log: the slowest rank, and the ratio of that rank's work to the median of the
+        other ranks.
+
+        Collective. Call after the host has waited for the device.
+
+        Args:
+            steps: number of steps since the last line.
+        """
+        if self._channel is None:
+            return {}
+        forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards
+        forward = sum(forwards) / len(forwards) * self._batches if forwards else 0.0
+        length = time.perf_counter() - self._since
+        ranks = self._channel.gather((self._data / steps, forward / steps, socket.gethostname()))
+        self._forwards.clear()
+        self._data, self._batches, self._since, self._begun = 0.0, 0, time.perf_counter(), None
+        own = [data + forward for data, forward, _ in ranks]
+        slowest = max(range(len(own)), key=own.__getitem__)
+        usual = median(own[:slowest] + own[slowest + 1 :])
+        lost = own[slowest] - usual
+        slow = own[slowest] > SLOW * usual and lost > LOSS * length / steps and lost * steps > LEAST_S
+        self._lines += 1
+        if slow and (self._named != slowest or self._lines >= REPEAT):
+            data, _, host = ranks[slowest]
+            logger.warning(
+                f"step {step}: rank {slowest} ({host}) holds the others up: it works {own[slowest]:.2f} s a step "
+                f"before it meets them, they {usual:.2f} s; {data:.2f} s of it is the wait for its data"
+            )
+            self._lines = 0
+        self._named = slowest if slow else None
+        return {"slowest_rank": slowest, "slowest_x": own[slowest] / usual if usual else None}
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class StepLog:
+    """Writer of the lines of a run's log. Call on every rank.
+
+    Args:
+        engines: the engines of the run's networks.
+        first_step: first step of this start of the run.
+        skipped_before: number of steps that the run skipped before this start.
+
+    Attributes:
+        skipped: number of skipped steps of the whole run, up to the last line.
+        logged: step of the last line.
+        figures: finite results of validation and evaluation in the last line, in the form that checkpoints store.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        loader: BatchIterator,
+        schedule: BatchSchedule,
+        checkpoints: Checkpoints,
+        monitor: Monitor,
+        pace: Pace,
+        first_step: int,
+        skipped_before: int,
+    ):
+        self._engines, self._loader, self._checkpoints = engines, loader, checkpoints
+        self._schedule = schedule
+        self._monitor, self._pace = monitor, pace
+        self._skipped_before = self.skipped = skipped_before
+        self.figures: dict[str, Any] = {}
+        self.logged = first_step
+        self._bytes_read = 0  # bytes read by all ranks, up to the last line
+
+    def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
+        """Write the log's line for step ``done``. The host waits for the device.
+
+        Args:
+            measured: results of validation and evaluation at this step.
+        """
+        mesh = self._engines[0].mesh
+        self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
+        if (of := measured.get("eval_of")) is not None:
+            names = {k: k.removeprefix("eval_") for k, v in measured.items() if k.startswith("eval_") and k != "eval_s"}
+            figures = {name: measured[k] for k, name in names.items() if isinstance(measured[k], float)}
+            self.figures["evaluation"] = {"of": of, "figures": figures}
+        grad_norm = float(result.grad_norm) if result.finite else None
+        self.skipped = self._skipped_before + sum(int(engine.skipped) for engine in self._engines)
+        loader = self._loader
+        seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
+        # count files once, because ranks that share samples read the same files
+        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()
+        counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
+        counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
+        counts |= self._schedule.log(done)
+        counts |= self._pace.log(done, done - self.logged)
+        self._monitor.count_bytes(bytes_read - self._bytes_read)
+        self.logged, self._bytes_read = done, bytes_read
+        self._monitor.log(done, self._schedule.epoch(done - 1), lr, grad_norm, **counts, **measured)

@@ -1,4 +1,4 @@
-"""Convert flags to a checked RunSpecification, before any weight of the model is allocated."""
+"""Convert flags to a checked Run, before any weight of the model is allocated."""
 
 import os
 import shlex
@@ -45,38 +45,38 @@ from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
-from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
-from opendit.training.from_flags import (
+from opendit.training.data_plan import (
     caption_notes,
-    check_pretrained,
     clip_fps,
     fit_captions,
     held_out,
     last_step_of,
-    lora_of,
-    memory_setup,
-    open_data,
-    plan_model,
-    saved_by_adaln_lora,
-    text_before,
-)
-from opendit.training.memory import Setup, card_memory, check_host, check_offload
-from opendit.training.specification import (
-    RunSpecification,
-    check_resume,
-    choose_sharding,
     make_schedule,
+    open_data,
     parts_of_run,
     samples_at_once,
     shape_samples,
+    text_before,
 )
+from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
+from opendit.training.memory import Setup, card_memory, check_host, check_offload
+from opendit.training.model_plan import (
+    check_pretrained,
+    check_resume,
+    choose_sharding,
+    lora_of,
+    memory_setup,
+    plan_model,
+    saved_by_adaln_lora,
+)
+from opendit.training.run import Run
 
 # Errors for which a program prints only the message, without a traceback: USER_ERRORS of prepare(), and RUN_ERRORS of
 # the run after prepare().
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
-def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecification:
+def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     """Check everything that can be wrong with a run, and load its data set and VAE.
 
     Args:
@@ -184,7 +184,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         notes.append(
             f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
         )
-    spec = RunSpecification(
+    run = Run(
         flags=flags,
         mesh=mesh,
         dataset=dataset,
@@ -215,14 +215,14 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         teacher=teacher,
         samples_at_once=samples,
     )
-    spec.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)
+    run.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)
     notes += note
     if flags.expert == "both":
-        spec.low = _low_noise(spec)
-    spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
+        run.low = _low_noise(run)
+    run.fingerprint = mesh.broadcast_object(fingerprint(run) if mesh.is_main else None)
     if resume:
-        notes += changes(stored, spec.fingerprint, first_step)
-    return spec
+        notes += changes(stored, run.fingerprint, first_step)
+    return run
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
@@ -463,7 +463,7 @@ def _both_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
     return replace(flags, expert="both") if both else flags
 
 
-def _low_noise(high: RunSpecification) -> RunSpecification:
+def _low_noise(high: Run) -> Run:
     """Return the specification of the low-noise network of --expert both. It differs from that of the high-noise
     network in weights, configuration, times and folder."""
     flags, resume, mesh = high.flags, high.resume, high.mesh

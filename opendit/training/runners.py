@@ -1,24 +1,32 @@
 """Run the passes of a training step: kernel by kernel, replayed from CUDA graphs, or over the stages of a pipeline.
 
 A step of DiT-XL/2 launches about 3,900 kernels, and the host needs about 160 ms to enqueue them. With fewer than about
-27,000 tokens per GPU the device needs less time than the host and waits for the host. With more tokens the device still
-idles briefly between two kernels. A recorded graph is launched by one call, and its kernels follow each other without
-gaps.
+27,000 tokens per GPU the device waits for the host. A recorded graph is launched by one call, without gaps between its
+kernels.
 """
 
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
+import torch.autograd.forward_ad as forward
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opendit.diffusion.objectives import Objective
+from opendit.diffusion.objectives.base import Objective, Prepared
 from opendit.kernels.recording import GraphRecorder
+from opendit.models.attention import Attention, local_attention
+from opendit.models.dit import DiT
+from opendit.models.given_frames import with_given
+from opendit.models.layers import BlockOps
 from opendit.parallel.engines import Engine, StepResult
+from opendit.parallel.pipeline import Action, Links, PipelineStages, execute, make_schedule, one_by_one
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 
 GRAPH_WARMUP = 3  # number of micro-batches before a recording, in which kernels are compiled and communicators connect
@@ -206,6 +214,131 @@ class CUDAGraphRunner(EagerRunner):
         return self._recordings[first]
 
 
+class PipelineRunner(Runner):
+    """Runner for pipelines, which runs the micro-batches of a step according to a pipeline schedule. The engine's model
+    must consist of this rank's ``stages``.
+
+    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. Every stage needs
+    the times and conditions, the first stage needs x_t, and the last stage needs the inputs of the loss.
+
+    Args:
+        links: connections to other stages. None to create them here, which is collective over all ranks of the mesh.
+    """
+
+    def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
+        self.engine, self.micro_batches = engine, micro_batches
+        self.note = "off: passes wait for other stages' messages (a pipeline)"
+        self.objective = objective
+        self.stages: PipelineStages = cast(Any, engine.module).stages
+        self._links = links or Links(engine.mesh, around=self.stages.chunks > 1)
+        self._actions = make_schedule(self.stages.schedule, self.stages.rank, self.stages.ranks, micro_batches)
+
+    def passes(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        passes = Passes(self, micro_batches, self.micro_batches)
+        self._execute(self._actions, passes)
+        passes.check_number()
+        return passes.loss
+
+    def _execute(self, actions: list[Action], passes: "Passes") -> None:
+        execute(actions, self._links, self.stages.chunks, passes.compute, passes.key_of)
+
+    def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
+        passes = Passes(self, [micro_batch], 1, last=last)
+        self._execute(one_by_one(self.stages.chunks, self.stages.ranks, 1), passes)
+        return self.engine.mesh.sum(passes.loss, "pp")
+
+    def losses(self, micro_batch: MicroBatch) -> Tensor:
+        passes = Passes(self, [micro_batch], 1)
+        forwards = one_by_one(self.stages.chunks, self.stages.ranks, 1, backward=False)
+        with torch.no_grad():
+            self._execute(forwards, passes)
+        losses = passes.losses.get(0, torch.zeros(len(micro_batch.x0), device=self.engine.mesh.device))
+        return self.engine.mesh.sum(losses.float(), "pp")
+
+
+class Passes:
+    """The forward and backward passes of this rank's chunks of the model, for the micro-batches of a step.
+
+    Args:
+        number: number of micro-batches.
+        last: True if the optimizer's step follows the last micro-batch.
+
+    Attributes:
+        loss: the step's loss so far on the last stage; 0 on other ranks.
+        losses: losses of each micro-batch's samples, by the micro-batch's index, on the last stage.
+    """
+
+    def __init__(self, runner: PipelineRunner, micro_batches: Iterable[MicroBatch], number: int, last: bool = True):
+        self._engine, self._objective, self._stages = runner.engine, runner.objective, runner.stages
+        self._share, self._number, self._last = runner.micro_batches, number, last
+        self._coming: Iterator[MicroBatch] = iter(micro_batches)
+        self._given: list[tuple[MicroBatch, Prepared]] = []
+        # (chunk, micro-batch) -> input tokens, and autograd node of the output.
+        self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._left = number * runner.stages.chunks  # number of backward passes that remain
+        self.loss = torch.zeros((), device=runner.engine.mesh.device)
+        self.losses: dict[int, Tensor] = {}
+
+    def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
+        """Return a micro-batch by its index, and the result of the objective's ``prepare`` for it. The first call
+        fetches the micro-batch.
+
+        Raises ValueError if the step has too few micro-batches.
+        """
+        while len(self._given) <= number:
+            micro_batch = next(self._coming, None)
+            if micro_batch is None:
+                self.check_number()
+            assert micro_batch is not None, "too few have been an error"
+            self._given.append((micro_batch, self._objective.prepare(*micro_batch[:3])))
+        return self._given[number]
+
+    def check_number(self) -> None:
+        """Raise ValueError unless the step had the right number of micro-batches."""
+        number = len(self._given) + sum(1 for _ in self._coming)
+        if number != self._number:
+            raise ValueError(f"a step has {self._number} micro-batches, got {number}")
+
+    def key_of(self, number: int) -> tuple[int, ...]:
+        """Return the sizes that determine the number of tokens of a micro-batch: those of the latents and of the
+        captions."""
+        micro_batch = self._micro_batch(number)[0]
+        return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
+
+    def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
+        """Run one pass for :func:`opendit.parallel.pipeline.executor.execute`."""
+        return self._forward(action, value) if action.forward else self._backward(action, value)
+
+    def _forward(self, action: Action, tokens: Tensor | None) -> Tensor:
+        micro_batch, prepared = self._micro_batch(action.micro_batch)
+        if tokens is not None and torch.is_grad_enabled():
+            tokens.requires_grad_()
+        x = with_given(prepared.x_t, micro_batch.given) if tokens is None else tokens
+        shape = tuple(micro_batch.x0.shape)
+        with self._engine.micro_batch(last=False):
+            times = micro_batch.told(prepared.timestep)
+            output = self._engine.forward(x, times, y=micro_batch.condition, chunk=action.chunk, shape=shape)
+        result, root = output, output
+        if self._stages.last and action.chunk == self._stages.chunks - 1:
+            losses = micro_batch.losses(self._objective, output, prepared)
+            self.losses[action.micro_batch] = losses.detach()
+            result = root = losses.mean() / self._share
+            self.loss += root.detach()
+        elif torch.is_grad_enabled():
+            # keep only the edge, so that the output can be freed when it has been sent
+            root = get_gradient_edge(output)
+        if torch.is_grad_enabled():
+            self._roots[action.chunk, action.micro_batch] = tokens, root
+        return result
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        tokens, root = self._roots.pop((action.chunk, action.micro_batch))
+        self._left -= 1  # after the last backward pass, the gradients of all chunks are complete
+        with self._engine.micro_batch(last=self._last and not self._left):
+            self._engine.backward(root, gradient)
+        return None if tokens is None else tokens.grad
+
+
 def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
     """Choose the runner of a training run.
 
@@ -216,8 +349,6 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
     """
     engine = eager.engine
     if engine.mesh.pp_size > 1:
-        from opendit.training.pipeline_runner import PipelineRunner
-
         return PipelineRunner(engine, eager.objective, eager.micro_batches)
     why_not = "--enable_cuda_graph is off"
     if graph and packs:
@@ -227,3 +358,59 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
             engine.no_graph or engine.module.no_graph if engine.mesh.device.type == "cuda" else "it needs a CUDA GPU"
         )
     return EagerRunner(eager, f"off: {why_not}") if why_not else CUDAGraphRunner(eager, GraphRecorder())
+
+
+@contextmanager
+def torch_operations(model: DiT) -> Iterator[None]:
+    """Context in which a model uses plain torch operations instead of kernels, because these have forward-mode
+    derivatives."""
+    parts = (model, *model.blocks, model.final_layer)
+    attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
+    before = [part.ops for part in parts], [module.attend for module in attentions]
+    for part in parts:
+        part.ops = BlockOps()
+    for module in attentions:
+        module.attend = local_attention
+    try:
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield
+    finally:
+        for part, ops in zip(parts, before[0], strict=True):
+            part.ops = ops
+        for module, attend in zip(attentions, before[1], strict=True):
+            module.attend = attend
+
+
+class TargetNetwork:
+    """Implementation of :class:`opendit.diffusion.objectives.meanflow.Network` with the trained model.
+
+    Args:
+        engine: engine of the model. Every rank must hold the whole model.
+        labels: (B,) int64 labels of the micro-batch.
+    """
+
+    dropped: Tensor
+
+    def __init__(self, engine: Engine, labels: Tensor):
+        self._engine, self._model, self._labels = engine, cast(DiT, engine.module), labels
+        self.dropped = labels == self._model.config.num_classes
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, time: Tensor, rows: Tensor) -> Tensor:
+        return self._output(x, time, self._labels[rows])
+
+    @torch.no_grad()
+    def unconditional(self, x: Tensor, time: Tensor) -> Tensor:
+        return self._output(x, time, torch.full_like(self._labels, cast(int, self._model.config.num_classes)))
+
+    @torch.no_grad()
+    def derivative(self, x: Tensor, time: Tensor, dx: Tensor, dtime: Tensor, rows: Tensor) -> Tensor:
+        with torch_operations(self._model), forward.dual_level():
+            dual = forward.make_dual(x, dx.to(x.dtype)), forward.make_dual(time, dtime)
+            _, tangent = forward.unpack_dual(self._output(*dual, self._labels[rows]))
+            assert tangent is not None  # the output depends on both inputs, so it has a tangent
+            return tangent
+
+    def _output(self, x: Tensor, time: Tensor, labels: Tensor) -> Tensor:
+        with self._engine.autocast():
+            return self._model(x, time, labels).float()

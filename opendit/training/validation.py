@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.ema import EMA
 from opendit.common.safe_files import write_whole
 from opendit.data import MediaDataset
 from opendit.data.base import SampleKey, to_pixels
@@ -22,15 +21,12 @@ from opendit.data.held_out import SEED
 from opendit.data.loader import read_batches
 from opendit.data.order.sequences import permuted
 from opendit.data.progress import Progress
-from opendit.diffusion.objectives import Objective
+from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.random import Stream, draw_conditioning_frames, normal
 from opendit.models.conditioning import Condition
-from opendit.parallel.engines import Engine
 from opendit.training import monitor as monitoring
 from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
-from opendit.training.monitor import Monitor
-from opendit.training.runners import Runner
-from opendit.training.specification import RunSpecification
+from opendit.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +37,22 @@ RISING = 3  # number of consecutive rises of the held-out loss after which a run
 SHARE_OF_SAMPLES = 0.015
 
 
-def steps_between(spec: RunSpecification) -> int:
+def steps_between(run: Run) -> int:
     """Return the number of steps between validations; the total number of steps if the run validates only at its
     end."""
-    flags = spec.flags
-    return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or spec.last_step
+    flags = run.flags
+    return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or run.last_step
 
 
-def number_of_losses(spec: RunSpecification) -> int:
+def number_of_losses(run: Run) -> int:
     """Return the number of losses to average: --validate_samples, or a number that costs little compared to training.
 
     The number is smaller for pipelines, because during validation all ranks of a pipeline except one are idle.
     """
-    if spec.flags.validate_samples is not None:
-        return spec.flags.validate_samples
-    trained_on = steps_between(spec) * spec.schedule.global_batch
-    return max(LEVELS, min(MOST_SAMPLES, int(SHARE_OF_SAMPLES * trained_on / spec.mesh.pp_size)))
+    if run.flags.validate_samples is not None:
+        return run.flags.validate_samples
+    trained_on = steps_between(run) * run.schedule.global_batch
+    return max(LEVELS, min(MOST_SAMPLES, int(SHARE_OF_SAMPLES * trained_on / run.mesh.pp_size)))
 
 
 class FixedSamples:
@@ -220,22 +216,22 @@ class Validation:
     and encodes the samples; their latents then stay in host memory. Construct and call on every rank.
     """
 
-    def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, runner: Runner, monitor: Monitor):
-        self._spec, self._engine, self._ema, self._runner, self._monitor = spec, engine, ema, runner, monitor
-        flags, mesh, dataset = spec.flags, spec.mesh, spec.validation
+    def __init__(self, run: Run):
+        self._run, self._monitor = run, run.monitor
+        flags, mesh, dataset = run.flags, run.mesh, run.validation
         assert dataset is not None, "the run holds samples out"
-        every, self.count = steps_between(spec), number_of_losses(spec)
+        every, self.count = steps_between(run), number_of_losses(run)
         self.samples = FixedSamples(dataset, self.count, flags.batch_size)
         quantiles = self.samples.quantiles
-        objective = spec.objective.for_tokens(spec.model_config.tokens)
+        objective = run.objective.for_tokens(run.model_config.tokens)
         self._times = objective.times_at(quantiles)
         self._levels = (quantiles * LEVELS).long().tolist()
         self.noise = noise_levels(objective)
         batches = len(self.samples.micro_batches)
         self._history, self._warned = LossHistory(sorted(self.noise)), False
         if mesh.is_main:
-            with monitor.failures.survive(PICTURE):
-                self._history = LossHistory.read(spec.folder / "log.jsonl", sorted(self.noise))
+            with run.monitor.failures.survive(PICTURE):
+                self._history = LossHistory.read(run.folder / "log.jsonl", sorted(self.noise))
         rounds = -(-batches // mesh.dp_size)
         self._batches = self._read(dataset, [turn * mesh.dp_size + mesh.dp_rank for turn in range(rounds)])
         work = rounds * mesh.pp_size / (3 * every * flags.grad_accumulation)
@@ -250,20 +246,20 @@ class Validation:
 
         For an index beyond the last micro-batch, use a copy of the first micro-batch, whose losses don't count.
         """
-        spec, flags, device = self._spec, self._spec.flags, self._spec.mesh.device
+        run, flags, device = self._run, self._run.flags, self._run.mesh.device
         found, there = [], len(self.samples.micro_batches)
-        latents = spec.latents_of(dataset, SEED)
+        latents = run.latents_of(dataset, SEED)
         keys = [self.samples.keys(turn if turn < there else 0) for turn in turns]
         how: dict[str, Any] = dict(num_workers=min(flags.num_workers, len(keys)), patience=flags.data_timeout)
-        shown = Progress(len(keys), "micro-batches", title="validation", disable=not spec.mesh.is_main)
+        shown = Progress(len(keys), "micro-batches", title="validation", disable=not run.mesh.is_main)
         with shown, read_batches(dataset, keys, max_bad=flags.max_bad, on_skip=logger.warning, **how) as read:
             for turn, batch in zip(turns, read, strict=True):
                 index = batch.index.to(device)
                 with torch.no_grad():
                     x, given = cast(Tensor, batch.x).to(device), None
-                    x0, condition = latents.of(to_pixels(x), 0, index), spec.conditioner.of_batch(batch)
-                    if spec.model_config.given_beside:
-                        condition, given = condition_on_first_frames(condition, batch, x, latents, spec.conditioner)
+                    x0, condition = latents.of(to_pixels(x), 0, index), run.conditioner.of_batch(batch)
+                    if run.model_config.given_beside:
+                        condition, given = condition_on_first_frames(condition, batch, x, latents, run.conditioner)
                 new = self.samples.new[turn] if turn < there else 0
                 given = None if given is None else given.cpu()
                 found.append(FixedBatch(batch.index, new, x0.cpu(), condition.to("cpu"), given))
@@ -273,25 +269,25 @@ class Validation:
     @torch.no_grad()
     def losses(self) -> Tensor:
         """Return all losses, (count,) float64 in host memory, the same on every rank. Collective."""
-        mesh = self._engine.mesh
+        mesh = self._run.mesh
         losses = torch.zeros(self.count, dtype=torch.float64, device=mesh.device)
-        with self._ema.at_work():
+        with self._run.ema.at_work():
             for batch in self._batches:
-                found = self._runner.losses(self._micro_batch(batch)).double()
+                found = self._run.runner.losses(self._micro_batch(batch)).double()
                 if mesh.leads_sharing:
                     losses[batch.numbers[: batch.new].to(mesh.device)] = found[: batch.new]
         return mesh.sum(losses).cpu()  # exact, because each loss is 0 on all ranks except one
 
     def _micro_batch(self, batch: FixedBatch) -> MicroBatch:
-        device = self._engine.mesh.device
+        device = self._run.mesh.device
         index, x0 = batch.numbers.to(device), batch.x0.to(device)
         noise = normal(SEED, 0, index, Stream.NOISE, tuple(x0.shape[1:]))
         if batch.given is None:
-            given = draw_conditioning_frames(self._spec.given_frames, x0, SEED, 0, index)
+            given = draw_conditioning_frames(self._run.given_frames, x0, SEED, 0, index)
         else:
             given = batch.given.to(device)
         t, condition = self._times[batch.numbers].to(device), batch.condition.to(device)
-        return MicroBatch.of(x0, t, noise, condition, given, self._spec.model_config.given_in_place)
+        return MicroBatch.of(x0, t, noise, condition, given, self._run.model_config.given_in_place)
 
     def after(self, step: int) -> dict[str, Any]:
         """Validate after ``step``; return the fields for the step's line in the log. Collective.
@@ -308,16 +304,16 @@ class Validation:
             by_level[level].append(loss)
         means = sorted(zip(self.noise, map(_mean, by_level), strict=True), key=lambda pair: pair[0])
         loss = _mean(losses)
-        if self._engine.mesh.is_main:
+        if self._run.mesh.is_main:
             logger.info(f"step {step}: held-out loss {'not finite' if loss is None else f'{loss:.5f}'}")
         noise, by_noise = (list(column) for column in zip(*means, strict=True))
         line = {"val_loss": loss, "val_loss_by_noise": by_noise, "val_noise": noise}
-        if self._engine.mesh.is_main:
+        if self._run.mesh.is_main:
             self._draw({"step": step, **line})
         return line | {"val_s": time.perf_counter() - began}
 
     def _draw(self, line: dict[str, Any]) -> None:
-        monitor, path, step = self._monitor, self._spec.folder / PICTURE, line["step"]
+        monitor, path, step = self._monitor, self._run.folder / PICTURE, line["step"]
         self._history.add(line)
         if not self._warned and (since := self._history.rises_since()) is not None:
             self._warned = True
@@ -326,7 +322,7 @@ class Validation:
                 "samples; the checkpoint of that step, more data or fewer steps may do better"
             )
         with monitor.failures.survive(PICTURE, step):
-            draw_losses(self._history, path, f"{self._spec.folder.name}: {self.count:,} losses")
+            draw_losses(self._history, path, f"{self._run.folder.name}: {self.count:,} losses")
             monitor.picture(path, step, "held-out loss")
         curves = zip(line["val_noise"], line["val_loss_by_noise"], strict=True)
         monitor.scalars({f"val_loss_by_noise/{sigma:.3g}": loss for sigma, loss in curves if loss is not None}, step)

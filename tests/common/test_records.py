@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from opendit.checkpoint.files import damage
 from opendit.common import records
 from opendit.common.records import RecordFile, WriteFailures
-from opendit.training.loggers import Board
-from opendit.training.monitor import keep_up_to
+from opendit.training.monitor import Board, keep_up_to
 from tests.checkpoint.test_checkpoint import ARGV
 
 ROOT = Path(__file__).resolve().parents[2]

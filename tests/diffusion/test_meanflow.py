@@ -14,7 +14,7 @@ from opendit.config.train import TrainConfig
 from opendit.diffusion.objectives.meanflow import MeanFlowObjective, network_times
 from opendit.diffusion.random import initial_noise
 from opendit.models.zoo import build_model, model_config
-from opendit.training.target_network import TargetNetwork
+from opendit.training.runners import TargetNetwork
 from tests.checkpoint.test_resume import ARGV, assert_same_bits, losses, run_of, trainings
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks

@@ -10,7 +10,8 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.encoders import folder as folder_module
 from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry
-from opendit.training.from_flags import open_data, plan_model
+from opendit.training.data_plan import open_data
+from opendit.training.model_plan import plan_model
 
 CAPTIONS = ["", "a seven moving left", "zwei fünf", "a seven " * 20]
 

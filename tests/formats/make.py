@@ -207,7 +207,7 @@ def train_run(name: str) -> None:
             to_dict = DiTConfig.to_dict
             old = functools.partial(model_config, revision=1)
             new_keys = ("revision", "null_class")
-            stack.enter_context(mock.patch("opendit.training.from_flags.model_config", old))
+            stack.enter_context(mock.patch("opendit.training.model_plan.model_config", old))
             stack.enter_context(
                 mock.patch.object(
                     DiTConfig, "to_dict", lambda c: {k: v for k, v in to_dict(c).items() if k not in new_keys}

@@ -90,7 +90,7 @@ def test_an_old_run_goes_on_as_it_was(model, tmp_path, no_ranks, monkeypatch, ca
 
     to_dict = DiTConfig.to_dict
     with monkeypatch.context() as old:
-        old.setattr("opendit.training.from_flags.model_config", functools.partial(model_config, revision=1))
+        old.setattr("opendit.training.model_plan.model_config", functools.partial(model_config, revision=1))
         old.setattr(DiTConfig, "to_dict", before_revisions)
         whole = train_on(model, tmp_path / "whole", 4)
         parts = train_on(model, tmp_path / "parts", 2)

@@ -194,7 +194,7 @@ def test_sizes_that_do_not_fit_the_processes(size, world, message):
 def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monkeypatch):
     monkeypatch.setattr(DiT, "__init__", lambda *args: pytest.fail("weights were made before the check"))
     monkeypatch.setattr(
-        "opendit.training.from_flags.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made")
+        "opendit.training.data_plan.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made")
     )
     for words, message in (
         (["--sequence_parallel_size", "2"], "error: --sequence_parallel_size 2: needs 2 processes"),

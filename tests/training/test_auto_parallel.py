@@ -18,9 +18,10 @@ from opendit.parallel.hardware import GIB, H200
 from opendit.parallel.sequence import sequence_shape
 from opendit.training import auto_parallel
 from opendit.training.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
-from opendit.training.dry_run import budget
-from opendit.training.from_flags import memory_setup, open_data, plan_model
+from opendit.training.data_plan import open_data
 from opendit.training.memory import estimate, resolve_sharding
+from opendit.training.model_plan import memory_setup, plan_model
+from opendit.training.summary import budget
 from tests.ranks import run_ranks, several_programs
 
 FAST = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel --data_path mock"

@@ -4,7 +4,7 @@ import re
 
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
-from opendit.training.dry_run import dry_run
+from opendit.training.summary import dry_run
 
 
 def test_hours_are_steps_by_seconds(capsys):

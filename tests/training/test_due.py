@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from opendit.training.due import Due, PeriodicWork
+from opendit.training.run import Due, PeriodicWork
 
 STEPS = 23
 

@@ -11,8 +11,8 @@ from opendit.data.enlarging import Small
 from opendit.diffusion.objectives import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
-from opendit.training.batches import Batches
 from opendit.training.micro_batch import Latents, Packing
+from opendit.training.run import Batches
 from train import Inputs, micro_batches
 
 SEED, STEP, CLASSES = 11, 5, 10

@@ -36,10 +36,10 @@ from opendit.models.families.public_config import family_of, public_config
 from opendit.models.segments import unpack_patches
 from opendit.parallel.hardware import H200
 from opendit.training.auto_parallel import Circumstances, data_of
-from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
+from opendit.training.data_plan import fit_captions, open_data, shape_samples, text_before
 from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
-from opendit.training.specification import shape_samples
+from opendit.training.model_plan import memory_setup, plan_model
 from tests.encoders.published_folders import write_pipeline
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs

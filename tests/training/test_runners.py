@@ -341,7 +341,7 @@ def test_a_clone_of_a_micro_batch_has_its_own_memory(config):
 def test_nothing_else_calls_the_model_in_training():
     root = Path(opendit.__file__).parent
     calls = {str(path.relative_to(root)) for path in root.rglob("*.py") if "engine.forward" in path.read_text()}
-    assert calls == {"training/pipeline_runner.py"} and "engine.forward" in Path(train_program.__file__).read_text()
+    assert calls == {"training/runners.py"} and "engine.forward" in Path(train_program.__file__).read_text()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -5,7 +5,7 @@ import torch
 
 from opendit.models.zoo import model_config
 from opendit.training.memory import GIB, Setup
-from opendit.training.specification import choose_sharding
+from opendit.training.model_plan import choose_sharding
 
 CONFIG = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=1000)  # 675 M weights
 

@@ -29,7 +29,8 @@ def say(spec, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
     log = SimpleNamespace(lost=0, waiting=len(lost))
     board = SimpleNamespace(complete=complete)
     monitor = SimpleNamespace(last={"step": 5, "loss": 0.5}, failures=counted, log_file=log, boards={}, board=board)
-    summary.summarise(spec, monitor, SimpleNamespace(newest=newest, failures=list(failures)))
+    spec.monitor, spec.checkpoints = monitor, SimpleNamespace(newest=newest, failures=list(failures))
+    summary.summarise(spec)
     return capsys.readouterr().out
 
 

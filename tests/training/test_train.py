@@ -17,7 +17,7 @@ from opendit.diffusion.objectives.ddpm import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models.dit import DiT
 from opendit.models.zoo import build_model, model_config
-from opendit.training.build import LearningRate
+from opendit.training.run import LearningRate
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 

@@ -30,7 +30,7 @@ from opendit.diffusion.random import initial_noise
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.export.__main__ import main as export
 from opendit.sampling.sampling_engine import SamplingEngine
-from opendit.training.from_flags import _check_first_frames
+from opendit.training.model_plan import _check_first_frames
 from tests.encoders.published_folders import CLIP_WIDTH, write_pipeline
 from tests.models.families.oracles import networks
 from train import EagerPasses

@@ -40,7 +40,7 @@ MOST_SHOWN = 200  # number of newest jobs that are listed
 TICK_S = 1.0  # seconds between two checks of the running jobs
 PROGRAM_S = 300  # time limit in seconds for making a plan or looking at data
 TAIL_BYTES = 16 * 1024  # number of bytes at the end of a program's output that are shown
-# The same value as in opendit/training/run_end.py, which this package must not import.
+# The same value as in opendit/training/interrupt.py, which this package must not import.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
 

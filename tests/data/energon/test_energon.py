@@ -23,7 +23,7 @@ from opendit.data.shards import store
 from opendit.data.shards.index import KeptRows
 from opendit.data.shards.program import make_indexes
 from opendit.data.sources import NoSplit
-from opendit.training.specification import example_captions
+from opendit.training.run import example_captions
 from tests.data.shards.tars import captioned, write_tar
 from tests.encoders.test_vae import small_vae
 

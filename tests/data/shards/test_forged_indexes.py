@@ -12,7 +12,7 @@ from opendit.data import DataError, SampleKey, build_dataset
 from opendit.data.shards import dataset
 from opendit.data.shards.index import TarIndex, index_of, write_index
 from opendit.data.shards.program import index_latents, make_indexes
-from opendit.training.from_flags import check_classes
+from opendit.training.data_plan import check_classes
 from tests.data.shards.tars import captioned, picture, write_tar
 
 

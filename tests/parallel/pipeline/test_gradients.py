@@ -21,7 +21,7 @@ from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import ReplicatedGradients, divided_parameters, tensor_group
 from opendit.training.memory import Setup, stage_setups
 from opendit.training.micro_batch import MicroBatch
-from opendit.training.pipeline_runner import PipelineRunner
+from opendit.training.runners import PipelineRunner
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.parallel.tensor.models import MODELS

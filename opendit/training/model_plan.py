@@ -1,35 +1,29 @@
-"""Derive a run's data, model configuration, objective, number of steps and pretrained weights from its flags.
-
-This module does not build the model.
-"""
+"""Choose a run's model, objective and starting weights from its flags and data, without building the model."""
 
 import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, cast
 
 from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.load import Checkpoint
-from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_info, read_newest, table_notes
-from opendit.common.utils import DataError
+from opendit.checkpoint.pretrained import ALONE, find_weights, read_info, read_newest, table_notes
+from opendit.checkpoint.tensor_set import compare
 from opendit.config.architectures import parse_given, patch_size
-from opendit.config.components import CACHED_FEATURES, BatchFlags, DataFlags, StartFlags
+from opendit.config.components import CACHED_FEATURES, DataFlags, StartFlags
 from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
-from opendit.data import BatchSchedule, MediaDataset, build_dataset
+from opendit.data import MediaDataset
 from opendit.data.base import CachedFeatures, Description
-from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
-from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
-from opendit.data.sources import NoSplit
-from opendit.diffusion.objectives import Objective, objective_from_dict, objective_from_flags
+from opendit.diffusion.objectives import objective_from_dict, objective_from_flags
+from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.encoders.folder import weight_count
 from opendit.encoders.published_text import text_encoder_bytes
-from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, text_geometry
+from opendit.encoders.text import check_tokens, text_geometry
 from opendit.encoders.vae import STEM as VAE_STEM
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import class_of, latent_frames, video_geometry
@@ -37,223 +31,19 @@ from opendit.encoders.vision import vision_config
 from opendit.models.adapt import check_same_blocks
 from opendit.models.alignment import AlignmentConfig
 from opendit.models.conditioning import TextConfig
-from opendit.models.dit import DiTConfig
+from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig, family_of, public_config
 from opendit.models.lora import Lora, check_targets, lora_layers
 from opendit.models.weights import Weights
-from opendit.models.zoo import config_from_dict, model_config, of_revision
+from opendit.models.zoo import config_from_dict, model_config, model_shapes, of_revision
+from opendit.parallel.apply import Sharding
+from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import check_pipeline, idle_stages, stages_of
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.tensor import check_tensor_parallel
-from opendit.training.memory import Setup
-
-
-def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
-    """Open the data set of --data_path. Raises the same errors as ``build_dataset``.
-
-    Args:
-        seed: None for --global_seed.
-        split: "train" or "test".
-    """
-    return build_dataset(
-        flags.data_path,
-        flags.image_size,
-        seed=flags.global_seed if seed is None else seed,
-        split=split,
-        random_flip=flags.random_flip,
-        max_bad=flags.max_bad,
-        use_video=flags.use_video,
-        num_frames=flags.num_frames,
-        frame_interval=flags.frame_interval,
-        fps=flags.fps,
-        short_clips=flags.short_clips,
-        video_reader=flags.video_reader,
-        energon_cooker=flags.energon_cooker,
-        file_column=flags.file_column,
-        caption_column=flags.caption_column,
-        caption_prefix=flags.caption_prefix,
-        shuffle_tags=flags.shuffle_tags,
-        tag_drop=flags.tag_drop,
-        random_crop=flags.random_crop,
-        vae=flags.vae,
-        # Only --data_path mock uses these arguments: the flags set the classes or captions of its random latents.
-        num_classes=flags.num_classes,
-        text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
-        max_text_tokens=flags.max_text_tokens,
-    )
-
-
-def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
-    """Return the frame rate of the clips that a model trained on this data set draws, and notes to print.
-
-    The rate is --fps if set, otherwise the median frame rate of the files divided by --frame_interval. The rate is None
-    for pictures, and for files without a frame rate.
-    """
-    rates = [] if not data.use_video or data.fps is not None else dataset.shapes().frame_rates()
-    if not rates:
-        return data.fps, []
-    drawn, low, high = median(rates) / data.frame_interval, min(rates), max(rates)
-    if high < 1.05 * low:
-        return drawn, []
-    return drawn, [
-        f"clips: of {low:.4g} to {high:.4g} frames a second, so that one motion has several speeds; drawn clips play "
-        f"at {drawn:.4g}, by the median. --fps reads all of them at one rate"
-    ]
-
-
-def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
-    """Return the training data set and the validation data set (None if the run does not validate).
-
-    Raises:
-        ValueError, FileNotFoundError, DataError: --validate_path can't be read, or its samples differ in kind from the
-            training samples, or the held-out fraction leaves no samples to train on. The message names the flag.
-    """
-    if not flags.validates:
-        return dataset, None
-    if flags.validate_path is None:
-        return hold_out(dataset, flags.validate_share)
-    return dataset, _open(flags, dataset)
-
-
-def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """Open the data set of --validate_path. If it has a test split, open that split."""
-    path = flags.validate_path
-    theirs = replace(flags, data_path=path, random_flip=False)
-    try:
-        try:
-            found = open_data(theirs, SEED, split="test")
-        except NoSplit:
-            found = open_data(theirs, SEED)
-    except (ValueError, OSError, DataError) as error:
-        raise type(error)(str(error).replace("--data_path", "--validate_path")) from error
-    if path != "mock" and found.fingerprint().identity == training.fingerprint().identity:
-        raise ValueError(
-            f"--validate_path {path}: these are the samples that are trained on; to hold a share of them out, give "
-            "--validate_share 0.01 in its place"
-        )
-    for what, name in (
-        ("kind", "{} where --data_path has {}"),
-        ("conditioning", "samples with a {} where those of --data_path have a {}"),
-        ("sample_shape", "samples of shape {} where those of --data_path have {}"),
-        ("class_names", "the classes {} where --data_path has {}"),
-        ("text_encoder", "captions encoded by {} where those of --data_path are by {}"),
-        ("first_frames", "first frames with tokens of width {} where those of --data_path are of {}"),
-    ):
-        theirs, ours = (getattr(each.describe(), what) for each in (found, training))
-        if theirs != ours:
-            raise ValueError(
-                f"--validate_path {path}: has {name.format(_shown(theirs), _shown(ours))}; give "
-                "samples like the training data"
-            )
-    return found
-
-
-def _shown(value) -> str:
-    if isinstance(value, list):
-        return ", ".join(value[:5]) + (f" and {len(value) - 5:,} more" if len(value) > 5 else "")
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
-    """Set the caption flags to fit the data set; return the flags and notes to print.
-
-    For a data set with captions, ``text_encoder`` is set. For a data set with classes, caption flags that come from a
-    recipe return to their defaults. Raises ValueError for caption flags that don't fit the data set.
-    """
-    path = flags.data_path
-    about = dataset.describe()
-    encoder = (flags.text_encoder or about.text_encoder or "bytes") if about.conditioning == "text" else "bytes"
-    if encoder == "bytes" and "text_precision" in flags.given:
-        raise ValueError("--text_precision: the run has no frozen text encoder; leave it out")
-    if about.conditioning == "text":
-        if flags.num_classes is not None:
-            raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
-        cached, given = about.text_encoder, flags.text_encoder
-        other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
-        # for a public model, whose folder may have moved, _public_model makes this check
-        if other and not family_in(flags.model):
-            raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
-        return replace(flags, text_encoder=given or cached or "bytes"), []
-    notes, unused = [], {}
-    for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
-        if name in flags.given:
-            raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # reset a flag that a recipe has set
-            notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
-            unused[name] = TrainConfig.__dataclass_fields__[name].default
-    return replace(flags, **unused), notes
-
-
-def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
-    """Return the caption settings of the model that the run resumes (``resume``) or starts from (--pretrained).
-
-    Return None if there is no such model, or if the model's file can't be read; a later check reports the faulty file.
-    """
-    if resume is None and flags.pretrained is None:
-        return None
-    with suppress(OSError):
-        config = read_config(find_weights(cast(str, flags.pretrained)) if resume is None else resume.model)
-        return config and config.text
-    return None
-
-
-def fit_captions(
-    flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
-) -> tuple[TrainConfig, list[str]]:
-    """Set the number of tokens of the ``bytes`` encoder. Return the flags, and notes on captions that will be cut or
-    are empty.
-
-    The number of tokens is the first of these that exists: --max_text_tokens; the number in ``keeps``; a number that
-    fits the data (``fitting_tokens``). With another encoder, or without captions, the flags stay the same.
-
-    Call on every rank of ``mesh``; rank 0 counts the captions. Raises the same errors as :func:`resolve_captions`.
-
-    Args:
-        keeps: caption settings of the weights that the run resumes or starts from.
-    """
-    given = flags.max_text_tokens
-    resolved, _ = resolve_captions(flags, dataset)
-    if resolved.text_encoder != "bytes" or isinstance(dataset, MockDataset):
-        return flags, []
-    found = count_captions(dataset) if mesh.is_main else None
-    longest = mesh.broadcast_object(found and found.longest)
-    kept = keeps.max_tokens if keeps is not None and keeps.inside else None
-    tokens = given or kept or fitting_tokens(longest)
-    notes = []
-    if found is not None:
-        notes += found.without_words()
-        if tokens > text_geometry("bytes")[2] and tokens not in (given, kept):
-            notes.append(
-                f"{found.name}: --text_encoder bytes takes {tokens:,} tokens, for the longest {found.among} has "
-                f"{longest:,} ({found.longest_at})"
-            )
-        notes += found.cut(tokens, "bytes", takes_whole(longest))
-    return replace(flags, max_text_tokens=tokens), notes
-
-
-def caption_notes(
-    dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
-) -> list[str]:
-    """Return notes on empty captions, and on captions that the encoder cuts, or has cut when their embeddings were
-    cached.
-
-    Args:
-        text: the model's caption settings; None for a model of classes.
-        encoder: the frozen text encoder, if it is loaded.
-        name: the first words of each note.
-    """
-    if text is None or isinstance(dataset, MockDataset):
-        return []
-    if text.inside:
-        found = count_captions(dataset, name=name)
-        return [*found.without_words(), *found.cut(text.max_tokens, text.name)]
-    about = dataset.describe()
-    if encoder is None or about.text_encoder is not None:
-        return [*count_captions(dataset, name=name).without_words(), *about.cut_captions]
-    found = count_captions(dataset, encoder.count_tokens, MOST_TOKENIZED, name)
-    advice = takes_whole(found.longest) if getattr(encoder, "kind", "") == "t5" else ""
-    return [*found.without_words(), *found.cut(encoder.max_tokens, encoder.name, advice)]
+from opendit.training.data_plan import check_classes, resolve_captions
+from opendit.training.memory import USABLE, Setup, resolve_sharding
 
 
 @dataclass(frozen=True)
@@ -510,12 +300,6 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
     return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"
 
 
-def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
-    """Return the step at which --epochs or --max_steps ends the run."""
-    steps = schedule.steps(batch.epochs)
-    return min(steps, batch.max_steps or steps)
-
-
 def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: MediaDataset | None = None) -> Setup:
     """Return the settings for the memory estimate of a run on ``world`` GPUs on which all kernels are available.
 
@@ -587,21 +371,6 @@ def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
     return {"num_classes": flags.num_classes or about.num_classes}
 
 
-def check_classes(num_classes: int | None, data_path: str, about: Description) -> None:
-    """Raise ValueError if a label of the data set is not below ``num_classes``.
-
-    The message names a sample with such a label, if it can be found.
-    """
-    if not num_classes or num_classes >= about.num_classes:
-        return
-    found = about.largest_label()
-    sample = f" ({found[1]} has the label {found[0]})" if found and found[0] >= num_classes else ""
-    raise ValueError(
-        f"--num_classes {num_classes}: --data_path {data_path} has {about.num_classes} classes, "
-        f"labels 0 to {about.num_classes - 1}{sample}; leave the flag out or raise it"
-    )
-
-
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
     """Raise ValueError if the latents of the VAE --vae differ in shape from the latents of --data_path."""
     theirs, downscale = video_geometry(data.vae, 3)[:2] if data.use_video else codec_geometry(data.vae, 3)
@@ -643,3 +412,76 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
         )
     latent = flags.image_size // downscale
     return flags.vae, channels, (latent, latent), frames
+
+
+def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
+    """Choose the sharding. Settings that the flags leave open get the values with the least traffic with which, by the
+    estimate, a step fits in memory.
+
+    Args:
+        batch: samples of a micro-batch on a rank.
+        capacity: bytes of a GPU's memory; None on a CPU, where everything is assumed to fit.
+    """
+    resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
+    return Sharding(
+        reduce_dtype=PRECISIONS[resolved.reduce_dtype],
+        keep_gathered=resolved.reshard == "never",
+        keep_gradients=cast(bool, resolved.keep_gradients),  # resolve_sharding has replaced None
+        gather_float8=setup.gathers_float8,
+        hosted=setup.streamed,
+    )
+
+
+def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
+    """Check that the run can resume from a checkpoint. Return notes to print.
+
+    Args:
+        adds: True if the run trains only the layers of ``--lora``.
+
+    Raises:
+        ValueError: the checkpoint contains another model, a model trained with another objective, or weights that don't
+            fit the checkpoint's configuration.
+    """
+    folder, info = checkpoint.folder, read_info(checkpoint.model)
+    if "config" not in info:
+        raise ValueError(f"--load: {checkpoint.model} does not say which model it holds; load another checkpoint")
+    found = config_from_dict(info["config"])
+    if ("lora" in info) != adds:
+        raise ValueError(f"--load: {folder} was made with{'out' if adds else ''} --lora; do so again")
+    if found != config:
+        there, here = found.to_dict(), config.to_dict()
+        differences = [
+            f"{key} {there.get(key)} there, {here.get(key)} here"
+            for key in dict.fromkeys([*there, *here])
+            if there.get(key) != here.get(key)
+        ]
+        raise ValueError(
+            f"--load: {folder} is a checkpoint of another model ({', '.join(differences)}); give that model's flags"
+        )
+    if not adds:
+        _check_shapes(checkpoint, config)
+    then = objective_from_dict(info.get("objective") or checkpoint.state.get("objective")).predicts
+    if then != objective.predicts:
+        flags = " ".join(f"--{name} {value}" for name, value in then.items())
+        raise ValueError(
+            f"--load: the model in {folder} learned another objective; repeat its {flags}, or give it to --pretrained "
+            "to start from its weights"
+        )
+    with checkpoint.open(checkpoint.model.name) as tensors:
+        notes = table_notes(config, tensors, checkpoint.model)
+    if not checkpoint.damaged:
+        return notes
+    return [*notes, f"--load: {'; '.join(checkpoint.damaged)}; going on from {folder}, the newest that is intact"]
+
+
+def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
+    """Raise ValueError if the files of weights and averages don't have the shapes of the model ``config``.
+
+    Only the headers of the files are read.
+    """
+    own = model_shapes(config)[0]
+    for name in (checkpoint.model.name, *checkpoint.state["ema"]["files"]):
+        with checkpoint.open(name) as tensors:
+            tensors.check_floats()
+            theirs = {key: shape for key, shape in tensors.shapes.items() if key in own}
+        compare(own, theirs, checkpoint.folder / name)

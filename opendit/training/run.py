@@ -1,0 +1,520 @@
+"""The state of a training run, and what it consists of."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.fill import DeviceReader
+from opendit.checkpoint.load import Checkpoint
+from opendit.checkpoint.matched import MatchedTensors
+from opendit.checkpoint.pretrained import FirstWeights
+from opendit.checkpoint.run_folders import folder_name
+from opendit.checkpoint.save import Checkpoints
+from opendit.config.token_routing import TokenRoute
+from opendit.config.train import TrainConfig
+from opendit.data import Batch, BatchIterator, BatchSchedule, DataError, MediaDataset
+from opendit.data.base import BadSample, Embedding
+from opendit.diffusion.objectives.base import Objective
+from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.diffusion.random import Stream, uniform
+from opendit.encoders.conditioner import Conditioner
+from opendit.encoders.folder import KNOWN
+from opendit.encoders.vae import ImageCodec
+from opendit.encoders.video_vae import VideoCodec
+from opendit.encoders.vision import CachedTeacher, VisionTeacher
+from opendit.kernels.select import KernelChoice
+from opendit.models.adapt import adapt
+from opendit.models.conditioning import Condition
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
+from opendit.models.lora import Lora, add_lora
+from opendit.models.weights import Weights
+from opendit.parallel.apply import Sharding
+from opendit.parallel.engines import Engine, StepResult, Values
+from opendit.parallel.initial import InitialValues
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.pipeline import PipelineStages
+from opendit.parallel.sequence import SequenceParallel
+from opendit.training.diagnosis import Diagnosis, MakesMicroBatches, SkippedSteps
+from opendit.training.interrupt import Interrupt, NoData
+from opendit.training.memory import Setup
+from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch
+from opendit.training.monitor import Monitor, Pace, StepLog
+from opendit.training.profiling import StepProfiler
+from opendit.training.runners import Runner
+from opendit.training.step_cost import training_flops
+
+
+@dataclass(frozen=True)
+class Due:
+    """The work that is due after a step.
+
+    Attributes:
+        refuse: True if the run ends with this step but must not save its state, because a fault caused skipped steps.
+    """
+
+    log: bool
+    save: bool
+    refuse: bool
+    draw: bool
+    validate: bool = False
+    evaluate: bool = False
+
+
+class PeriodicWork:
+    """Decides which work is due after a step. The decisions are the same on every rank.
+
+    Call ``step_done``, then ``due``, after every step. While steps are being skipped, nothing is saved, because the run
+    may be about to fail. A save that falls due in this time is made after the next step that is not skipped.
+    """
+
+    def __init__(self, flags: TrainConfig, last_step: int):
+        self._flags, self._last_step = flags, last_step
+        self._draw_every = flags.ckpt_every if flags.sample_every is None else flags.sample_every
+        self._validate_every = flags.ckpt_every if flags.validate_every is None else flags.validate_every
+        self._save_owed = False
+
+    def step_done(self, done: int, stopping: bool) -> bool:
+        """Return True if the host must now wait for the device, to check for skipped steps.
+
+        Args:
+            done: number of steps done.
+            stopping: True if a signal ends the run with this step.
+        """
+        flags = self._flags
+        self._done, self._stopping = done, stopping
+        self._last = stopping or done == self._last_step
+        self._save_owed |= flags.save and _every(flags.ckpt_every, done)
+        validate_every = self._validate_every if flags.validates else 0
+        looks = (flags.log_every, flags.max_bad_steps, validate_every, flags.evaluate_every)
+        return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
+
+    def due(self, skipping: bool, failing: bool) -> Due:
+        """Return the work that is due after this step.
+
+        Args:
+            skipping: True if the last step examined was skipped.
+            failing: True if that step was skipped because of a fault.
+        """
+        flags, last = self._flags, self._last
+        save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
+        self._save_owed &= not save
+        ended = self._done == self._last_step
+        at_end = ended and flags.sample_every != 0
+        # After a signal, there is no time for a periodic validation. But with --ckpt_best val_loss, every save needs a
+        # validation, because checkpoints are compared by its loss.
+        by_loss = flags.ckpt_best == "val_loss"
+        validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
+        validate = flags.validates and not self._stopping and (validate or (save and by_loss))
+        evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
+        evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
+        return Due(
+            # Log at every save, because a run that resumes from this checkpoint starts a new mean of the loss at this
+            # step.
+            log=save or last or validate or evaluate or _every(flags.log_every, self._done),
+            save=save,
+            refuse=flags.save and last and failing,
+            draw=not self._stopping and (at_end or _every(self._draw_every, self._done)),
+            validate=validate,
+            evaluate=evaluate,
+        )
+
+
+def _every(steps: int, done: int) -> bool:
+    return steps > 0 and done % steps == 0
+
+
+class Batches:
+    """Source of the batches of each step.
+
+    Args:
+        count: number of batches in a step.
+        monitor, pace: record how long the step waited for each batch.
+        diagnosis: keeps the batches of the step.
+        interrupt: is informed when data are missing.
+        interchangeable: True if any batch of the run can replace any other batch.
+    """
+
+    def __init__(
+        self,
+        loader: BatchIterator,
+        count: int,
+        monitor: Monitor,
+        pace: Pace,
+        diagnosis: Diagnosis,
+        interrupt: Interrupt,
+        interchangeable: bool,
+    ):
+        self._loader, self._count = loader, count
+        self._monitor, self._pace, self.diagnosis = monitor, pace, diagnosis
+        self._interrupt, self._interchangeable = interrupt, interchangeable
+        self._last: Batch | None = None
+
+    def of_next_step(self) -> Iterator[Batch]:
+        """Yield the batches of the next step. Each batch is read when it is requested, so that reading overlaps with
+        computing.
+
+        If this rank can't read its data any more, the other ranks still wait for this rank in the current step. If
+        batches are interchangeable, the last batch therefore replaces the missing ones, and ``Interrupt.ask`` then
+        drops the step on all ranks.
+
+        Raises:
+            NoData: the data can't be read, and there are no other ranks.
+            DataError: the data can't be read, and no batch can replace them.
+        """
+        for _ in range(self._count):
+            asked = time.perf_counter()
+            batch = self._last = self._next()
+            waited = time.perf_counter() - asked
+            self._monitor.loader_wait(waited)
+            self._pace.begin(waited)
+            self.diagnosis.keep(batch)
+            yield batch
+
+    def _next(self) -> Batch:
+        if self._last is not None and self._interrupt.lost is not None:
+            return self._last
+        try:
+            return next(self._loader)
+        except DataError as error:
+            if self._last is None:  # there is nothing to save, because no step was made since this start
+                raise
+            if self._interrupt.alone:
+                raise NoData(str(error)) from error
+            if not self._interchangeable:
+                raise
+            self._interrupt.lost = error
+            return self._last
+
+
+def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
+    """Return distinct captions, spread evenly over the data set. Sample grids show these captions if the user gives no
+    captions.
+
+    Rows that can't be read are left out; the data loader replaces and counts such rows.
+    """
+    return list(_example_rows(dataset, count))
+
+
+def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
+    """Return the captions for :func:`example_captions`. Each caption is mapped to the index of a row with this
+    caption."""
+    if dataset.describe().conditioning != "text":
+        return {}
+    found: dict[str, int] = {}
+    for row in range(0, len(dataset), max(1, len(dataset) // (4 * count))):
+        with suppress(BadSample):
+            found.setdefault(cast(str, dataset.caption(row)), row)
+    return dict(list(found.items())[:count])
+
+
+def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str], Embedding]:
+    """Return the captions of :func:`example_captions` and their embeddings, for a data set with cached embeddings."""
+    found: dict[str, Embedding] = {}
+    for caption, row in _example_rows(dataset, count).items():
+        with suppress(BadSample):
+            found[caption] = cast(Embedding, dataset.read(row).embedding)
+    return list(found), Embedding(*map(torch.stack, zip(*found.values(), strict=True)))
+
+
+def _path_or_name(value: str | None) -> str | None:
+    """Return an encoder's path or name as it is stored in checkpoints: a folder's path becomes absolute, and a name
+    does not change."""
+    folder = value is not None and value not in KNOWN and Path(value).expanduser()
+    return str(folder.resolve()) if folder and folder.exists() else value
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Learning rate that rises linearly to ``peak``, then stays constant or follows a cosine to zero at the last step.
+
+    Args:
+        schedule: "constant" or "cosine".
+    """
+
+    peak: float
+    warmup_steps: int
+    schedule: str
+    last_step: int
+
+    def at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        progress = (step - self.warmup_steps) / max(1, self.last_step - self.warmup_steps)
+        return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class TrainingFlops:
+    """Counter of the FLOPs of a model's training passes over latents of any size.
+
+    Args:
+        lora: the trained LoRA; None for full training.
+    """
+
+    def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
+        self._patch = config.patch
+        self._of_size = cache(
+            lambda size, routed=False: training_flops(replace(config, input_size=size), lora, route if routed else None)
+        )
+
+    def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
+        """Return the FLOPs of the forward and backward pass over this rank's micro-batch, without a pack's padding."""
+        if isinstance(micro_batch, PackedMicroBatch):
+            grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
+            return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
+        return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]), micro_batch.kept is not None)
+
+
+class TrainedNetwork(NamedTuple):
+    """A network that a run trains, with the objects that train it. skipped: detects the network's skipped steps."""
+
+    engine: Engine
+    ema: EMA
+    runner: Runner
+    inputs: MakesMicroBatches
+    skipped: SkippedSteps
+
+
+@dataclass
+class Run:
+    """The state of a training run.
+
+    prepare() makes it, with everything that can be checked before the model exists. build() sets the fields that have
+    no value in the constructor.
+
+    Attributes:
+        vae: name of the VAE.
+        codec: None for cached latents whose VAE can't be loaded.
+        stages: this rank's stages of the pipeline; None without a pipeline.
+        why_not_compiled: the reason; None if blocks are compiled.
+        sharding: settings by which --plugin fsdp divides the model.
+        lock: lock on the run's folder, held while the run writes to the folder.
+        initial, initial_config: weights that the run starts from, and the configuration of their model.
+        ema_warmup: warm-up of the averages, see opendit.checkpoint.ema.EMA.
+        samples_at_once: number of samples of the configured size that together have as many tokens as a rank's
+            micro-batch.
+        teacher: frozen vision encoder of --repa, or its cached features.
+        validation: samples on which the loss is measured, but which are not trained on.
+        prompts: captions for sample grids, instead of captions from the data set, and their condition.
+        clip_fps: frames per second of the clips that the model draws; None if unknown.
+        fingerprint: see opendit/training/fingerprint.py.
+        low: the low-noise network of --expert both; the other fields then describe the high-noise network.
+        networks: the networks of the run. engine, ema, runner, inputs and skipped are those of the step's network.
+        validate, evaluate: measure the held-out loss, or samples, after a step; return fields for the log. Collective.
+        draw_grid: draws a grid of samples after a step. Collective.
+        done: number of steps done since the run's first start.
+        result: result of the last step; None before the first step since this start.
+    """
+
+    flags: TrainConfig
+    mesh: Mesh
+    dataset: MediaDataset
+    schedule: BatchSchedule
+    model_config: DiTConfig
+    codec: ImageCodec | VideoCodec | None
+    vae: str
+    conditioner: Conditioner
+    objective: Objective
+    kernels: KernelChoice
+    sequence: SequenceParallel | None
+    stages: PipelineStages | None
+    why_not_compiled: str | None
+    memory: Setup
+    sharding: Sharding | None
+    folder: Path
+    lock: AbstractContextManager[Any]
+    resume: Checkpoint | None
+    first_step: int
+    last_step: int
+    initial: Weights | None
+    initial_config: DiTConfig | None
+    lora: Lora | None
+    notes: list[str]
+    ema_warmup: float
+    samples_at_once: int
+    teacher: VisionTeacher | CachedTeacher | None = None
+    validation: MediaDataset | None = None
+    prompts: tuple[list[str], Condition] | None = None
+    clip_fps: float | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    low: "Run | None" = None
+    done: int = 0
+    result: StepResult | None = None
+
+    networks: Sequence[TrainedNetwork] = field(init=False)
+    engine: Engine = field(init=False)
+    ema: EMA = field(init=False)
+    runner: Runner = field(init=False)
+    inputs: MakesMicroBatches = field(init=False)
+    skipped: SkippedSteps = field(init=False)
+    batches: Batches = field(init=False)
+    interrupt: Interrupt = field(init=False)
+    periodic: PeriodicWork = field(init=False)
+    monitor: Monitor = field(init=False)
+    profiler: StepProfiler = field(init=False)
+    log: StepLog = field(init=False)
+    checkpoints: Checkpoints = field(init=False)
+    validate: Callable[[int], dict[str, Any]] = field(init=False)
+    evaluate: Callable[[int], dict[str, Any]] = field(init=False)
+    draw_grid: Callable[[int], None] = field(init=False)
+
+    @cached_property
+    def learning_rate(self) -> LearningRate:
+        flags = self.flags
+        return LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, self.last_step)
+
+    @cached_property
+    def flops(self) -> TrainingFlops:
+        return TrainingFlops(self.model_config, self.lora, self.flags.token_route)
+
+    @cached_property
+    def share(self) -> float:
+        """Fraction of the steps that train the first network: its fraction of the training times."""
+        objective = self.objective.for_tokens(self.model_config.tokens)
+        return 1.0 if self.low is None else cast(FlowObjective, objective).share
+
+    def network_of(self, step: int) -> int:
+        """Return the number of the network that a step trains, 0 or 1. It is keyed by the seed and the step."""
+        u = uniform(self.flags.global_seed, step, torch.zeros(1, dtype=torch.int64), Stream.EXPERT)
+        return int(u >= self.share)
+
+    @property
+    def given_frames(self) -> str | None:
+        """Conditioning frames of the training clips, as in --given_frames.
+
+        A model with conditioning frames in place can also train without them, so for such a model the flag decides.
+        """
+        config = self.model_config
+        return self.flags.given_frames if config.given_in_place else config.given_frames
+
+    def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
+        """Return the function that converts items of a data set to latents. ``seed`` keys the VAE's noise."""
+        about, cached = dataset.describe(), None
+        if about.scaling_factor is not None and about.shift_factor is not None:
+            cached = about.scaling_factor, about.shift_factor
+        return Latents(self.codec, cached, self.vae != "none", seed)
+
+    def first_values(self, model: DiT) -> Values:
+        """Return the values of ``model``'s parameters before training: weights from --pretrained where they fit,
+        otherwise random initial values.
+
+        With --lora, also add the LoRA matrices to the model.
+        """
+        seed = self.flags.global_seed
+        initial = InitialValues(model, seed)
+        if self.initial is None or self.initial_config is None:
+            return initial
+        classes = self.dataset.describe().class_names
+        start = adapt(model, self.initial, self.initial_config, classes, fresh=initial.whole)
+        told = [f"--pretrained: {line}" for line in start.describe()]
+        self.notes += [line for line in told if line not in self.notes]
+        if self.lora is not None:
+            add_lora(model, self.lora, start.untrained, seed)
+            initial = InitialValues(model, seed)
+        if isinstance(self.initial.state, MatchedTensors) and not start.made and self.flags.offloaded_state == "none":
+            return DeviceReader(self.initial.state, self.mesh.device, otherwise=initial)
+        return FirstWeights(start, self.initial.state, initial)
+
+    def info(self) -> dict[str, Any]:
+        """Return the metadata of this run's weights files."""
+        return {
+            "model": self.flags.model,
+            "config": self.model_config.to_dict(),
+            "objective": self.objective.to_dict(),
+            "class_names": self.dataset.describe().class_names,
+            "captions": example_captions(self.dataset),
+            "vae": _path_or_name(self.vae),
+            "text_encoder": _path_or_name(self.flags.text_encoder),
+            **({"sampler": "unipc"} if getattr(self.objective, "discrete_times", False) else {}),
+            "image_size": self.flags.image_size,
+            "frame_interval": self.flags.frame_interval,
+            **({"fps": self.flags.fps} if self.flags.fps is not None else {}),
+            **({"clip_fps": self.clip_fps} if self.clip_fps is not None else {}),
+            **({"lora": self.lora.to_dict()} if self.lora else {}),
+        }
+
+    def begin(self, step: int) -> None:
+        """Choose the network that a step trains. A run of several networks (--expert both) trains them by turns."""
+        if len(self.networks) > 1:
+            self.engine, self.ema, self.runner, self.inputs, self.skipped = self.networks[self.network_of(step)]
+            self.batches.diagnosis = self.skipped.diagnosis
+
+    def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
+        """Count the samples and the work of a micro-batch for the log."""
+        # number of samples of the whole step, which only the first micro-batch counts
+        samples = batch.segments_in_step if batch.micro == 0 else 0
+        self.monitor.count(samples, self.flops.of(micro_batch))
+
+    def due(self, stopping: bool) -> Due:
+        """Return the work that is due after the step; the answer is the same on every rank.
+
+        The host waits for the device only before it logs, saves or draws, to see whether the step was skipped.
+
+        Raises:
+            FloatingPointError: too many steps in a row were skipped.
+        """
+        if self.periodic.step_done(self.done, stopping):
+            assert self.result is not None, "a step has been made"
+            self.skipped.look(self.done, self.result)
+        due = self.periodic.due(self.skipped.skipping, self.skipped.failing)
+        if due.refuse:
+            self.checkpoints.refuse(self.done, "the gradients of this step were not finite")
+        return due
+
+    def measure(self, due: Due) -> dict[str, Any]:
+        """Validate and evaluate if ``due`` says so. Return the figures as fields for the step's line in the log."""
+        with self.monitor.paused(due.validate or due.evaluate):
+            measured = self.validate(self.done) if due.validate else {}
+            return measured | (self.evaluate(self.done) if due.evaluate else {})
+
+    def save(self) -> None:
+        """Start saving the run's state."""
+        with self.monitor.paused():
+            epoch = self.schedule.epoch(self.done - 1)
+            state = {"step": self.done, "epoch": epoch, "skipped": self.log.skipped, "fingerprint": self.fingerprint}
+            state["packs"] = self.schedule.state(self.done)
+            self.checkpoints.save(state | self.log.figures)
+
+    def draw(self) -> None:
+        """Draw a grid of samples."""
+        with self.monitor.paused():
+            self.draw_grid(self.done)
+
+    @contextlib.contextmanager
+    def saving_if_data_end(self) -> Iterator[None]:
+        """Context that logs and saves the last step's state if its block raises NoData, unless that is already done.
+        Collective."""
+        try:
+            yield
+        except NoData:
+            if self.result is not None:
+                self._end_without_data(self.result)
+            raise
+
+    def _end_without_data(self, last: StepResult) -> None:
+        self.checkpoints.wait()
+        self.skipped.look(self.done, last)
+        newest = self.checkpoints.newest
+        if self.log.logged != self.done:
+            self.log.write(self.done, self.learning_rate.at(self.done - 1), last, {})
+        saved = newest is not None and newest.name == folder_name(self.done)
+        if self.checkpoints.enabled and not saved and not self.skipped.failing:
+            self.save()
+            self.checkpoints.wait()
+        self.interrupt.leave()
+
+    def failed_writes(self) -> int:
+        """Return the number of saves and other writes that failed, the same on every rank. Collective."""
+        # Rank 0 counts the failed writes, and every rank adds this count.
+        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)
