@@ -41,13 +41,13 @@ def run(command: str, options: dict) -> None:
         use = "train" if options["split"] == "train" else "evaluate"
         print(f"{options['clips']:,} clips of moving digits: {use} with --use_video --data_path {table}")
     elif command in ("ucf101", "folder"):
-        from opendit.data import make_csv
+        from opendit.data import captioned_media
 
-        make_csv.make(command, **options)
+        captioned_media.make(command, **options)
     elif command == "check":
-        from opendit.data import make_csv
+        from opendit.data import captioned_media
 
-        make_csv.check(**options)
+        captioned_media.check(**options)
     elif command == "look":
         from opendit.data import look
 
@@ -68,7 +68,7 @@ def run(command: str, options: dict) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     prepare_console()
-    parser = build_parser(__doc__)
+    parser = build_parser(__doc__ or "")
     options, given = parser.read(sys.argv[1:] if arguments is None else arguments)
     command = options.pop("command")
     if command is None:

@@ -111,7 +111,7 @@ class Inputs:
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device. The host does not wait for the device."""
         from opendit.data.base import to_pixels
-        from opendit.data.enlarging import enlarge
+        from opendit.data.clips import enlarge
         from opendit.diffusion.random import draw_route
         from opendit.training.micro_batch import MicroBatch, condition_on_first_frames
 

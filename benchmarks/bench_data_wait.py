@@ -30,7 +30,7 @@ from benchmarks.bench_shards import write_pictures
 from benchmarks.results import add_flags, record
 from opendit.checkpoint.run_folders import run_folders
 from opendit.config.recipes import FAST
-from opendit.data.tables import TableRow, write_csv
+from opendit.data.captioned_media import TableRow, write_csv
 
 EVERY, WARMUP = 5, 20  # steps per line of the log, and steps that are not counted
 FRAMES, NARROWER = 16, 32

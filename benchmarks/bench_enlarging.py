@@ -18,8 +18,8 @@ from torch.nn.functional import interpolate
 
 from benchmarks.bench_sampling_files import make_codec
 from benchmarks.results import add_flags, record
-from opendit.data.base import to_pixels
-from opendit.data.enlarging import Small, enlarge
+from opendit.data.base import Small, to_pixels
+from opendit.data.clips import enlarge
 from opendit.encoders.video_vae import FrameCodec
 
 

@@ -46,7 +46,7 @@ from opendit.data.order.sequences import RowsByKey
 from opendit.data.row_arrays import FOLDER
 from opendit.data.shaped import Lengths, ShapedDataset, TokenSize, shape_media, shape_table
 from opendit.data.shards.index import ROW, empty_header, index_of, write_index
-from opendit.data.video_readers import choose_reader
+from opendit.data.video_files import choose_reader
 
 SHAPES = 12
 TOKENS = 256 * np.arange(1, SHAPES + 1, dtype=np.int32)  # tokens of a sample of each shape

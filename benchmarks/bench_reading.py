@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when
 from benchmarks import results
 from benchmarks.bench_decoders import CODECS, write
 from opendit.data import BatchSchedule, build_dataset, build_loader
+from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.clips import clip_window, resize_and_crop
 from opendit.data.digits import make_demo
-from opendit.data.tables import TableRow, write_csv
 from opendit.diffusion.random import Stream, uniform
 
 SEED, CLIP_FRAMES = 0, 120

@@ -27,8 +27,8 @@ import opendit
 from benchmarks.results import RESULTS, append
 from opendit.checkpoint.run_folders import newest_run
 from opendit.data import digits_split
+from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo, name_digit
-from opendit.data.tables import TableRow, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # minimum that a model must reach

@@ -26,6 +26,7 @@ from opendit.checkpoint.tensor_set import write_weights
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import LinkRefused, make_folder
 from opendit.common.tensor_files import write_file, write_tensors
+from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo
 from opendit.data.latents_index import index_locked
 from opendit.data.latents_index import write_index as write_latents_index
@@ -33,7 +34,6 @@ from opendit.data.row_arrays import kept_file
 from opendit.data.shards.latents import CachedSample, write_shard
 from opendit.data.shards.program import index_tars, make_shards
 from opendit.data.shards.store import FileCache
-from opendit.data.tables import TableRow, write_csv
 from opendit.encoders.pictures import save_animation, save_contact_sheet, save_grid
 from opendit.evaluation.extract import Features
 from opendit.evaluation.reference import save_features

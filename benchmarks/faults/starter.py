@@ -24,7 +24,7 @@ from pathlib import Path
 
 IMPORTED = (
     "opendit.training.build opendit.sampling.sample_output opendit.export opendit.data.make_latents "
-    "opendit.data.make_csv opendit.data.digits sklearn.datasets "
+    "opendit.data.captioned_media opendit.data.digits sklearn.datasets "
     "torchvision torch.utils.tensorboard PIL.ImageFont safetensors.torch"
 ).split()
 

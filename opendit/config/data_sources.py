@@ -15,7 +15,7 @@ FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of the latents 
 MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
 ADDRESSES = "shards.source"  # the source that reads addresses
 ENERGON, BLENDS = "energon.source", "blend"
-TABLES = "captioned"  # reads tables and any other folder, and is therefore tried last
+TABLES = "pictures_and_clips"  # reads tables and any other folder, and is therefore tried last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
 
@@ -34,7 +34,7 @@ class SourceDescription:
 
 # Keys are modules of opendit.data. Sources other than TABLES are tried in this order.
 SOURCES = {
-    "captioned": SourceDescription(
+    TABLES: SourceDescription(
         None, "a CSV, .jsonl or .parquet of captioned media, a folder of pictures or of such media"
     ),
     "digits": SourceDescription("digits", "digits"),

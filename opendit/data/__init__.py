@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from opendit.data.base import Item as Item
     from opendit.data.base import MediaDataset as MediaDataset
     from opendit.data.base import SampleKey as SampleKey
-    from opendit.data.captioned import CaptionedDataset as CaptionedDataset
     from opendit.data.digits import digits_split as digits_split
     from opendit.data.latents import LatentDataset as LatentDataset
     from opendit.data.loader import Batch as Batch
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from opendit.data.loader import build_schedule as build_schedule
     from opendit.data.order.schedule import BatchSchedule as BatchSchedule
     from opendit.data.order.schedule import BucketSchedule as BucketSchedule
+    from opendit.data.pictures_and_clips import CaptionedDataset as CaptionedDataset
     from opendit.data.sources import build_dataset as build_dataset
 
 __getattr__, __all__ = import_when_used(
@@ -29,7 +29,7 @@ __getattr__, __all__ = import_when_used(
     {
         "opendit.common.utils": "DataError",
         "opendit.data.base": "BadSample Item MediaDataset SampleKey",
-        "opendit.data.captioned": "CaptionedDataset",
+        "opendit.data.pictures_and_clips": "CaptionedDataset",
         "opendit.data.digits": "digits_split",
         "opendit.data.latents": "LatentDataset",
         "opendit.data.loader": "Batch BatchIterator build_loader build_schedule",

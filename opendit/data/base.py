@@ -7,7 +7,9 @@ random numbers of the sample (see ``opendit.diffusion.random``). The same key th
 process, on any number of GPUs and after any resume.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -15,17 +17,96 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.utils import DataError
-from opendit.data.contents import Checksums
-from opendit.data.enlarging import Small
-from opendit.data.files import printable
-from opendit.data.medium import Medium, of_moments, of_pixels
+from opendit.data.files import Checksums, name_few, printable
 from opendit.data.order.schedule import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
+
+# Seconds by which a display time may be late. Matroska rounds times to milliseconds, and files of other formats that
+# were copied from a Matroska stream keep the rounded times.
+ROUNDING = 1e-3 + 1e-6
+COLOURS = "colours"  # key in the Image.info of a decoded picture, see ``Medium.colours``
+# Quantiles of latent values that are shown as black and white, so that outliers don't reduce the contrast.
+_DARKEST, _BRIGHTEST = 0.02, 0.98
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A picture or clip as stored in its file. A picture has one frame and no rate.
+
+    duration: display time of a clip in seconds; 0 means frames / fps. colours: kind of colours if they need conversion,
+    such as "HDR (PQ)", else ""."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float = 0.0
+    duration: float = 0.0
+    colours: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.duration or (self.frames / self.fps if self.fps else 0.0)
+
+    def frames_at(self, fps: float | None) -> int:
+        """Return the number of frames at the rate ``fps``; None means all frames."""
+        return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
+
+
+def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
+    """Return (medium, pixels) of a decoded picture. The pixels are (1, H, W) or (1, H, W, 3) uint8."""
+    return Medium(1, picture.height, picture.width, colours=picture.info.get(COLOURS, "")), np.asarray(picture)[None]
+
+
+def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
+    """Return (medium, frames) of a sample in [-1, 1] of shape (1 or 3, H, W) or (1 or 3, T, H, W).
+
+    The frames are the first, middle and last one as uint8, (n, H, W) or (n, H, W, 3)."""
+    x = x[:, None] if x.ndim == 3 else x
+    length = x.shape[1]
+    shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    frames = shown[0] if len(shown) == 1 else shown.permute(1, 2, 3, 0)
+    height, width = x.shape[2:]
+    return Medium(length, height, width), frames.numpy()
+
+
+def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
+    """Return (medium, frames) of a VAE's means and standard deviations (2C, [T,] h, w), like :func:`of_pixels` for
+    pixels.
+
+    The first three channels of the means are shown as red, green and blue, or the first as grey."""
+    channels = len(moments) // 2
+    means = moments[: 3 if channels >= 3 else 1].float()
+    low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
+    return of_pixels((means - low) / max(high - low, 1e-6) * 2 - 1)
+
+
+def count_colours(media: Iterable[Medium]) -> list[str]:
+    """Return a line such as "2 clips are HDR (PQ), tone-mapped to SDR" for each kind of converted colours."""
+    counts = Counter((medium.colours, medium.frames > 1) for medium in media if medium.colours)
+    lines = []
+    for (colours, clips), count in sorted(counts.items()):
+        what = ("clip" if clips else "picture") + ("s are" if count > 1 else " is")
+        done = "tone-mapped to SDR" if colours.startswith("HDR") else "converted to BT.709"
+        lines.append(f"{count:,} {what} {colours}, {done}")
+    return lines
+
+
+class Small(NamedTuple):
+    """Marks a sample that is smaller than requested and still has to be enlarged.
+
+    The sample fills the upper left ``height`` x ``width`` pixels of its slot in a batch. mirrored: mirror the sample
+    left to right after enlarging it."""
+
+    height: int
+    width: int
+    mirrored: bool
+
 
 USUALLY_COUNTED = 10_000  # number of captions that are checked before training starts
 Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that can't be read
@@ -81,7 +162,7 @@ class View(NamedTuple):
         as_bytes: return pixels as uint8; ``to_pixels`` later converts the batch to [-1, 1]. Data sets whose samples are
             not made of bytes ignore this option.
         enlarge: False returns a clip at its stored size if that is smaller than requested, so that the device can
-            enlarge it (``opendit.data.enlarging``). False requires ``as_bytes``; only files of clips use this option.
+            enlarge it (``clips.enlarge``). False requires ``as_bytes``; only files of clips use this option.
     """
 
     flip: bool = False
@@ -445,12 +526,6 @@ class BadFileCounter:
                 f"{self.skipped} of the {self.read} files read so far can't be read, more than {self.max_bad:.0%}: "
                 f"{name_few(list(self.files))}. Remove or repair them."
             )
-
-
-def name_few(messages: list[str], count: int = 5) -> str:
-    """Join the first ``count`` messages in one line, and append the number of the remaining ones."""
-    more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
-    return "; ".join(messages[:count]) + more
 
 
 def flip_note(random_flip: bool) -> str:

@@ -22,20 +22,18 @@ from opendit.data.base import (
     Fingerprint,
     Item,
     MediaDataset,
+    Medium,
     Shapes,
     Size,
     View,
     to_pixels,
 )
-from opendit.data.contents import Checksums
 from opendit.data.energon.prepared import is_prepared
-from opendit.data.files import expanded, printable
-from opendit.data.medium import Medium
+from opendit.data.files import Checksums, expanded, printable
 from opendit.data.mock import MockDataset
 from opendit.data.order.schedule import SourceRows
-from opendit.data.recaptioned import Recaptioned
 from opendit.data.row_arrays import kept_array, stream_of
-from opendit.data.sources import Request, build_dataset
+from opendit.data.sources import Recaptioned, Request, build_dataset
 
 SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens first_frames".split()
 WHAT_TO_DO = {

@@ -1,17 +1,20 @@
 """Clips: choose frames of a file, and read them rotated upright, resized and cropped.
 
-A reader of ``opendit.data.video_readers`` decodes only the parts of a file that the chosen frames need. If that reader
+A reader of ``opendit.data.video_files`` decodes only the parts of a file that the chosen frames need. If that reader
 fails, or is not known to read the file correctly, PyAV reads the file instead. If frames have no times, PyAV decodes
 the file from its start.
 """
 
+import functools
+import math
 import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,28 +23,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from opendit.data.animations import AnimationReader
-from opendit.data.base import BadSample, to_pixels
-from opendit.data.container_header import read_header
+from opendit.data.base import ROUNDING, BadSample, Medium, Small, to_pixels
+from opendit.data.container_header import MAX_FRAMES, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.medium import (
-    MAX_FRAMES,
-    ROUNDING,
-    Medium,
-    Timeline,
-    clip_window,
-    fitting_interval,
-    timed_window,
-    whole_clip,
-)
 from opendit.data.picture_file import start_of_crop
-from opendit.data.video_readers import (
+from opendit.data.video_files import (
     OPENERS,
+    AnimationReader,
     Contents,
     NoVideo,
     PyAVReader,
     Reader,
     ShownFrames,
+    Timeline,
     UnknownColours,
     choose_reader,
     colours_of,
@@ -57,7 +51,6 @@ MAX_FRAME_PIXELS = 2**26  # about twice the largest frame that H.264 and H.265 a
 WINDOW = 2**28  # maximum bytes of full-size frames in memory at once
 SHORT_CLIPS = ("skip", "interval")
 REMEMBERED = 4096  # maximum number of files per ``FileMemory``
-
 Result = TypeVar("Result")
 
 
@@ -99,7 +92,7 @@ def resize_and_crop(
     Args:
         frames: (T, H, W, 3) uint8.
         size: side of a square, (height, width), or a ``Crop`` with a position. The default position is the centre.
-        enlarge: False keeps the size of a crop that is smaller than ``size``, see ``opendit.data.enlarging``.
+        enlarge: False keeps the size of a crop that is smaller than ``size``, see :func:`enlarge`.
 
     Returns:
         (3, T, height, width) float32 in [-1, 1]; with ``as_bytes``, uint8 with a pixel's three colours adjacent in
@@ -161,7 +154,7 @@ def read_clip(
         short_clips: treatment of a clip that is too short for the window. "skip" raises BadSample, "interval" reads it
             at the largest interval that fits.
         name: the file's name in messages, if ``path`` is a temporary copy.
-        reader: one of ``video_readers.CHOICES``; all give the same pixels.
+        reader: one of ``video_files.CHOICES``; all give the same pixels.
 
     Raises:
         BadSample: the file is too short, or can't be read within ``time_limit`` seconds.
@@ -534,3 +527,158 @@ def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
         left = memoryview(content)
         while left:
             left = left[file.write(left) :]
+
+
+def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
+    """Return indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if they don't fit.
+
+    length: number of frames of the clip. start: number in [0, 1) that selects one of all windows that fit; every window
+    has an equal part of this range. None selects the middle window."""
+    last_start = length - 1 - (num_frames - 1) * frame_interval
+    if last_start < 0:
+        return None
+    first = last_start // 2 if start is None else min(int(start * (last_start + 1)), last_start)
+    return [first + i * frame_interval for i in range(num_frames)]
+
+
+def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
+    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` frames fit into ``length``.
+
+    Return ``frame_interval`` if no interval fits."""
+    too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
+    return (length - 1) // (num_frames - 1) if too_short else frame_interval
+
+
+def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
+    """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart, or None if the clip is shorter.
+
+    A window begins at the display time of a frame. start: as in ``clip_window``; it selects one of the frames at which
+    a window that fits can begin."""
+    span = (num_frames - 1) / fps
+    fitting = len(timeline.seconds)
+    if num_frames > 1:
+        fitting = int(np.searchsorted(timeline.seconds, timeline.end - span - ROUNDING, side="left"))
+    if not fitting:
+        return None
+    first = (fitting - 1) // 2 if start is None else min(int(start * fitting), fitting - 1)
+    return timeline.shown_at(timeline.seconds[first] + np.arange(num_frames) / fps)
+
+
+def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
+    """Return indices of the frames shown at ``num_frames`` evenly spaced times from the first frame to the last."""
+    return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
+
+
+AT_ONCE = 2**25  # maximum values resized at once; temporary memory is eight bytes per value
+_SHARPNESS = -0.5  # parameter a of Keys' cubic convolution, as in PIL and torch's antialiased resizing
+_MOST_BITS = 22  # maximum fractional bits of a weight
+
+
+def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
+    """Enlarge every :class:`Small` sample of a batch to full size, on ``x``'s device. The host waits for the device
+    only when a pair of sizes occurs for the first time.
+
+    The result is bit-identical to ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on
+    a CPU.
+
+    Args:
+        x: (B, C, [T,] H, W) uint8, in any memory order.
+        small: B entries, None for a sample at full size; or None if all samples are.
+        at_once: values of ``x`` that are resized together, at least one sample.
+    """
+    if small is None:
+        return x
+    x = x.clone()
+    frames = x.movedim(1, -1)  # (B, [T,] H, W, C), the memory order of decoders
+    each = max(1, at_once // max(1, x[0].numel()))
+    for first, last, (height, width) in _runs(small, each):
+        corner = frames[first:last, ..., :height, :width, :]
+        frames[first:last] = resize(corner, (x.shape[-2], x.shape[-1]))
+    for number, sample in enumerate(small):
+        if sample is not None and sample.mirrored:
+            x[number] = x[number].flip(-1)
+    return x
+
+
+def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Yield (first, last + 1, (height, width)) for each run of at most ``most`` consecutive samples of one size."""
+    first = 0
+    for size, same in groupby(small, lambda sample: None if sample is None else sample[:2]):
+        end = first + len(list(same))
+        if size is not None:
+            for start in range(first, end, most):
+                yield start, min(start + most, end), size
+        first = end
+
+
+def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize frames (..., H, W, C) uint8 to size = (height, width), bicubic with antialiasing, on their device.
+
+    Like PIL, and like torch for uint8 on a CPU, it adds integers, and rounds to bytes after each axis, the width first.
+    """
+    for axis, length in ((-2, size[1]), (-3, size[0])):
+        if frames.shape[axis] != length:
+            frames = _along(frames, axis, length)
+    return frames
+
+
+def _along(frames: Tensor, axis: int, length: int) -> Tensor:
+    places, weights, bits = _taps(frames.shape[axis], length, frames.device)
+    shape = [1] * frames.ndim
+    shape[axis] = length
+    total = frames.new_full((), 1 << (bits - 1), dtype=torch.int32)  # 0.5, so that the shift below rounds
+    for place, weight in zip(places, weights, strict=True):
+        part = frames.index_select(frames.ndim + axis, place) * weight.view(shape)
+        total = part.add_(total)
+    return (total >> bits).clamp_(0, 255).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=256)
+def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the taps that resize an axis from ``source`` to ``length`` pixels.
+
+    They are the positions of the old pixels, int32 (taps, length); the fixed-point weights, int32 (taps, length); and
+    the number of fractional bits of a weight."""
+    places, weights = _exact_taps(source, length)
+    largest, bits = max(map(max, weights)), 0
+    while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # until 16 bits are full
+        bits += 1
+    whole = [[int(math.copysign(0.5, weight) + weight * (1 << bits)) for weight in row] for row in weights]
+    return (
+        torch.tensor(places, dtype=torch.int32).T.contiguous().to(device),
+        torch.tensor(whole, dtype=torch.int32).T.contiguous().to(device),
+        bits,
+    )
+
+
+def _exact_taps(source: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the positions of the old pixels and their weights for each new pixel. Weights sum to 1.
+
+    The computation uses double precision and torch's order of operations, because the result must be bit-identical."""
+    scale = source / length
+    reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
+    most = math.ceil(reach) * 2 + 1
+    places, weights = [], []
+    for number in range(length):
+        center = scale * (number + 0.5)
+        first = max(int(center - reach + 0.5), 0)
+        count = min(max(min(int(center + reach + 0.5), source) - first, 0), most)
+        row = [_cubic((tap + first - center + 0.5) * shrink) for tap in range(count)]
+        total = 0.0
+        for weight in row:
+            total += weight
+        left = most - count
+        weights.append([weight / total for weight in row] + [0.0] * left)
+        places.append([first + tap for tap in range(count)] + [first] * left)
+    return places, weights
+
+
+def _cubic(x: float) -> float:
+    """Return the weight at distance ``x``: equation 15 of Keys, "Cubic convolution interpolation for digital image
+    processing", 1981."""
+    a, x = _SHARPNESS, abs(x)
+    if x < 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    if x < 2:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return 0.0

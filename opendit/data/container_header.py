@@ -10,25 +10,24 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
+from PIL import Image
 
-from opendit.data.animations import HEAD, may_be_animation
-from opendit.data.medium import MAX_FRAMES
+from opendit.data.files import problem
 
 MAX_TABLES = 2**28  # maximum bytes of a file's tables; those of a 19-hour file take a fifth of this
 # Maximum number of boxes at the top level of a file, and inside a box. A fragmented file has two per few seconds.
 MAX_BOXES = 100_000
 _MOST_PARTS = 8  # maximum number of separate reads for one file inside a tar
-
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
 # Bytes per entry, for the kinds of tables that begin with a version, flags and the number of entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
-
 _VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its child boxes
 _SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # kinds of NAL units of H.264
 _INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
@@ -329,3 +328,214 @@ def read_header(path: str) -> ContainerHeader:
         if may_be_animation(file.read(HEAD)):
             return ContainerHeader(animation=True)
         return ContainerHeader(problem_of_tables(file))
+
+
+MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
+# Suffixes of files that may be still pictures or animations.
+SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
+HEAD = 64  # bytes that :func:`may_be_animation` looks at
+_MOST_CHUNKS = 1 << 22  # maximum number of chunks read from a file
+
+
+def may_be_animation(head: bytes) -> bool:
+    """Return True if a file that begins with ``head`` has a format with animations, even if it is a still picture.
+
+    head: the first ``HEAD`` bytes, or the whole file if it is shorter."""
+    return _format(head) is not None
+
+
+def is_animation(path: str | Path) -> bool:
+    """Return True if a file is an animation with more than one frame; False also if it can't be read."""
+    try:
+        if problem(path) is not None:
+            return False
+        with open(path, "rb") as file:
+            return is_animated(file)
+    except OSError:
+        return False
+
+
+def is_animated(file: BinaryIO) -> bool:
+    """Return True if an open file is an animation with more than one frame; False also if it is damaged."""
+    try:
+        return count_frames(file, 2) > 1
+    except Exception:  # Pillow raises errors of nearly any type
+        return False
+
+
+def _format(head: bytes) -> str | None:
+    if head[:6] in (b"GIF87a", b"GIF89a"):
+        return "GIF"
+    if head[:8] == b"\x89PNG\r\n\x1a\n":
+        return "PNG"
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return "WEBP"
+    if head[4:8] == b"ftyp" and b"avis" in head[8 : min(int.from_bytes(head[:4], "big"), HEAD)]:
+        return "AVIF"
+    return "FLIC" if head[4:6] in (b"\x11\xaf", b"\x12\xaf") and head[12:14] == b"\x08\0" else None
+
+
+def count_frames(file: BinaryIO, most: int) -> int:
+    """Count the frames of a file, up to ``most``; 0 if its format has no animations."""
+    at = file.tell()
+    try:
+        file.seek(0)
+        kind = _format(file.read(HEAD))
+        if kind in _WALKS:
+            file.seek(0)
+            return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))
+        if kind is None:
+            return 0
+        file.seek(0)
+        with Image.open(file, formats=("AVIF", "FLI")) as image:
+            return getattr(image, "n_frames", 1)
+    finally:
+        file.seek(at)
+
+
+def durations_of(file: BinaryIO) -> list[float] | None:
+    """Return the duration of each frame in seconds, from the file's tables. Return None for a format that stores each
+    duration with its frame."""
+    at = file.tell()
+    try:
+        file.seek(0)
+        kind = _format(file.read(HEAD))
+        file.seek(0)
+        return list(_WALKS[kind](file)) if kind in _WALKS else None
+    finally:
+        file.seek(at)
+
+
+def _gif(file: BinaryIO) -> Iterator[float]:
+    """Yield the delay of each image of a GIF89a. The delay, in hundredths of a second, is in the block before the
+    image."""
+    head = file.read(13)
+    _pass_over(file, 3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0)
+    delay = 0
+    for _ in range(_MOST_CHUNKS):
+        kind = file.read(1)
+        if kind == b"!":
+            label = file.read(1)
+            for number, block in enumerate(_blocks(file)):
+                if label == b"\xf9" and number == 0 and len(block) >= 3:
+                    delay = struct.unpack_from("<H", block, 1)[0]
+        elif kind == b",":
+            head = file.read(9)
+            if len(head) < 9:
+                return
+            _pass_over(file, (3 << (head[8] & 7) + 1 if head[8] & 0x80 else 0) + 1)
+            if not file.read(1):  # an image without data
+                return
+            file.seek(-1, os.SEEK_CUR)
+            yield delay / 100
+            delay = 0
+            for _ in _blocks(file):
+                pass
+        elif kind in (b"", b";"):
+            return
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    while (length := file.read(1)) not in (b"", b"\0"):
+        yield file.read(length[0])
+
+
+def _png(file: BinaryIO) -> Iterator[float]:
+    """Yield the delays in an APNG's fcTL chunks. Yield nothing for a PNG without an acTL chunk before the image."""
+    file.seek(8)
+    left, animated = 0, False
+    for _ in range(_MOST_CHUNKS):
+        head = file.read(8)
+        if len(head) < 8:
+            return
+        length, kind = struct.unpack(">I4s", head)
+        if kind == b"acTL":
+            left, animated = int.from_bytes(file.read(4), "big"), True
+            length -= 4
+        elif kind == b"IEND" or kind == b"IDAT" and not animated or animated and not left:
+            return
+        elif kind == b"fcTL" and length == 26:
+            seconds, parts = struct.unpack_from(">HH", file.read(26), 20)
+            length, left = 0, left - 1
+            yield seconds / (parts or 100)
+        _pass_over(file, length + 4)
+
+
+def _webp(file: BinaryIO) -> Iterator[float]:
+    """Yield the durations in a WebP's ANMF chunks, which are in milliseconds."""
+    file.seek(12)
+    for _ in range(_MOST_CHUNKS):
+        head = file.read(8)
+        if len(head) < 8:
+            return
+        kind, length = struct.unpack("<4sI", head)
+        length += length & 1
+        if kind == b"ANMF" and length >= 16:
+            frame = file.read(16)
+            length -= 16
+            yield int.from_bytes(frame[12:15], "little") / 1000
+        _pass_over(file, length)
+
+
+def _pass_over(file: BinaryIO, length: int) -> None:
+    file.seek(length, os.SEEK_CUR)
+
+
+_WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
+Crop = tuple[int, int, int, int]  # columns and rows that are cut off: left, right, top, bottom
+_READ = 1 << 16  # bytes read from the start of a Matroska file
+_SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
+_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
+
+
+def container_crop(name: str, container: str, number: int) -> Crop:
+    """Return the borders that a file's container hides in video stream ``number``.
+
+    In an MP4 the borders lie outside the clean aperture. In a Matroska file the track's crop fields give them. FFmpeg's
+    libraries leave this crop to players.
+
+    container: FFmpeg's name of the container."""
+    first = container.split(",")[0]
+    if first not in ("mov", "matroska"):
+        return 0, 0, 0, 0
+    try:
+        with open(name, "rb") as file:
+            if first == "mov":
+                movie = read_movie(file)
+                crops = clean_apertures(movie) if b"clap" in movie else []
+            else:
+                crops = _matroska_crops(file)
+    except (OSError, ValueError, LookupError, StopIteration, struct.error):
+        return 0, 0, 0, 0
+    found = crops[number] if number < len(crops) else None
+    return found or (0, 0, 0, 0)
+
+
+def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
+    data = file.read(_READ)
+    found: list[Crop | None] = []
+    for segment in (inside for kind, inside in _elements(data) if kind == _SEGMENT):
+        for tracks in (inside for kind, inside in _elements(segment) if kind == _TRACKS):
+            for track in (dict(_elements(inside)) for kind, inside in _elements(tracks) if kind == _TRACK):
+                if int.from_bytes(track.get(_KIND, b""), "big") == 1:
+                    video = dict(_elements(track.get(_VIDEO, b"")))
+                    left, right, top, bottom = (int.from_bytes(video.get(kind, b""), "big") for kind in _CROPS)
+                    found.append((left, right, top, bottom))
+    return found
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (identifier, contents) of EBML elements. The last element may be cut off at the end of ``data``."""
+    at = 0
+    while at < len(data):
+        length = 9 - data[at].bit_length()
+        identifier, at = int.from_bytes(data[at : at + length], "big"), at + length
+        if length > 4 or at >= len(data):
+            return
+        length = 9 - data[at].bit_length()
+        size = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
+        at += length
+        if size == (1 << 7 * length) - 1:  # unknown size: the element lasts to the end
+            size = len(data) - at
+        yield identifier, data[at : at + size]
+        at += size

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from opendit.common.json_file import MIB, read_json
 from opendit.common.json_models import Count, FileKind, Word, checked, parse_text
+from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, replacing
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.utils import DataError, sha256_of
@@ -47,7 +48,6 @@ from opendit.data.latents_index import (
     write_index,
 )
 from opendit.data.processes import in_processes
-from opendit.data.progress import Progress
 from opendit.data.shards.index import claim_output
 from opendit.data.shards.latents import CachedSample, read_header, tar_name, write_shard
 from opendit.data.text_cache import EMPTY

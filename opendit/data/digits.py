@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
-from opendit.data.medium import Medium, of_pixels
-from opendit.data.progress import Progress
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, Medium, View, flip_note, of_pixels
+from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.sources import Request
-from opendit.data.tables import TableRow, write_csv
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 
 SIZE = 8  # pixels of a side as shipped
 SPLITS = ("train", "test")

@@ -1,24 +1,31 @@
-"""Helpers for users' files: determine their kind, print their names, and retry reads."""
+"""Users' files and folders: kinds, names, retried reads, listings, and hashes of contents."""
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from opendit.common.safe_files import open_to_write
-from opendit.common.utils import DataError
-from opendit.common.utils import printable as printable  # re-exported
+from opendit.common.utils import DataError, hash_parts
+from opendit.common.utils import printable as printable
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 TIME_LIMIT = 30.0  # seconds that one file may take
-
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -110,7 +117,6 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the third, ...
-
 # Errors of a disk or network file system that is down. Damaged or missing files give other errors.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
@@ -182,3 +188,297 @@ def _down(path: str | Path, error: Exception) -> int | None:
     except ValueError:  # a path with a NUL
         pass
     return None
+
+
+def spread(size: int, most: int) -> list[int]:
+    """Return up to ``most`` evenly spaced numbers from 0 to ``size`` - 1, ascending."""
+    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
+
+
+def name_few(messages: list[str], count: int = 5) -> str:
+    """Join the first ``count`` messages in one line, and append the number of the remaining ones."""
+    more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
+    return "; ".join(messages[:count]) + more
+
+
+CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
+VISITS = 100  # maximum visits to one folder; nested links would otherwise multiply without limit
+Identity = tuple[int, int]  # device and inode: the same for every path to a folder
+
+
+@dataclass
+class Ignored:
+    """The files and folders that a search ignored.
+
+    Attributes:
+        suffixes: suffix -> number of ignored files.
+        hidden: number of hidden files and folders.
+        outside: number of pictures outside the class folders.
+        named: "path (kind)" of links that lead back up, pipes, devices and sockets.
+        unreadable: "path (reason)" of folders that can't be read.
+    """
+
+    suffixes: Counter[str] = field(default_factory=Counter)
+    hidden: int = 0
+    outside: int = 0
+    named: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    def add(self, other: "Ignored") -> None:
+        self.suffixes += other.suffixes
+        self.hidden += other.hidden
+        self.outside += other.outside
+        self.named += other.named
+        self.unreadable += other.unreadable
+
+    def __bool__(self) -> bool:
+        return bool(self.suffixes or self.hidden or self.outside or self.named or self.unreadable)
+
+    def __str__(self) -> str:
+        """Return one line such as "ignored 12 files of suffixes that are not read (10 .txt, 2 .gz), ..."."""
+        kinds: dict[str, Counter[str]] = {}
+        for suffix, count in self.suffixes.items():
+            kinds.setdefault(_kind(suffix), Counter())[suffix] = count
+        parts = [
+            f"{counts.total():,} file{'s' * (counts.total() != 1)} {kind} ({_by_suffix(counts)})"
+            for kind, counts in sorted(kinds.items())
+        ]
+        if self.outside:
+            parts.append(f"{self.outside:,} picture{'s' * (self.outside != 1)} outside the class folders")
+        if self.hidden:
+            parts.append(f"{self.hidden:,} hidden")
+        if self.named:
+            parts.append(name_few(self.named))
+        if self.unreadable:
+            parts.append(f"folders that can't be read: {name_few(self.unreadable)}")
+        return f"ignored {', '.join(parts)}"
+
+
+def _kind(suffix: str) -> str:
+    if suffix in CLIPS:
+        return "of clips, which need a CSV (python preprocess.py folder)"
+    if suffix in (".eps", ".ps"):
+        return "of PostScript, which is a program and no picture"
+    return "of suffixes that are not read"
+
+
+def _by_suffix(counts: Counter[str]) -> str:
+    common = counts.most_common(6)
+    shown = [f"{count:,} {printable(suffix[:12]) or 'without one'}" for suffix, count in common]
+    others = counts.total() - sum(count for _, count in common)
+    return ", ".join(shown) + (f", {others:,} of others" if others else "")
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def suffix_of(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def identity_of(folder: str) -> Identity:
+    state = os.stat(folder)
+    return state.st_dev, state.st_ino
+
+
+def folders_above(folder: str) -> frozenset[Identity]:
+    """Return the identities of a folder and all its parents."""
+    path, found = os.path.realpath(folder), set()
+    while True:
+        found.add(identity_of(path))
+        if (above := os.path.dirname(path)) == path:
+            return frozenset(found)
+        path = above
+
+
+def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
+    """Return the names of a folder's files with one of ``suffixes``, and of its subfolders, both sorted. Count
+    everything else in ``ignored``.
+
+    A link to a missing file counts as a file, so that reading it reports the loss. Raises OSError if the folder can't
+    be read."""
+    with os.scandir(folder) as listing:
+        entries = sorted(listing, key=lambda entry: entry.name)
+    files, folders = [], []
+    for entry in entries:
+        name = entry.name
+        if is_hidden(name):
+            ignored.hidden += 1
+        elif _is_folder(entry):
+            folders.append(name)
+        elif (kind := _unusual(entry)) is not None:
+            ignored.named.append(f"{printable(entry.path)} ({kind})")
+        elif (suffix := suffix_of(name)) in suffixes:
+            files.append(name)
+        else:
+            ignored.suffixes[suffix] += 1
+    return files, folders
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _unusual(entry: os.DirEntry[str]) -> str | None:
+    try:  # for most entries the listing has the file type, so this rarely accesses the disk
+        return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
+    except OSError:
+        return None  # a broken link
+
+
+def files_below(
+    folder: str,
+    suffixes: frozenset[str],
+    ignored: Ignored,
+    *,
+    above: frozenset[Identity] = frozenset(),
+    visits: int = VISITS,
+) -> Iterator[str]:
+    """Yield the paths of all files with one of ``suffixes`` below a folder, sorted: in each folder first the files,
+    then the subfolders.
+
+    Links are followed, except to a parent folder or a folder in ``above``. A folder is read at most ``visits`` times.
+    Everything else is counted in ``ignored``."""
+    todo, seen = [(folder, above)], Counter()
+    while todo:
+        path, above = todo.pop()
+        try:
+            here = identity_of(path)
+            if here in above:
+                ignored.named.append(f"{printable(path)} (a link that leads back up)")
+                continue
+            seen[here] += 1
+            if seen[here] > visits:
+                ignored.named.append(f"{printable(path)} (a folder that links led to before)")
+                continue
+            files, folders = list_folder(path, suffixes, ignored)
+        except OSError as error:
+            ignored.unreadable.append(f"{printable(path)} ({error.strerror or error})")
+            continue
+        for name in files:
+            yield os.path.join(path, name)
+        todo += [(os.path.join(path, name), above | {here}) for name in reversed(folders)]
+
+
+MOST_FILES = 10_000
+MOST_BYTES = 64 << 20  # maximum number of bytes read from all files together
+_BLOCK = 4096
+
+
+def hash_files(paths: Sequence[str]) -> str:
+    """Return a hash of the files' sizes and contents, independent of their names and folders.
+
+    If there are more than 10,000 files, only 10,000 evenly spaced files are read. If they have more than 64 MiB
+    together, only evenly spaced blocks of each file are read, including its beginning and end. The function thus takes
+    about a second, even for a million pictures or 100 GB of weights. An unreadable file counts as an empty one."""
+    rows = spread(len(paths), MOST_FILES)
+    share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
+    return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
+
+
+def _contents(path: str, share: int) -> bytes:
+    """Return the size of a file and about ``share`` bytes of it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
+        with open(handle, "rb", buffering=0) as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                return b""
+            parts = [found.st_size.to_bytes(8, "little")]
+            if found.st_size <= share:
+                return b"".join([*parts, file.read()])
+            for block in spread(-(-found.st_size // _BLOCK), share // _BLOCK):
+                file.seek(min(block * _BLOCK, found.st_size - _BLOCK))
+                parts.append(file.read(_BLOCK))
+            return hash_parts(*parts).encode()
+    except OSError:
+        return b""
+
+
+READ_AT_ONCE = 8 << 20
+_REPAIR = "copy it again or run the preprocess.py command that made it"
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The SHA-256 of files: name in ``folder`` -> checksum. flag: beginning of messages about damage."""
+
+    folder: Path
+    files: dict[str, str]
+    flag: str
+
+    def verification(self, share: int, shares: int) -> "Verification":
+        """Return the background verifier for part ``share`` of ``shares`` equal parts of the files, one part per
+        process."""
+        return Verification(self.folder, dict(sorted(self.files.items())[share::shares]), self.flag)
+
+
+class Verification:
+    """Background thread that reads files and compares their SHA-256, slowly enough not to slow training down.
+
+    folder, files, flag: see :class:`Checksums`. The first call of ``check()`` starts the thread. Later calls raise if
+    the thread has found a damaged file. ``close()`` ends the thread."""
+
+    def __init__(self, folder: Path, files: dict[str, str], flag: str):
+        self.folder, self.files, self.flag = folder, files, flag
+        self.damage: str | None = None
+        self.verified = 0  # number of files found intact
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def check(self) -> None:
+        """Raise DataError, naming the file, if the thread has found a damaged one. The call returns at once.
+
+        The first call only starts the thread and never raises."""
+        if self._thread is None and self.files:
+            self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
+            self._thread.start()
+            return
+        if self.damage is not None:
+            raise DataError(f"{self.flag}: {self.damage}")
+
+    def wait(self) -> None:
+        """Wait until the thread has read all files or found a damaged one."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the thread at once. May be called twice."""
+        self._stop.set()
+        self.wait()
+
+    def _verify(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # on Linux this lowers only this thread's priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for name, expected in self.files.items():
+            path = self.folder / name
+            try:
+                found = retried_disk(path, partial(self._sha256, path), self._stop.wait)
+            except OSError as error:
+                self.damage = f"{path} can't be read ({error.strerror}); {_REPAIR}"
+                return
+            except DataError as error:
+                self.damage = str(error)
+                return
+            if found is None:
+                return  # stopped by close()
+            if found != expected:
+                self.damage = f"{path} is damaged: its checksum is not the index's; {_REPAIR}"
+                return
+            self.verified += 1
+
+    def _sha256(self, path: Path) -> str | None:
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while True:
+                started = time.monotonic()
+                block = file.read(READ_AT_ONCE)
+                if not block:
+                    return digest.hexdigest()
+                digest.update(block)  # releases the interpreter's lock, so training is not blocked
+                if self._stop.wait(time.monotonic() - started):  # pause as long as the read took
+                    return None

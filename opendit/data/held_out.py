@@ -14,11 +14,11 @@ from opendit.data.base import (
     Fingerprint,
     Item,
     MediaDataset,
+    Medium,
     Shapes,
     Size,
     View,
 )
-from opendit.data.medium import Medium
 from opendit.data.order.sequences import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 

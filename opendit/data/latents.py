@@ -23,15 +23,15 @@ from opendit.data.base import (
     Fingerprint,
     FirstFrames,
     Item,
+    Medium,
     Shapes,
     Size,
     View,
     flip_note,
+    of_moments,
 )
-from opendit.data.contents import Checksums
-from opendit.data.folders import Ignored, files_below
+from opendit.data.files import Checksums, Ignored, files_below
 from opendit.data.latents_index import INDEX, OLD_FILES, REPAIR, VERSION, choose_index, read_indexes
-from opendit.data.medium import Medium, of_moments
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import kept_array
 from opendit.data.shards.dataset import IndexedTar, ShardDataset

@@ -39,10 +39,10 @@ from opendit.data.base import (
     MediaDataset,
     SampleKey,
     SampleReader,
+    Small,
     to_pixels,
 )
-from opendit.data.contents import Verification
-from opendit.data.enlarging import Small
+from opendit.data.files import Verification
 from opendit.data.order.packs import PackSchedule
 from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule
 from opendit.data.order.sequences import RowsByKey
@@ -713,7 +713,7 @@ def build_loader(
         on_skip: called once for every unreadable file.
         as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch to float32
             on the device.
-        enlarge: if False, clips that are smaller than requested are left for ``enlarging.enlarge``. Needs ``as_bytes``.
+        enlarge: if False, clips that are smaller than requested are left for ``clips.enlarge``. Needs ``as_bytes``.
         patience, who, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
     Raises:

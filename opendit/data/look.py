@@ -18,22 +18,20 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import DataError
 from opendit.config.data_sources import inline_sources, is_address
-from opendit.data.base import MediaDataset, name_few
+from opendit.data.base import MediaDataset, Medium, count_colours
 from opendit.data.blend import BlendedDataset
 from opendit.data.captions import count_texts
-from opendit.data.files import printable
+from opendit.data.files import name_few, printable
 from opendit.data.latents_index import read_indexes
-from opendit.data.medium import Medium, count_colours
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.processes import run_apart
-from opendit.data.progress import Progress
-from opendit.data.recaptioned import Recaptioned
 from opendit.data.shards.latents import fetch_latents_indexes
 from opendit.data.shards.store import Remote
-from opendit.data.sources import build_dataset
+from opendit.data.sources import Recaptioned, build_dataset
 
 BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens: 1k to 128k
 

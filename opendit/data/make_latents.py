@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.json_file import MIB, read_json
+from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links
 from opendit.common.utils import sha256_of
 from opendit.config.parallel_sizes import find_place
@@ -30,7 +31,6 @@ from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.latents_index import INDEX, LOCK, VERSION, index_locked, put_index, take_index
 from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
-from opendit.data.progress import Progress
 from opendit.data.shaped import ShapedDataset, crop_media, token_size
 from opendit.data.shards.latents import HEADERS, CachedSample, complete_tars, read_header, tar_name, write_shard
 from opendit.data.sources import build_dataset

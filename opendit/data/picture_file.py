@@ -13,10 +13,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from opendit.data.base import BadSample, to_pixels
+from opendit.data.base import COLOURS, BadSample, to_pixels
 from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
-from opendit.data.medium import COLOURS
 
 # Maximum pixels of a picture, as in Pillow. A decoded pixel takes 4 bytes, and some modes briefly need three times as
 # much, 2 GiB in all.

@@ -1,29 +1,59 @@
-"""Base class of data sets of pictures and clips, and functions that find the sizes of their media.
+"""Data sets of picture and clip files, in folders or listed by a table."""
 
-Sizes are read from the files' headers once per machine and then cached.
-"""
-
+import os
+import shlex
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from opendit.common.progress import Progress
 from opendit.common.safe_files import replacing
 from opendit.common.utils import hash_parts
-from opendit.data.base import BadSample, ClipReading, Description, Item, MediaDataset, Shapes, Size, View
-from opendit.data.clips import Crop, as_file, check_window, clip_size, read_clip
+from opendit.data.base import (
+    PLAIN,
+    BadSample,
+    ClipReading,
+    Description,
+    Fingerprint,
+    Item,
+    MediaDataset,
+    Medium,
+    Shapes,
+    Size,
+    Small,
+    View,
+    flip_note,
+    of_picture,
+)
+from opendit.data.captioned_media import SUFFIXES, USUAL, CaptionedFiles, Columns, TableRow, find_captions, read_table
+from opendit.data.clips import Crop, as_file, check_window, clip_rate, clip_size, open_clip, read_clip
 from opendit.data.container_header import table_parts
-from opendit.data.enlarging import Small
-from opendit.data.medium import Timeline
-from opendit.data.picture_file import fill_crop, picture_size, picture_suffixes, to_tensor
-from opendit.data.progress import Progress
-from opendit.data.row_arrays import kept_file, spread
-from opendit.data.video_readers import choose_reader
+from opendit.data.files import (
+    Ignored,
+    bytes_of,
+    files_below,
+    folders_above,
+    hash_files,
+    identity_of,
+    in_threads,
+    list_folder,
+    name_few,
+    printable,
+    problem,
+    retried_disk,
+    spread,
+)
+from opendit.data.picture_file import fill_crop, opened_picture, picture_size, picture_suffixes, read_picture, to_tensor
+from opendit.data.row_arrays import TextTable, kept_file
+from opendit.data.sources import Request
+from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
 
@@ -36,7 +66,7 @@ class PicturesAndClips(MediaDataset):
 
     Args:
         num_frames, frame_interval, fps, short_clips: see ``read_clip``.
-        video_reader: one of ``video_readers.CHOICES``.
+        video_reader: one of ``video_files.CHOICES``.
         random_flip: None means False, because captions may mention left and right.
         random_crop, seed, max_bad: see ``Description``.
         training: True draws a random window of each clip. False uses the middle window.
@@ -255,3 +285,374 @@ def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
     except (KeyError, ValueError):
         return None
     return found if min(found) > 0 and max(found) < 2**31 else None
+
+
+CHECKED_HEADERS = 2000
+
+
+class PictureFolder(NamedTuple):
+    """Contents of a folder of pictures: class names, sorted paths, labels, and ignored files."""
+
+    class_names: list[str]
+    paths: list[str]
+    labels: list[int]
+    ignored: Ignored
+
+
+def find_pictures(folder: str) -> PictureFolder:
+    """Find the pictures of a folder.
+
+    Every subfolder is a class with the subfolder's name, and is searched to any depth. A folder with pictures and no
+    subfolder is a single class. Raises FileNotFoundError if there are no pictures, and ValueError for a folder that
+    can't be read, a class without pictures, or subfolders that are splits (train, val). Errors name the flag and the
+    fix."""
+    ignored, suffixes = Ignored(), picture_suffixes()
+    try:
+        loose, folders = list_folder(folder, suffixes, ignored)
+        above = folders_above(folder)
+    except OSError as error:
+        raise _unreadable(folder, [f"{printable(folder)} ({error.strerror or error})"]) from error
+    pictures: dict[str, list[str]] = {}
+    others: dict[str, Ignored] = {}
+    for name in folders:
+        path, others[name] = os.path.join(folder, name), Ignored()
+        pictures[name] = list(files_below(path, suffixes, others[name], above=above))
+        ignored.add(others[name])
+        if _leads_up(path, above):  # already listed in ``ignored``
+            del pictures[name]
+    if any(pictures.values()):
+        _check_classes(folder, pictures, others)
+        ignored.outside = len(loose)
+        labels = [label for label, name in enumerate(pictures) for _ in pictures[name]]
+        paths = [path for name in pictures for path in pictures[name]]
+        return PictureFolder([_class_name(name) for name in pictures], paths, labels, ignored)
+    if not loose:
+        if ignored.unreadable:
+            raise _unreadable(folder, ignored.unreadable)
+        found = f"holds no pictures ({ignored})" if ignored else "holds no pictures" if folders else "is empty"
+        raise FileNotFoundError(
+            f"--data_path {printable(folder)}: {found}; give a folder with one subfolder of pictures a class, or with "
+            "pictures directly inside (.jpg, .png, .webp or any other suffix that Pillow knows)"
+        )
+    paths = [os.path.join(folder, name) for name in loose]
+    return PictureFolder([_class_name(os.path.basename(os.path.abspath(folder)))], paths, [0] * len(paths), ignored)
+
+
+def _leads_up(path: str, above: frozenset[Any]) -> bool:
+    try:
+        return identity_of(path) in above
+    except OSError:
+        return False
+
+
+def _class_name(name: str) -> str:
+    """Return a folder's name as valid UTF-8 for checkpoints and logs. Invalid bytes are escaped."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _unreadable(folder: str, folders: list[str]) -> ValueError:
+    return ValueError(
+        f"--data_path {printable(folder)}: folders can't be read: {name_few(folders)}; allow it (chmod -R u+rX) or "
+        "move them away"
+    )
+
+
+def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
+    """Raise ValueError if the subfolders are splits, or if a subfolder has no pictures.
+
+    others: ignored files of each subfolder."""
+    splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
+    if "train" in splits and len(splits) == len(pictures):
+        train = os.path.join(folder, "train")
+        if all(os.path.dirname(path) != train for path in pictures["train"]):
+            raise ValueError(
+                f"--data_path {printable(folder)}: holds splits, not classes; pass --data_path "
+                + shlex.quote(printable(train))
+            )
+    empty = [name for name, paths in pictures.items() if not paths]
+    unreadable = [line for name in empty for line in others[name].unreadable]
+    if unreadable:
+        raise _unreadable(folder, unreadable)
+    if empty:
+        found = [printable(name) + (f" ({others[name]})" if others[name] else "") for name in empty]
+        raise ValueError(
+            f"--data_path {printable(folder)}: no pictures in the class folders {name_few(found)}; remove these "
+            "folders or fill them"
+        )
+
+
+def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
+    """Read the headers of up to 2,000 evenly spaced pictures of ``paths``.
+
+    Raises ValueError, naming a few bad files, if more than the fraction ``max_bad`` can't be opened."""
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+    rows = spread(len(paths), CHECKED_HEADERS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable
+        bad = [why for why in in_threads(_why_not, [paths[row] for row in rows]) if why is not None]
+    if len(bad) > max_bad * len(rows):
+        share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
+        raise ValueError(
+            f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share} ({name_few(bad)}); remove or "
+            "repair them"
+        )
+
+
+def _why_not(path: str) -> str | None:
+    try:
+        with opened_picture(path):
+            return None
+    except BadSample as bad:
+        return str(bad)
+
+
+class FolderDataset(PicturesAndClips):
+    """Pictures in one folder per class, or in a single folder. By default they are mirrored at random.
+
+    options: see ``PicturesAndClips``, which also describes the samples."""
+
+    def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
+        super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
+        self.class_names, paths, labels, self.ignored = find_pictures(folder)
+        check_headers(folder, paths, self.max_bad)
+        self.folder, self.paths, self.labels = folder, TextTable.of(paths), np.array(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def source(self, row: int) -> str:
+        return self.paths[row]
+
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        path = self.paths[row]
+        item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
+        return item._replace(y=self.label(row), bytes_read=bytes_of(path))
+
+    def label(self, row: int) -> int:
+        return int(self.labels[row])
+
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_picture(read_picture(self.paths[row]))
+
+    def shapes(self) -> Shapes:
+        return Shapes(media=lambda: sizes_of(self, self._media_size))
+
+    def _media_size(self, row: int) -> Size:
+        return 1, *picture_size(self.paths[row])
+
+    def _largest_label(self) -> tuple[int, str]:
+        row = int(self.labels.argmax())
+        return self.label(row), self.source(row)
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self._identity, lambda: hash_files(self.paths))
+
+    def _identity(self) -> str:
+        # Hash paths relative to the folder. Removing the folder's prefix as text takes only a second for a million
+        # paths.
+        before = os.path.join(self.folder, "").encode("utf-8", "surrogateescape")
+        names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
+        return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())
+
+    def describe(self) -> Description:
+        count = len(self.class_names)
+        classes = f"{count:,} class{'es' if count > 1 else ''}"
+        note = f"; {self.ignored}" if self.ignored else ""
+        shape = "x".join(map(str, self.sample_shape))
+        folder, mirrored = printable(self.folder), flip_note(self.random_flip)
+        text = f"{folder}: {len(self):,} pictures of {classes}, {shape}, {mirrored}{note}"
+        return self.description(text, class_names=self.class_names, largest_label=self._largest_label)
+
+
+CHECKED_FILES = 2000
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # numbers of files that ``_readable`` reads in a folder
+
+
+class CaptionedDataset(PicturesAndClips):
+    """Data set of the rows of a table ``path,text``, or of a folder of captioned files (``found``).
+
+    columns: names of the table's columns. image_size, options: see ``PicturesAndClips``, which describes the samples.
+
+    Raises ValueError or FileNotFoundError, naming the flag and the fix."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        image_size: int,
+        *,
+        columns: Columns = USUAL,
+        found: CaptionedFiles | None = None,
+        **options: Any,
+    ):
+        super().__init__(image_size, **options)
+        rows = _with_kinds(read_table(path, columns=columns) if found is None else found.rows, self.use_video)
+        used = [(row, is_picture) for row, is_picture in rows if self.use_video or is_picture]
+        if not used:
+            raise ValueError(f"--data_path {printable(path)}: holds clips only; add --use_video")
+        self.path, self.left_out, self.notes, self.captions_of = str(path), len(rows) - len(used), (), ""
+        self.folder = str(path) if found else os.path.dirname(path) or "."
+        if found is not None:
+            used, unreadable = _readable(used, self.path)
+            self.notes, self.captions_of = (*found.lines(), *unreadable), f" ({found.shown_sources()})"
+        self.paths, self.texts = (
+            TextTable.of([str(row.path) for row, _ in used]),
+            TextTable.of([row.text for row, _ in used]),
+        )
+        self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
+        sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
+        self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
+        if found is None:
+            check_files(self.path, self.paths, self.max_bad)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def source(self, row: int) -> str:
+        return self.paths[row]
+
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        path = self.paths[row]
+        size = bytes_of(path)
+        if self.keys[row] == PICTURE:
+            item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
+        else:
+            item = retried_disk(path, partial(self.clip_sample, path, view))
+        return item._replace(text=self.texts[row], bytes_read=size)
+
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_picture(read_picture(self.paths[row])) if self.keys[row] == PICTURE else open_clip(self.paths[row])
+
+    def media_size(self, row: int) -> Size:
+        picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())
+        # The table lacks a clip's duration, from which ``fps`` determines the number of frames.
+        usable = min(size) > 0 and (picture or self.fps is None)
+        return size if usable else file_size(self.paths[row], picture, self.frames_of)
+
+    def rate_at(self, row: int) -> float:
+        return clip_rate(self.paths[row])
+
+    def caption(self, row: int) -> str:
+        return self.texts[row]
+
+    def shapes(self) -> Shapes:
+        return self.media_shapes(self.keys, lambda: sizes_of(self, self.media_size))
+
+    def _files(self) -> list[tuple[int, np.ndarray | None]]:
+        numbers: dict[str, int] = {}
+        return [(len(self), np.array([numbers.setdefault(path, len(numbers)) for path in self.paths]))]
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self._identity, lambda: hash_files(self.paths))
+
+    def _identity(self) -> str:
+        names = "\0".join(os.path.relpath(path, self.folder) for path in self.paths)
+        return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
+
+    def describe(self) -> Description:
+        counted = ((len(self), 1_000_000),)  # check many captions, because they are in memory
+        more: dict[str, Any] = {"counted_captions": counted, "files": self._files, "notes": self.notes}
+        return self.description(self._text(), conditioning="text", **more)
+
+    def _text(self) -> str:
+        clips = int((self.keys == CLIP).sum())
+        parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
+        note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
+        shape = "x".join(map(str, self.sample_shape))
+        window = self.window_note() if clips else ""
+        what = f"{' and '.join(parts)} with captions{self.captions_of}{note}, {shape}{window}"
+        return f"{printable(self.path)}: {what}, {flip_note(self.random_flip)}"
+
+
+def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
+    """Return (row, True if it is a picture) for each row. Without ``use_video`` an animation counts as a picture."""
+    if not use_video:
+        return [(row, row.is_named_picture) for row in rows]
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+    return list(zip(rows, in_threads(lambda row: row.is_picture, rows), strict=True))
+
+
+def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
+    """Return the rows except those whose files turned out to be unreadable, and a line about the unreadable files.
+
+    If there are at most 100 files, pictures are decoded. Otherwise the headers of evenly spaced files are read: up to
+    2,000 files if all are pictures, up to 200 if there are clips.
+
+    Raises ValueError if no file that was tried can be read."""
+
+    def why_not(row: TableRow, is_picture: bool) -> str | None:
+        name = str(row.path)
+        whole = is_picture and len(rows) <= DECODED_FILES
+        try:
+            retried_disk(name, partial(read_picture, name) if whole else partial(file_size, name, is_picture))
+        except BadSample as bad:
+            return str(bad)
+        return None
+
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+    tried = spread(len(rows), CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS)
+    found = in_threads(lambda at: why_not(*rows[at]), tried)
+    bad = {at: why for at, why in zip(tried, found, strict=True) if why}
+    if len(bad) == len(tried):
+        raise ValueError(
+            f"--data_path {printable(path)}: none of {len(tried):,} files can be read ({name_few([*bad.values()])}); "
+            "repair or remove them"
+        )
+    among = "" if len(tried) == len(rows) else f" among {len(tried):,} that were tried"
+    lines = [f"left out {len(bad):,} files that can't be read{among}: {name_few([*bad.values()])}"] if bad else []
+    return [row for at, row in enumerate(rows) if at not in bad], lines
+
+
+def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
+    """Check that up to 2,000 evenly spaced files of ``paths`` exist and are regular files, without opening them.
+
+    Raises FileNotFoundError if none exists, and ValueError if more than the fraction ``max_bad`` is missing."""
+    rows = spread(len(paths), CHECKED_FILES)
+    found = in_threads(problem, [paths[row] for row in rows])
+    missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
+    name = f"--data_path {printable(csv_path)}"
+    hints = "".join(
+        hint
+        for sign, hint in (("$", " Variables such as $HOME are not replaced."), ("\\", " Folders end with /, not \\."))
+        if any(sign in paths[row] for row, why in zip(rows, found, strict=True) if why is not None)
+    )
+    if len(missing) == len(rows):
+        raise FileNotFoundError(
+            f"{name}: none of the {len(rows):,} files checked exists: {name_few(missing)}. Paths are absolute or "
+            f"relative to the CSV's folder.{hints}"
+        )
+    if len(missing) > max_bad * len(rows):
+        raise ValueError(
+            f"{name}: of {len(rows):,} files checked {len(missing):,} are missing, more than {max_bad:.0%}: "
+            f"{name_few(missing)}. Restore them or remove their rows.{hints}"
+        )
+
+
+def open_source(asked: Request) -> CaptionedDataset | FolderDataset | None:
+    if asked.located.is_dir():
+        return _open_folder(asked)
+    if asked.located.suffix.lower() not in SUFFIXES:
+        return None
+    return CaptionedDataset(asked.located, asked.image_size, columns=asked.columns, **asked.of_clips())
+
+
+def _open_folder(asked: Request) -> CaptionedDataset | FolderDataset:
+    """Open a folder of pictures or clips: with captions if there are any, else with classes."""
+    path = str(asked.located)
+    found = find_captions(asked.located, columns=asked.columns, bare=bool(asked.caption_prefix))
+    if any(asked.columns) and found.table is None:
+        raise ValueError(
+            f"{asked.shown}: holds no metadata.jsonl, .csv or .parquet; leave --file_column and --caption_column out"
+        )
+    if found.has_captions:
+        if not found.rows:
+            raise ValueError(f"{asked.shown}: no picture or clip has a caption ({'; '.join(found.lines())}); add some")
+        return CaptionedDataset(path, asked.image_size, found=found, **asked.of_clips())
+    if asked.use_video:
+        raise ValueError(
+            f"{asked.shown}: is a folder without captions; --use_video needs clip.txt beside clip.mp4, or "
+            "metadata.jsonl with file_name and text; to take the folders' names run: python preprocess.py folder "
+            f"{shlex.quote(printable(asked.data_path))} --output videos.csv"
+        )
+    asked.check_split()
+    options = {name: getattr(asked, name) for name in ("seed", "random_flip", "random_crop", "max_bad")}
+    return FolderDataset(path, asked.image_size, **options)

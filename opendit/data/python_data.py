@@ -18,16 +18,17 @@ from opendit.data.base import (
     Fingerprint,
     Item,
     MediaDataset,
+    Medium,
     Shapes,
     Size,
     View,
     flip_note,
+    of_picture,
 )
-from opendit.data.clips import Crop, resize_and_crop
-from opendit.data.medium import Medium, clip_window, fitting_interval, of_picture
+from opendit.data.clips import Crop, clip_window, fitting_interval, resize_and_crop
+from opendit.data.files import spread
 from opendit.data.picture_file import as_rgb
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, sizes_of
-from opendit.data.row_arrays import spread
 from opendit.data.sources import Request
 
 HASHED = 32  # number of samples hashed if a data set has no fingerprint

@@ -36,11 +36,6 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
     return found
 
 
-def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` evenly spaced numbers from 0 to ``size`` - 1, ascending."""
-    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
-
-
 def next_of_key(keys: np.ndarray, row: int) -> int:
     """Return the next row with the same key as ``row``. The search wraps around at the end."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
+from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View
+from opendit.data.files import name_few
 from opendit.data.held_out import SomeRows
 from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 

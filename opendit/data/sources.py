@@ -6,12 +6,15 @@ ValueError, naming the flag and the fix, for data of its kind that can't be used
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from opendit.common.utils import hash_parts
 from opendit.config.data_sources import (
     ADDRESSES,
     BLENDS,
@@ -26,13 +29,13 @@ from opendit.config.data_sources import (
     is_address,
     named_sources,
 )
-from opendit.data.base import MediaDataset
-from opendit.data.files import kind_of, printable
-from opendit.data.folders import CLIPS
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View
+from opendit.data.captioned_media import Columns
+from opendit.data.files import CLIPS, kind_of, printable
+from opendit.data.held_out import SomeRows
 from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.recaptioned import Recaptioned
-from opendit.data.tables import Columns
+from opendit.data.row_arrays import Complement
 
 
 class NoSplit(ValueError):
@@ -48,7 +51,7 @@ class Request:
         random_flip: mirror half of the samples; None leaves the choice to the data set.
         split: "train" or "test", for a source that has both.
         max_bad: maximum fraction of unreadable files to skip.
-        video_reader: one of ``video_readers.CHOICES``.
+        video_reader: one of ``video_files.CHOICES``.
         vae, num_classes, text_encoder, max_text_tokens: settings of random latents.
         energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
         file_column, caption_column: names of the columns in a table of captioned media.
@@ -224,3 +227,60 @@ def _file_advice(path: Path) -> str:
     if suffix in (".tsv", ".txt", ".json", ".xlsx"):
         return "a file; captions come as a .csv of path,text"
     return f"a file; give {data_path_help()}"
+
+
+class Recaptioned(SomeRows):
+    """All rows of another data set, with ``prefix`` and a blank before each caption.
+
+    Tags are the parts of a caption between commas. ``View.tags`` keys the random choices of each use; without this key
+    a caption keeps its tags. The prefix is never shuffled or dropped.
+
+    Args:
+        shuffle: shuffle the tags again at each use in training.
+        drop: fraction of the tags that each use drops at random. At least one tag is kept.
+    """
+
+    def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
+        super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")
+        self.prefix, self.shuffle, self.drop = prefix, shuffle, drop
+
+    def caption(self, row: int) -> str | None:
+        return self._changed(self.whole.caption(row), None)
+
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        item = self.whole.read(row, view)
+        return item._replace(text=self._changed(item.text, view.tags))
+
+    def _changed(self, text: str | None, key: int | None) -> str | None:
+        if text is None:
+            return None
+        if key is not None and (self.shuffle or self.drop):
+            text = change_tags(text, key, shuffle=self.shuffle, drop=self.drop)
+        return f"{self.prefix} {text}".strip() if self.prefix else text
+
+    def fingerprint(self) -> Fingerprint:
+        found = self.whole.fingerprint()
+        if not self.prefix:
+            return found
+        return Fingerprint(
+            lambda: hash_parts("prefix", self.prefix, found.identity), lambda: found.contents, found.checksums
+        )
+
+    def describe(self) -> Description:
+        about = self.whole.describe()
+        parts = [f"captions after {self.prefix!r}"] * bool(self.prefix) + ["shuffled tags"] * self.shuffle
+        parts += [f"{self.drop:.0%} of the tags dropped"] * (self.drop > 0)
+        random_tags = self.shuffle or self.drop > 0
+        return replace(about, text=f"{about.text}, {', '.join(parts)}", random_tags=random_tags)
+
+
+def change_tags(text: str, key: int, *, shuffle: bool, drop: float) -> str:
+    """Return a caption whose tags are shuffled and dropped at random, keyed by ``key``."""
+    tags = [tag for part in text.split(",") if (tag := part.strip())]
+    if len(tags) < 2:
+        return text
+    # Use numpy's generator, because opendit.diffusion.random is made for batches and takes a millisecond.
+    numbers = np.random.Philox(key=key).random_raw(2 * len(tags)).reshape(2, -1) / 2**64
+    order = numbers[0].argsort() if shuffle else np.arange(len(tags))
+    kept = numbers[1] >= min(drop, numbers[1].max())
+    return ", ".join(tags[place] for place in order[kept[order]])

@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
-from opendit.data.medium import Medium, of_picture
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, Medium, View, flip_note, of_picture
 from opendit.data.picture_file import center_crop, to_tensor
 from opendit.data.sources import Request
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder
 from opendit.common.utils import hash_parts
-from opendit.data.progress import Progress
 from opendit.evaluation.media import Media
 from opendit.evaluation.networks import FeatureNetwork
 from opendit.parallel.mesh import Mesh

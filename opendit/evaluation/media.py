@@ -12,16 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from opendit.common.utils import sha256_of
-from opendit.data.animations import SUFFIXES as ANIMATIONS
-from opendit.data.animations import is_animation
-from opendit.data.base import BadSample, name_few
+from opendit.data.base import BadSample
+from opendit.data.captioned_media import read_csv
 from opendit.data.clips import read_clip
-from opendit.data.contents import hash_files
-from opendit.data.files import printable
-from opendit.data.folders import CLIPS, Ignored, files_below, suffix_of
-from opendit.data.images import find_pictures
+from opendit.data.container_header import SUFFIXES as ANIMATIONS
+from opendit.data.container_header import is_animation
+from opendit.data.files import CLIPS, Ignored, files_below, hash_files, name_few, printable, suffix_of
 from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
-from opendit.data.tables import read_csv
+from opendit.data.pictures_and_clips import find_pictures
 from opendit.sampling.output_files import INDEX
 
 SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.py or ADM

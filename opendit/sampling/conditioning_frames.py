@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from opendit.config.architectures import parse_given
-from opendit.data.base import BadSample, name_few
+from opendit.data.base import ROUNDING, BadSample
 from opendit.data.clips import decode_frames, resize_and_crop
-from opendit.data.medium import ROUNDING, Timeline
+from opendit.data.files import name_few
 from opendit.data.picture_file import read_picture
+from opendit.data.video_files import Timeline
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.safe_files import remove, replacing, write_whole
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 
 # file that lists the files sample.py wrote in a folder, so that the next run can delete them
 INDEX = ".samples.json"

@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from opendit.common.progress import Progress
 from opendit.common.stages import Stages
 from opendit.config.parallel_sizes import find_place
-from opendit.data.progress import Progress
 from opendit.parallel.guidance import Replica
 from opendit.parallel.rendezvous import meet
 from opendit.sampling.output_pipeline import OutputPipeline

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opendit.data import Batch
 from opendit.data.base import to_pixels
-from opendit.data.enlarging import enlarge
+from opendit.data.clips import enlarge
 from opendit.diffusion.objectives import Objective
 from opendit.diffusion.objectives.base import Prepared
 from opendit.diffusion.random import Stream, normal

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from opendit.checkpoint.save import Checkpoints
+from opendit.common.progress import Progress
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import make_folder, open_to_append, refuse_links, write_whole
 from opendit.data import BatchIterator, BatchSchedule
-from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import ControlGroup, Mesh
 

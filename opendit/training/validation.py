@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opendit.common.progress import Progress
 from opendit.common.safe_files import write_whole
 from opendit.data import MediaDataset
 from opendit.data.base import SampleKey, to_pixels
 from opendit.data.held_out import SEED
 from opendit.data.loader import read_batches
 from opendit.data.order.sequences import permuted
-from opendit.data.progress import Progress
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.random import Stream, draw_conditioning_frames, normal
 from opendit.models.conditioning import Condition

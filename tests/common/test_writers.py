@@ -31,7 +31,7 @@ ALLOWED = {
     ("opendit/training/interrupt.py", "write_text"): "the temporary file of the script that has started the run",
     ("opendit/data/shards/store.py", "mkdtemp"): "a folder of this process's in the system's temporary folder",
     ("opendit/data/row_arrays.py", "mkdtemp"): "a new folder with a random name in the cache",
-    ("opendit/data/video_readers.py", "TemporaryDirectory"): "a folder of this process's",
+    ("opendit/data/video_files.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/evaluation/program.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/output_files.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/page/sample_store.py", "mkdtemp"): "a folder of this process's",

@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence, features
 
-from opendit.data import SampleKey, animations, build_dataset, clips, make_csv
-from opendit.data.animations import AnimationReader, count_frames, is_animated, is_animation
+from opendit.data import SampleKey, build_dataset, captioned_media, clips, video_files
 from opendit.data.base import BadSample
+from opendit.data.captioned_media import read_csv
 from opendit.data.clips import open_clip
+from opendit.data.container_header import count_frames, is_animated, is_animation
 from opendit.data.picture_file import read_picture
 from opendit.data.pictures_and_clips import file_size
 from opendit.data.shards.index import TarIndex, index_of
 from opendit.data.shards.program import make_indexes
-from opendit.data.tables import read_csv
+from opendit.data.video_files import AnimationReader
 from opendit.evaluation.media import MediaOptions, open_media
 from tests.data.shards.tars import picture, write_tar
 from tests.data.test_picture_colours import by_pillow, display_p3
@@ -275,15 +276,15 @@ def test_an_index_of_before_does_not_make_stills_of_animations(folder, monkeypat
 
 
 def test_check_and_folder_count_them_as_clips(folder, capsys):
-    make_csv.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=4)
+    captioned_media.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=4)
     told = capsys.readouterr().out
     assert "dropped 0" in told and "frame rate" in told and "25.00" in told
-    make_csv.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=7)
+    captioned_media.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=7)
     assert f"too short: {len(KINDS) + 2} " in capsys.readouterr().out
     (folder / "root" / "sub").mkdir(parents=True)
     for name in ("moving.gif", "moving.webp", "still.gif"):
         (folder / "root" / "sub" / name).write_bytes((folder / name).read_bytes())
-    make_csv.make("folder", str(folder / "root"), str(folder / "found.csv"))
+    captioned_media.make("folder", str(folder / "root"), str(folder / "found.csv"))
     assert "2 clips and 1 pictures with captions" in capsys.readouterr().out
 
 
@@ -338,10 +339,10 @@ def test_what_lies_beyond_the_canvas_is_cut_off(tmp_path):
 
 def test_an_animation_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     path = save(tmp_path / "a.webp")
-    monkeypatch.setattr(animations, "TIME_LIMIT", -1.0)
+    monkeypatch.setattr(video_files, "TIME_LIMIT", -1.0)
     with pytest.raises(BadSample, match="not read within"):
         AnimationReader(str(path), 2**26)
-    monkeypatch.setattr(animations, "TIME_LIMIT", 60.0)
+    monkeypatch.setattr(video_files, "TIME_LIMIT", 60.0)
     reader = AnimationReader(str(path), 2**26)
     clock = iter([0.0, *np.arange(50.0, 1000, 5)])  # when it is opened, and from then on
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))

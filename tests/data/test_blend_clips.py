@@ -8,7 +8,7 @@ from PIL import Image
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.make_latents import make_latents
 from opendit.data.shards.program import make_indexes
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
 from tests.data.shards.tars import write_tar

@@ -14,7 +14,7 @@ import pytest
 from opendit.data import clips
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_window
-from opendit.data.video_readers import OPENERS, choose_reader
+from opendit.data.video_files import OPENERS, choose_reader
 from tests.data.test_clips import encode, grey, numbers, read_clip
 
 # ---------------------------------------------------------------- short and broken files

@@ -13,7 +13,7 @@ import preprocess
 import train
 from opendit.data import build_dataset, build_schedule
 from opendit.data.shaped import crop_media, shape_latents, token_size
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.encoders.published_folder import load_published_codec
 from opendit.models.families import FAMILIES
 from tests.encoders.published_folders import write_pipeline

@@ -17,11 +17,11 @@ from opendit.data import (
     build_dataset,
     build_loader,
     build_schedule,
-    tables,
+    captioned_media,
 )
 from opendit.data.base import View
+from opendit.data.captioned_media import TableRow
 from opendit.data.clips import clip_window
-from opendit.data.tables import TableRow
 from opendit.diffusion.random import Stream, uniform
 from tests.data.test_clips import encode, grey, numbers
 
@@ -175,7 +175,7 @@ def test_media_without_a_known_suffix(tmp_path, monkeypatch):
 
 
 def test_known_suffixes_are_believed_without_a_look_at_the_file(csv, monkeypatch):
-    monkeypatch.setattr(tables, "first_bytes", lambda path, count: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(captioned_media, "first_bytes", lambda path, count: pytest.fail(f"{path} was opened"))
     assert video(csv).keys.tolist().count(0) == PICTURES
     assert not TableRow(Path("CLIP.MP4"), "x").is_picture and TableRow(Path("x.JPG"), "x").is_picture
 

@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from opendit.data import CaptionedDataset, SampleKey, build_dataset, look, make_csv
-from opendit.data.captioned_folder import find_captions
-from opendit.data.images import FolderDataset
-from opendit.data.tables import Columns, read_csv, read_table
+from opendit.data import CaptionedDataset, SampleKey, build_dataset, captioned_media, look
+from opendit.data.captioned_media import Columns, find_captions, read_csv, read_table
+from opendit.data.pictures_and_clips import FolderDataset
 from tests.data.test_clips import encode, grey
 
 QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,7 +103,7 @@ def test_what_is_missing_or_broken_is_counted_and_named_and_stops_nothing(tmp_pa
     look.run(str(tmp_path), str(out / "look"), num_workers=1)
     told = capsys.readouterr().out
     assert all(line in told for line in data.describe().notes)
-    make_csv.check(str(tmp_path), str(out / "checked.csv"), num_workers=1)
+    captioned_media.check(str(tmp_path), str(out / "checked.csv"), num_workers=1)
     assert bare in capsys.readouterr().out
     assert [row.text for row in read_csv(out / "checked.csv")] == ["A", "F"]
 

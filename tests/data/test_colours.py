@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from opendit.data import clips, colours, make_csv
-from opendit.data.base import BadSample
+from opendit.data import captioned_media, clips, colours
+from opendit.data.base import BadSample, Medium, count_colours
+from opendit.data.base import of_picture as picture_medium
 from opendit.data.clips import open_clip
 from opendit.data.container_header import dolby_profile, read_header
-from opendit.data.medium import Medium, count_colours
-from opendit.data.medium import of_picture as picture_medium
 from opendit.data.picture_file import read_picture
-from opendit.data.video_readers import READERS, look_up, problem_of
+from opendit.data.video_files import READERS, look_up, problem_of
 
 PQ, HLG, SDR = 16, 18, 1
 
@@ -318,7 +317,7 @@ def test_check_and_look_count_what_is_converted(tmp_path, capsys):
     encode(tmp_path / "d.mp4", grey_planes(ramp, 8), "yuv420p", colours_=(12, SDR, 1))
     encode(tmp_path / "e.mp4", grey_planes(ramp, 8), "yuv420p")
     (tmp_path / "table.csv").write_text("path,text\n" + "".join(f"{n},x\n" for n in ("a.mp4", "b.mp4", "c.mkv")))
-    make_csv.check(str(tmp_path / "table.csv"), str(tmp_path / "out.csv"), num_frames=2)
+    captioned_media.check(str(tmp_path / "table.csv"), str(tmp_path / "out.csv"), num_frames=2)
     told = capsys.readouterr().out
     assert "2 clips are HDR (HLG), tone-mapped to SDR\n1 clip is HDR (PQ), tone-mapped to SDR\n" in told
     assert open_clip(str(tmp_path / "d.mp4"))[0].colours == "wide gamut (Display P3)"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data.container_header import ContainerHeader, read_header
-from opendit.data.video_readers import look_up
+from opendit.data.video_files import look_up
 
 
 def write(path, codec, length=12, size=(48, 64), sound=False, tracks=1, **options):

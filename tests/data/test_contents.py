@@ -2,8 +2,8 @@
 
 import os
 
-from opendit.data import contents
-from opendit.data.contents import hash_files
+from opendit.data import files
+from opendit.data.files import hash_files
 
 
 def test_contents_are_noticed_wherever_they_change(tmp_path):
@@ -24,8 +24,8 @@ def test_large_files_and_many_files_are_sampled(tmp_path, monkeypatch):
     for i in range(40):
         (tmp_path / str(i)).write_bytes(os.urandom(50_000))
         paths.append(str(tmp_path / str(i)))
-    monkeypatch.setattr(contents, "MOST_FILES", 11)
-    monkeypatch.setattr(contents, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(files, "MOST_FILES", 11)
+    monkeypatch.setattr(files, "MOST_BYTES", 100_000)
     first = hash_files(paths)
     assert hash_files(paths) == first
     for i in (0, 39):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opendit.data.tables import TableRow, read_csv, write_csv
+from opendit.data.captioned_media import TableRow, read_csv, write_csv
 
 
 def write(folder, text, encoding="utf-8"):

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import interpolate
 
 from opendit.data import build_dataset, build_loader, build_schedule
-from opendit.data.enlarging import Small, enlarge, resize
+from opendit.data.base import Small
+from opendit.data.clips import enlarge, resize
 from opendit.data.loader import build_schedule as schedule_of
 from opendit.data.row_arrays import FOLDER
 from opendit.data.shaped import TokenSize, shape_media, shape_table
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 
 SIDES = st.integers(1, 70)
 

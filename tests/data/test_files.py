@@ -11,9 +11,9 @@ import torch
 from opendit.data import DataError, build_dataset, build_loader, build_schedule
 from opendit.data import files as media_files
 from opendit.data.base import BadSample
-from opendit.data.contents import Verification
+from opendit.data.files import Verification
 from opendit.data.shards.program import make_indexes
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from tests.data.shards.tars import captioned, picture, write_tar
 
 DOWN = "5 attempts: Input/output error: its disk or network is down"

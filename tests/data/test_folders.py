@@ -6,10 +6,10 @@ import socket
 import pytest
 from PIL import Image
 
-from opendit.data import SampleKey, build_dataset, folders
-from opendit.data.folders import Ignored, files_below, folders_above
-from opendit.data.images import FolderDataset, find_pictures
+from opendit.data import SampleKey, build_dataset, files
+from opendit.data.files import Ignored, files_below, folders_above
 from opendit.data.picture_file import picture_suffixes
+from opendit.data.pictures_and_clips import FolderDataset, find_pictures
 
 PNG = frozenset({".png"})
 
@@ -28,9 +28,9 @@ def below(folder, **options):
 
 def os_walk(folder):
     """The order that folders of pictures have always had."""
-    for root, names, files in os.walk(folder, followlinks=True):
+    for root, names, found in os.walk(folder, followlinks=True):
         names[:] = sorted(names)
-        yield from (os.path.relpath(os.path.join(root, name), folder) for name in sorted(files))
+        yield from (os.path.relpath(os.path.join(root, name), folder) for name in sorted(found))
 
 
 def test_the_order_is_that_of_os_walk(tmp_path):
@@ -69,9 +69,7 @@ def test_links_without_end(tmp_path):
     picture(tmp_path / "30" / "x.png")
     found, ignored = below(tmp_path / "0")
     assert (
-        len(found) <= folders.VISITS
-        and "a folder that links led to before" in str(ignored)
-        and len(str(ignored)) < 2000
+        len(found) <= files.VISITS and "a folder that links led to before" in str(ignored) and len(str(ignored)) < 2000
     )
 
 
@@ -122,7 +120,7 @@ def deny(monkeypatch, *denied):
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return scandir(path)
 
-    monkeypatch.setattr(folders.os, "scandir", guarded)
+    monkeypatch.setattr(files.os, "scandir", guarded)
 
 
 def test_folders_that_cannot_be_read_are_called_that(tmp_path, monkeypatch):

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from opendit.data import build_dataset, clips
 from opendit.data.base import BadSample
-from opendit.data.clips import clip_rate, clip_size, read_clip
-from opendit.data.make_csv import check_rows
-from opendit.data.medium import Timeline, timed_window, whole_clip
-from opendit.data.tables import TableRow, write_csv
-from opendit.data.video_readers import READERS, problem_of
+from opendit.data.captioned_media import TableRow, check_rows, write_csv
+from opendit.data.clips import clip_rate, clip_size, read_clip, timed_window, whole_clip
+from opendit.data.video_files import READERS, Timeline, problem_of
 
 HERE = [reader for reader in READERS if not problem_of(reader)]
 SECONDS, DARK, SLOPE = 3, 20, 70  # a clip's length, and its grey at 0 and more of it a second

@@ -9,8 +9,8 @@ from PIL import Image
 
 from opendit.data import DataError, SampleKey, build_dataset
 from opendit.data.base import View, to_pixels
-from opendit.data.images import FolderDataset
 from opendit.data.picture_file import center_crop, to_tensor
+from opendit.data.pictures_and_clips import FolderDataset
 from opendit.data.row_arrays import TextTable
 from opendit.diffusion.random import Stream, integers
 

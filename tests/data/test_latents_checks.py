@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 import train
-from opendit.data import BatchSchedule, DataError, build_dataset, build_loader, contents
-from opendit.data.contents import Verification
+from opendit.data import BatchSchedule, DataError, build_dataset, build_loader, files
+from opendit.data.files import Verification
 from opendit.data.make_latents import make_latents
 from opendit.encoders import VAECodec
 from tests.encoders.test_vae import small_vae
@@ -182,7 +182,7 @@ def test_the_ranks_share_the_files(cache):
 def test_a_verification_ends_at_once_wherever_it_is(tmp_path, monkeypatch):
     with open(tmp_path / "large", "wb") as file:
         file.truncate(1 << 36)
-    monkeypatch.setattr(contents, "READ_AT_ONCE", 1 << 20)
+    monkeypatch.setattr(files, "READ_AT_ONCE", 1 << 20)
     verification = Verification(tmp_path, {"large": "0" * 64}, "--data_path X")
     assert not threads()
     verification.check()

@@ -26,10 +26,10 @@ from opendit.data import (
 )
 from opendit.data.base import PLAIN, Description, Fingerprint, Item
 from opendit.data.blend import BlendedDataset
+from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.held_out import SomeRows
 from opendit.data.loader import read_batches
 from opendit.data.shards.program import make_indexes
-from opendit.data.tables import TableRow, write_csv
 from tests.data.shards.tars import captioned, picture, write_tar
 
 

@@ -9,7 +9,7 @@ import pytest
 from opendit.data import clips
 from opendit.data.base import BadSample
 from opendit.data.pictures_and_clips import HEAD, stored_clip_size
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 
 FRAMES = (30, 192, 256)  # noise, so that the file is large
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from opendit.data.captioned_media import read_csv
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, caption, digits_split, make_demo, parse_caption, render
-from opendit.data.tables import read_csv
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 
 PAIRS = [(digit, direction) for digit in range(10) for direction in DIRECTIONS]
 

@@ -14,7 +14,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import build_dataset
 from opendit.data.text_cache import EMPTY, embed, form_of
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_folder import load_published_codec
 from opendit.encoders.published_text import load_published_text, text_encoder_bytes

@@ -16,8 +16,7 @@ from opendit.data.base import View
 from opendit.data.clips import Crop, resize_and_crop
 from opendit.data.held_out import hold_out
 from opendit.data.picture_file import center_crop, fill_crop, to_tensor
-from opendit.data.recaptioned import Recaptioned, change_tags
-from opendit.data.sources import Request, recaption
+from opendit.data.sources import Recaptioned, Request, change_tags, recaption
 
 TAGS = ["cat", "red hat", "outdoors", "猫"]
 

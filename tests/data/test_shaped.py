@@ -19,7 +19,7 @@ from opendit.data.pictures_and_clips import known_sizes
 from opendit.data.row_arrays import FOLDER
 from opendit.data.shaped import TokenSize, shape_latents, shape_media, shape_table
 from opendit.data.shards.program import make_shards
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 
 TOKEN = TokenSize(1, 1, (8, 8))
 SIZES = [(64, 64), (40, 100), (100, 40), (30, 30), (200, 130), (20, 500), (64, 64), (33, 47)]
@@ -259,7 +259,7 @@ def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatc
     assert in_memory.fingerprint().identity == whole
     monkeypatch.setattr(row_arrays, "LARGE", 1)
     same(shape_media(data, table, 1, 1.25, "--bucket_tokens"), in_memory)
-    monkeypatch.setattr("opendit.data.images.sizes_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("opendit.data.pictures_and_clips.sizes_of", lambda *_: 1 / 0)
     again = shape_media(data, table, 1, 1.25, "--bucket_tokens")
     same(again, in_memory)
     assert isinstance(again.rows, np.memmap) and isinstance(again.keys, np.memmap)

@@ -10,10 +10,10 @@ import av
 import numpy as np
 import pytest
 
+from opendit.data.captioned_media import probe
 from opendit.data.clips import clip_size, clip_window, decode_frames, open_clip
-from opendit.data.make_csv import probe
 from opendit.data.pictures_and_clips import stored_clip_size
-from opendit.data.video_readers import READERS, problem_of
+from opendit.data.video_files import READERS, problem_of
 
 WIDTH, HEIGHT, COUNT, RATE = 88, 72, 26, 24
 HERE = [reader for reader in READERS if not problem_of(reader)]

@@ -9,7 +9,7 @@ from opendit.data.held_out import hold_out
 from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards import dataset as shards
 from opendit.data.shards.program import make_indexes
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from tests.data.shards.tars import picture, write_tar
 
 

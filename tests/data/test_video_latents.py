@@ -24,7 +24,7 @@ from opendit.data import (
 )
 from opendit.data.make_latents import make_latents
 from opendit.data.text_cache import padded
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
 from tests.data.shards.tars import latents_in, latents_of

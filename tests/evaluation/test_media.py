@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from opendit.data.picture_file import center_crop
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.evaluation.media import MediaOptions, npz_member, open_media
 from opendit.sampling.output_files import INDEX
 from tests.evaluation.small import picture

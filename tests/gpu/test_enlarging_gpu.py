@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import interpolate
 
 from opendit.data import BatchSchedule, build_loader
-from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset
-from opendit.data.enlarging import Small, enlarge
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, Small
+from opendit.data.clips import enlarge
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,7 +12,7 @@ from PIL import Image
 import opendit
 import train
 from opendit.data.row_arrays import FOLDER
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.random import initial_noise
 from opendit.kernels.fp8_linear import float8_available
 from tests.encoders.published_folders import write_pipeline

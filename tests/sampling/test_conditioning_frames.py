@@ -12,7 +12,7 @@ from torch import Tensor
 import opendit
 import sample
 from opendit.data.clips import resize_and_crop
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.video_vae import VideoCodec

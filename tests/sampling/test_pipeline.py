@@ -9,7 +9,7 @@ from PIL import Image
 
 import opendit
 import sample
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.pictures import to_uint8

@@ -13,7 +13,7 @@ import train
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.objectives import FlowObjective
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.models.given_frames import give, with_given

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from opendit.data import Batch
-from opendit.data.enlarging import Small
+from opendit.data.base import Small
 from opendit.diffusion.objectives import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner

@@ -11,8 +11,8 @@ from PIL import Image
 import preprocess
 import sample
 import train
+from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo
-from opendit.data.tables import TableRow, write_csv
 from opendit.encoders import pictures as encoders_pictures
 from tests.encoders.test_text import save_clip  # a small CLIP with a tokenizer, in a folder
 from tests.encoders.test_vae import small_vae

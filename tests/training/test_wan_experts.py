@@ -15,7 +15,7 @@ from opendit.checkpoint.pretrained import read_info
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data.row_arrays import FOLDER
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.random import initial_noise

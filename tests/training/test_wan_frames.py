@@ -14,7 +14,7 @@ import preprocess
 import sample
 import train
 from opendit.data.row_arrays import FOLDER
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.random import initial_noise
 from opendit.export.__main__ import main as export
 from opendit.sampling.sampling_engine import SamplingEngine

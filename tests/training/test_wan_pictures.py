@@ -25,7 +25,7 @@ from opendit.data import build_dataset
 from opendit.data.base import BadSample
 from opendit.data.clips import decode_frames
 from opendit.data.row_arrays import FOLDER
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.diffusion.random import initial_noise
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.export.__main__ import main as export

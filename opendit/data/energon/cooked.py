@@ -13,9 +13,8 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, BadSample, Description, Item, Shapes, Size, View
+from opendit.data.base import PLAIN, BadSample, Description, Item, Medium, Shapes, Size, View, of_picture
 from opendit.data.clips import as_file, clip_rate
-from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import BLOCK, Fields, members, split_name, suffix_of

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.json_file import LARGEST, MIB
+from opendit.common.progress import Progress
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
-from opendit.data.base import name_few
-from opendit.data.files import file_locked, printable
+from opendit.data.files import file_locked, name_few, printable
 from opendit.data.processes import in_processes
-from opendit.data.progress import Progress
 from opendit.data.shards.index import Fields, TarIndex, index_of, scan, suffix_of, write_index
 from opendit.data.shards.store import FOLDER, FileCache, expand
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from opendit.common.utils import DataError, hash_parts
-from opendit.data.animations import HEAD, is_animated, may_be_animation
 from opendit.data.base import (
     PLAIN,
     USUALLY_COUNTED,
@@ -23,15 +22,16 @@ from opendit.data.base import (
     Description,
     Fingerprint,
     Item,
+    Medium,
     Shapes,
     Size,
     View,
     flip_note,
+    of_picture,
 )
 from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
-from opendit.data.contents import Checksums
-from opendit.data.files import allow_open_files, printable
-from opendit.data.medium import Medium, of_picture
+from opendit.data.container_header import HEAD, is_animated, may_be_animation
+from opendit.data.files import Checksums, allow_open_files, printable
 from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import (

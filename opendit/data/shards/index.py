@@ -29,11 +29,9 @@ from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, 
 from opendit.common.safe_files import refuse_links, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError, sha256_of
-from opendit.data.animations import SUFFIXES as ANIMATIONS
-from opendit.data.animations import is_animated
-from opendit.data.base import name_few
-from opendit.data.files import printable, retried_disk
-from opendit.data.folders import CLIPS
+from opendit.data.container_header import SUFFIXES as ANIMATIONS
+from opendit.data.container_header import is_animated
+from opendit.data.files import CLIPS, name_few, printable, retried_disk
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import Complement
 

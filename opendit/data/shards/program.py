@@ -16,23 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.json_file import open_regular
+from opendit.common.progress import Progress
 from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError, hash_parts
-from opendit.data.base import name_few
-from opendit.data.captioned_folder import find_captions
+from opendit.data.captioned_media import find_captions, read_table
 from opendit.data.convert_latents import convert_latents, holds_old_latents
 from opendit.data.energon.cooked import load_cooker
 from opendit.data.energon.prepared import all_tars, check_count, is_prepared
-from opendit.data.files import in_threads, printable, problem
-from opendit.data.folders import CLIPS, suffix_of
-from opendit.data.images import find_pictures
+from opendit.data.files import CLIPS, in_threads, name_few, printable, problem, suffix_of
 from opendit.data.latents_index import FORMAT, INDEX, VERSION, check_indexes, read_indexes
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.pictures_and_clips import CLIP
+from opendit.data.pictures_and_clips import CLIP, find_pictures
 from opendit.data.processes import in_processes
-from opendit.data.progress import Progress
 from opendit.data.shards.dataset import WORDS, IndexedTar, classes_of, conditioning_of
 from opendit.data.shards.index import (
     BLOCK,
@@ -49,7 +46,6 @@ from opendit.data.shards.index import (
     write_index,
 )
 from opendit.data.shards.latents import SUFFIXES, arrays_of, choose_arrays
-from opendit.data.tables import read_table
 from opendit.encoders.vae import HUB, PerChannel
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry
 

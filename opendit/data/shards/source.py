@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from opendit.common.json_file import parse_json
 from opendit.common.json_models import checked
 from opendit.common.utils import DataError
-from opendit.data.base import name_few
-from opendit.data.files import printable
-from opendit.data.folders import Ignored, list_folder
+from opendit.data.files import Ignored, list_folder, name_few, printable
 from opendit.data.latents import LatentDataset
 from opendit.data.latents_index import choose_index
 from opendit.data.picture_file import picture_suffixes

@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from opendit.common.json_file import MIB
 from opendit.common.safe_files import remove, remove_tree, replacing
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from opendit.sampling.output_files import VideoClip, file_name
 
 KEY = "opendit"  # key of the settings in a PNG; in an MP4 the settings are the comment

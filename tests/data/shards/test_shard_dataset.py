@@ -17,7 +17,7 @@ from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
 from opendit.data.shards.index import ROW, TarIndex, index_of, write_index
 from opendit.data.shards.program import make_indexes
-from opendit.data.video_file import write_mp4
+from opendit.data.video_files import write_mp4
 from tests.data.shards.tars import captioned, header_of, picture, write_tar
 
 

@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opendit.data import SampleKey, build_dataset, make_csv
+from opendit.data import SampleKey, build_dataset, captioned_media
 from opendit.data.base import DataError
-from opendit.data.make_csv import REASONS, Medium, check_rows, class_caption, find_folder, find_ucf101, make, table
-from opendit.data.tables import TableRow, read_csv
-from opendit.data.video_file import write_mp4
+from opendit.data.captioned_media import (
+    REASONS,
+    Medium,
+    TableRow,
+    check_rows,
+    class_caption,
+    find_folder,
+    find_ucf101,
+    make,
+    read_csv,
+    table,
+)
+from opendit.data.video_files import write_mp4
 
 
 def clip(path, frames=4, height=32, width=48, fps=8):
@@ -139,7 +149,7 @@ def folder(tmp_path_factory):
 
 
 def test_every_reason_is_counted_once(folder, tmp_path, capsys):
-    make_csv.check(
+    captioned_media.check(
         str(folder / "clips.csv"),
         str(folder / "ok.csv"),
         num_frames=16,
@@ -182,7 +192,7 @@ def test_shorter_windows_keep_shorter_clips(folder):
 def test_when_nothing_is_left_nothing_is_written(folder, tmp_path):
     (tmp_path / "in.csv").write_text("path,text\ngone.mp4,a\n")
     with pytest.raises(DataError, match="no row of .*in.csv is left"):
-        make_csv.check(str(tmp_path / "in.csv"), str(tmp_path / "out.csv"))
+        captioned_media.check(str(tmp_path / "in.csv"), str(tmp_path / "out.csv"))
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -194,10 +204,10 @@ def test_a_crash_or_hang_of_the_decoder_costs_one_row(folder, monkeypatch):
             time.sleep(60)
         return Medium(50, 40, 40, 8.0)
 
-    monkeypatch.setattr(make_csv, "probe", probe)
+    monkeypatch.setattr(captioned_media, "probe", probe)
     names = ["a", "short1", "small", "b", "c", "short2", "short3"]
     rows = [TableRow(folder / f"{name}.mp4", name) for name in names]
-    monkeypatch.setattr(make_csv, "problem", lambda path: None)
+    monkeypatch.setattr(captioned_media, "problem", lambda path: None)
     start = time.monotonic()
     kept, media, dropped = check_rows(rows, num_workers=2, time_limit=1.0)
     assert [row.text for row in kept] == ["a", "b", "c"] and len(media) == 3 and time.monotonic() - start < 20
@@ -237,7 +247,7 @@ def test_pipes_circles_and_names_of_any_bytes(tmp_path, capsys):
     assert all(row.path.is_file() for row in rows)
     data = build_dataset(str(root / "media.csv"), 8, seed=0)
     assert [data[SampleKey(i, 0, 0)].skipped for i in range(3)] == [()] * 3 and data.describe().text.isprintable()
-    make_csv.check(str(root / "media.csv"), str(root / "checked.csv"), num_workers=1)
+    captioned_media.check(str(root / "media.csv"), str(root / "checked.csv"), num_workers=1)
     assert read_csv(root / "checked.csv") == rows
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from opendit.data import progress
-from opendit.data.progress import Progress
+from opendit.common import progress
+from opendit.common.progress import Progress
 
 
 @pytest.fixture

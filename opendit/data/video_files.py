@@ -6,13 +6,17 @@ key frame are shown before it. So the contents of a file are looked up first. On
 right are read by seeking to key frames. PyAV decodes all other files from the start (``opendit.data.clips``).
 """
 
+import os
 import struct
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,29 +24,61 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from opendit.common.safe_files import path_of, replacing
+from opendit.data.base import ROUNDING
 from opendit.data.colours import (
     MATRICES,
     UNSPECIFIED,
     Conversion,
+    conversion_of,
     is_high_definition,
     kind_of_colours,
     matrix_of,
+    note_codes,
     of_clip,
     unknown_matrix,
 )
-from opendit.data.container_header import (
-    begins_anew,
-    clean_apertures,
-    read_movie,
-)
-from opendit.data.medium import Timeline
-from opendit.data.picture_file import on_white
+from opendit.data.container_header import MAX_FRAMES, Crop, begins_anew, container_crop, count_frames, durations_of
+from opendit.data.files import TIME_LIMIT
+from opendit.data.picture_file import PictureFile, on_white, opened_picture, upright, upright_size
 
-Crop = tuple[int, int, int, int]  # columns and rows that are cut off: left, right, top, bottom
 
-_READ = 1 << 16  # bytes read from the start of a Matroska file
-_SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
-_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
+class Timeline(NamedTuple):
+    """Display times of a clip's frames. seconds: (frames,) float64, ascending."""
+
+    seconds: np.ndarray
+
+    @property
+    def end(self) -> float:
+        """End time of the last frame, which is assumed to last as long as the median frame. A single frame has no
+        duration."""
+        if len(self.seconds) < 2:
+            return float(self.seconds[-1])
+        return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
+
+    @property
+    def rate(self) -> float:
+        """Frames per second; 0 for a single frame.
+
+        If the frames are equally spaced up to rounding, this is the mean rate, else the rate of the median distance."""
+        if len(self.seconds) < 2:
+            return 0.0
+        gaps = np.diff(self.seconds)
+        mean = (self.seconds[-1] - self.seconds[0]) / len(gaps)
+        even = np.abs(gaps - mean).max() <= ROUNDING
+        return round(float(1 / (mean if even else np.median(gaps))), 6)
+
+    def count(self, fps: float) -> int:
+        """Return the number of frames of the clip at ``fps`` frames per second."""
+        return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
+
+    def shown_at(self, times: np.ndarray) -> list[int]:
+        """Return the index of the frame that a player shows at each time: the last frame whose display time, within
+        ``ROUNDING``, is not later."""
+        found = np.searchsorted(self.seconds, times + ROUNDING, side="right") - 1
+        return found.clip(0, len(self.seconds) - 1).tolist()
+
+
 _MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 
 
@@ -123,59 +159,6 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     tensor = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
     stretched = interpolate(tensor, (height, width), mode="bicubic", antialias=True)
     return stretched[0].permute(1, 2, 0).numpy()
-
-
-def container_crop(name: str, container: str, number: int) -> Crop:
-    """Return the borders that a file's container hides in video stream ``number``.
-
-    In an MP4 the borders lie outside the clean aperture. In a Matroska file the track's crop fields give them. FFmpeg's
-    libraries leave this crop to players.
-
-    container: FFmpeg's name of the container."""
-    first = container.split(",")[0]
-    if first not in ("mov", "matroska"):
-        return 0, 0, 0, 0
-    try:
-        with open(name, "rb") as file:
-            if first == "mov":
-                movie = read_movie(file)
-                crops = clean_apertures(movie) if b"clap" in movie else []
-            else:
-                crops = _matroska_crops(file)
-    except (OSError, ValueError, LookupError, StopIteration, struct.error):
-        return 0, 0, 0, 0
-    found = crops[number] if number < len(crops) else None
-    return found or (0, 0, 0, 0)
-
-
-def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
-    data = file.read(_READ)
-    found: list[Crop | None] = []
-    for segment in (inside for kind, inside in _elements(data) if kind == _SEGMENT):
-        for tracks in (inside for kind, inside in _elements(segment) if kind == _TRACKS):
-            for track in (dict(_elements(inside)) for kind, inside in _elements(tracks) if kind == _TRACK):
-                if int.from_bytes(track.get(_KIND, b""), "big") == 1:
-                    video = dict(_elements(track.get(_VIDEO, b"")))
-                    left, right, top, bottom = (int.from_bytes(video.get(kind, b""), "big") for kind in _CROPS)
-                    found.append((left, right, top, bottom))
-    return found
-
-
-def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (identifier, contents) of EBML elements. The last element may be cut off at the end of ``data``."""
-    at = 0
-    while at < len(data):
-        length = 9 - data[at].bit_length()
-        identifier, at = int.from_bytes(data[at : at + length], "big"), at + length
-        if length > 4 or at >= len(data):
-            return
-        length = 9 - data[at].bit_length()
-        size = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
-        at += length
-        if size == (1 << 7 * length) - 1:  # unknown size: the element lasts to the end
-            size = len(data) - at
-        yield identifier, data[at : at + size]
-        at += size
 
 
 READERS = ("torchcodec", "pyav")  # the order that ``auto`` tries them in, the fastest first
@@ -618,8 +601,6 @@ OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "pyav": PyAVReader}
 @cache
 def problem_of(reader: str) -> str:
     """Return a short reason why a reader can't be used here, or "" if it reads a small test clip like PyAV."""
-    from opendit.data.video_file import write_mp4
-
     frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)
     try:
         {"torchcodec": import_torchcodec, "pyav": lambda: None}[reader]()
@@ -659,3 +640,139 @@ def choose_reader(asked: str = "auto") -> tuple[str, str]:
             return reader, "; ".join(passed_over) or "the fastest"
         passed_over.append(f"{reader}: {problem}")
     raise ValueError(f"--video_reader auto: none works here ({'; '.join(passed_over)}); install av")
+
+
+_SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show a frame for 100 ms if its duration is 10 ms or less
+
+
+class AnimationReader:
+    """Reads an animation, with the interface of the readers in ``opendit.data.video_files``. It always starts at the
+    first frame, because each frame is drawn over the previous ones.
+
+    most_pixels: maximum number of pixels in a frame. The constructor and all methods raise BadSample, naming
+    the file and the reason."""
+
+    def __init__(self, path: str, most_pixels: int):
+        self._path, self._most_pixels = path, most_pixels
+        with self._opened() as (file, image):
+            self._first = int(bool(getattr(image, "default_image", False)))  # 1: skip a picture before the animation
+            self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
+            if self.length == 0:
+                raise ValueError("a still picture, not a clip")
+            if self.length > MAX_FRAMES:
+                raise ValueError(f"more than {MAX_FRAMES:,} frames")
+            self._check_pixels(image)
+            self._canvas, self._size = image.size, upright_size(image)
+
+    def _check_pixels(self, image: Image.Image) -> None:
+        if image.width * image.height > self._most_pixels:
+            raise ValueError(f"frames of {image.width:,} x {image.height:,} pixels, more than {self._most_pixels:,}")
+
+    def size(self) -> tuple[int, int]:
+        """Return (height, width) of the frames as they are shown."""
+        return self._size
+
+    def timeline(self) -> Timeline:
+        """Return the time at which each frame is first shown, from the durations in the file."""
+        seconds = np.cumsum(self.durations) - self.durations
+        return Timeline(seconds)
+
+    @cached_property
+    def durations(self) -> np.ndarray:
+        """Duration of each frame in seconds, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
+        with self._opened() as (file, image):
+            found = durations_of(file)
+            if found is None:
+                found = [frame.info.get("duration", 0) / 1000 for frame in self._frames(file, image, self.length)]
+            durations = np.array(found[: self.length], np.float64)
+            return np.where(durations < _SHORTEST, _USUAL, durations)
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        """Return the frames at ``indices``, which must be ascending, as (T, H, W, 3) uint8."""
+        wanted, found = set(indices), {}
+        with self._opened() as (file, image):
+            conversion = conversion_of(image)
+            for number, frame in enumerate(self._frames(file, image, max(wanted) + 1)):
+                if number in wanted:
+                    # Pillow enlarges the canvas for a GIF frame that exceeds it; players crop the frame.
+                    shown = upright(frame.convert("RGBA").crop((0, 0, *self._canvas)))
+                    colours = shown.convert("RGB")
+                    if conversion is not None:
+                        colours = conversion[1](colours.convert(conversion[0]))
+                    found[number] = np.asarray(on_white(colours, shown.getchannel("A")))
+        return torch.from_numpy(np.stack([found[index] for index in indices]))
+
+    def _frames(self, file: PictureFile, image: Image.Image, count: int) -> Iterator[Image.Image]:
+        for number in range(count):
+            if time.monotonic() > file.deadline:
+                raise TimeoutError(f"not read within {file.time_limit:g} seconds")
+            try:
+                image.seek(self._first + number)
+                self._check_pixels(image)
+                image.load()
+            except EOFError:
+                raise ValueError(f"damaged: frame {count - 1} is needed, {number} frames can be decoded") from None
+            yield image
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[PictureFile, Image.Image]]:
+        with opened_picture(self._path, None, TIME_LIMIT) as (file, image):
+            note_codes(image, file)
+            yield file, image
+
+
+CRF = 18  # x264's quality setting; 18 is visually lossless
+_BT601, _LIMITED_RANGE = 6, 1  # FFmpeg's AVCOL_SPC_SMPTE170M and AVCOL_RANGE_MPEG
+
+
+def write_mp4(
+    path: str | Path,
+    frames: np.ndarray,
+    fps: float | Fraction,
+    comment: str | None = None,
+    root: Path | None = None,
+) -> None:
+    """Encode RGB ``frames``, (T, H, W, 3) uint8, and replace ``path`` when the file is complete.
+
+    H.264's 4:2:0 colours need even sizes, so the last row or column of an odd height or width is repeated. The same
+    frames give the same bytes in any process.
+
+    Args:
+        comment: text of the file's ``comment`` tag.
+        root: folder below which no link is followed (opendit/common/safe_files.py).
+
+    Raises:
+        ValueError: ``frames`` is empty or has another shape or dtype, or ``fps`` is not positive.
+        OSError: the file can't be written; the error names ``path``.
+    """
+    import av  # imported here, because it loads slowly and reading data doesn't need it
+
+    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
+        raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")
+    if frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
+        raise ValueError(f"a clip has the shape (frames, height, width, 3), not {frames.shape}")
+    rate = Fraction(fps).limit_denominator(1001)  # rates like 29.97 frames per second are 30000/1001
+    if rate <= 0:
+        raise ValueError(f"fps {fps} must be positive")
+    _, height, width, _ = frames.shape
+    if height % 2 or width % 2:
+        frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+
+    path = Path(path)
+    with replacing(path, root=root, make=True, temporary=f"{path.name}.{os.getpid()}.partial") as new:
+        # faststart puts the index first, so that a browser can play the clip while it loads.
+        with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
+            if comment is not None:
+                file.metadata["comment"] = comment
+            # cpu-independent=1, because x264's fastest routines may encode the same frames differently, even in one
+            # thread.
+            options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
+            stream = file.add_stream("libx264", rate=rate, options=options)
+            stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+            # Without these fields, players assume BT.709 for clips larger than a DVD, and show wrong colours.
+            stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
+            for picture in frames:
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+                frame = frame.reformat(format="yuv420p", dst_colorspace=_BT601, dst_color_range=_LIMITED_RANGE)
+                file.mux(stream.encode(frame))
+            file.mux(stream.encode())

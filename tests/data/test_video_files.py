@@ -7,10 +7,10 @@ import av
 import numpy as np
 import pytest
 
-from opendit.data import clips, video_readers
+from opendit.data import clips, video_files
 from opendit.data.base import BadSample
 from opendit.data.clips import decode_frames
-from opendit.data.video_readers import READERS, choose_reader, problem_of
+from opendit.data.video_files import READERS, choose_reader, problem_of
 from tests.data.test_clips import encode, rotate
 
 
@@ -175,7 +175,7 @@ def test_errors_are_in_the_same_words(tmp_path, reader):
 
 def test_auto_takes_the_fastest_that_works(monkeypatch, fresh):
     problems = {"torchcodec": "not installed", "pyav": ""}
-    monkeypatch.setattr(video_readers, "problem_of", problems.get)
+    monkeypatch.setattr(video_files, "problem_of", problems.get)
     assert choose_reader() == ("pyav", "torchcodec: not installed")
     choose_reader.cache_clear()
     problems["torchcodec"] = ""
@@ -194,7 +194,7 @@ def test_one_that_is_asked_for_and_missing_is_an_error(monkeypatch, fresh):
             raise ImportError(name)
         return real(name, *args, **options)
 
-    video_readers.import_torchcodec.cache_clear()
+    video_files.import_torchcodec.cache_clear()
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match="--video_reader torchcodec: not installed; install it, or give auto"):
         choose_reader("torchcodec")
@@ -204,12 +204,12 @@ def test_one_that_is_asked_for_and_missing_is_an_error(monkeypatch, fresh):
 
 
 def test_one_with_other_pixels_is_not_taken(monkeypatch, fresh):
-    class Black(video_readers.PyAVReader):
+    class Black(video_files.PyAVReader):
         def read(self, indices):
             return 0 * super().read(indices)
 
-    monkeypatch.setattr(video_readers, "import_torchcodec", lambda: None)
-    monkeypatch.setitem(video_readers.OPENERS, "torchcodec", Black)
+    monkeypatch.setattr(video_files, "import_torchcodec", lambda: None)
+    monkeypatch.setitem(video_files.OPENERS, "torchcodec", Black)
     assert problem_of("torchcodec") == "other pixels than PyAV's" and choose_reader()[0] == "pyav"
 
 
