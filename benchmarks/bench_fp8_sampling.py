@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from opendit.kernels import fp8
 from opendit.kernels.bias_gelu import bias_gelu, bias_gelu_float8
 from opendit.kernels.common import Launch, forced_launch
-from opendit.kernels.fp8 import E4M3
-from opendit.kernels.fp8_rows import rows_in_float8
+from opendit.kernels.fp8 import E4M3, rows_in_float8
 from opendit.kernels.gate_residual_layernorm_modulate import (
     gate_residual_layernorm_modulate,
     gate_residual_layernorm_modulate_float8,
@@ -68,7 +67,7 @@ def product(rows: int, inputs: int, outputs: int, biased: bool) -> dict[str, Wor
 
 
 def gelu_in_the_product(rows: int, inputs: int, outputs: int) -> dict[str, Work]:
-    from opendit.kernels.linear_gelu import linear_gelu
+    from opendit.kernels.linear import linear_gelu
 
     x, layers = random(1, rows, inputs), []
     for _ in range(WEIGHTS):

@@ -32,9 +32,8 @@ from torch import Tensor
 
 from benchmarks.bench_attention import Trials, device_ms
 from benchmarks.results import add_flags, record
-from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.attention import TORCH, LocalAttention, VarlenAttention, resolve_attention, resolve_varlen
 from opendit.kernels.flash_attention_4 import CUTE
-from opendit.kernels.varlen import TORCH, VarlenAttention, resolve_varlen
 from opendit.models.segments import PlacedSegments, Segments, segment_attention
 
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128

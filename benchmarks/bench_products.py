@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from benchmarks.results import append
 from opendit.kernels import cublaslt
 from opendit.kernels.cublaslt import Product, ProductShape, measured
-from opendit.kernels.linear_gelu import product_and_gelu
+from opendit.kernels.linear import product_and_gelu
 
 
 @torch.inference_mode()

@@ -53,7 +53,7 @@ from opendit.checkpoint.matched import check_matched
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.diffusion.objectives.flow import FlowObjective, empirical_shift, published_schedule
 from opendit.diffusion.random import initial_noise
-from opendit.kernels.fp8_weight import keep_weights
+from opendit.kernels.fp8 import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.blocks import MLPS, BlockSpec

@@ -34,10 +34,10 @@ from opendit.checkpoint.ema import EMA
 from opendit.config.components import SpeedFlags
 from opendit.diffusion.objectives import DDPMObjective
 from opendit.diffusion.random import Stream, integers, normal
+from opendit.kernels.attention import VarlenAttention
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.kernels.varlen import VarlenAttention
 from opendit.models.zoo import build_model, model_config
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, MuonSettings, build_engine

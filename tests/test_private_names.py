@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "triton")
 USED = {
     "opendit/data/loader.py": {"torch.UntypedStorage._new_shared"},
-    "opendit/kernels/fp8.py": {"torch._scaled_mm"},
-    "opendit/kernels/linear_gelu.py": {"torch._addmm_activation"},
-    "opendit/kernels/fp8_weight.py": {
+    "opendit/kernels/fp8.py": {
         "torch._C._disabled_torch_function_impl",
         "torch.Tensor._make_wrapper_subclass",
+        "torch._scaled_mm",
     },
+    "opendit/kernels/linear.py": {"torch._addmm_activation"},
     "opendit/kernels/operators.py": {"torch.utils._python_dispatch.is_in_torch_dispatch_mode"},
     "opendit/parallel/streamed_blocks.py": {"torch.utils._python_dispatch._disable_current_modes"},
     "opendit/parallel/colossal/zero.py": {"torch.distributed._coalescing_manager"},

@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from opendit.kernels import gate_residual as gated
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.attention import BACKENDS, torch_preferences
-from opendit.kernels.capability import compute_capability
-from opendit.kernels.common import kernels_available
+from opendit.kernels.common import compute_capability, kernels_available
 from opendit.models.attention import RIGHT_WHEN_COMPILED
 
 

@@ -29,9 +29,17 @@ from torch.optim.adamw import adamw
 from opendit.kernels.averages import averages_reference
 from opendit.kernels.common import kernels_available
 from opendit.kernels.eight_bit_moments import DecodedMoments, EightBits
-from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import TRITON, tl, triton
-from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, device_of, triton_dtype
+from opendit.kernels.tensor_table import (
+    AddressTable,
+    BlockTable,
+    InPlace,
+    Staged,
+    at,
+    check_tensors_fit,
+    device_of,
+    triton_dtype,
+)
 
 # Elements and warps per program. Times of norm and update for DiT-XL/2 (675 M parameters) on an H200, in ms, for
 # (elements, warps): (2048, 2) 6.35, (4096, 4) 6.55, (1024, 4) 6.71, (512, 4) 6.78, (2048, 4) 6.98. (4096, 2) takes 49,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.common import kernels_available
-from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import tl, triton
-from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, device_of
+from opendit.kernels.tensor_table import AddressTable, BlockTable, InPlace, Staged, at, check_tensors_fit, device_of
 
 # Elements that a program processes at a time, warps per program, and number of programs.
 BLOCK, WARPS, PROGRAMS = 2048, 4, 32

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
-from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8 import Float8, rows_in_float8, weight_in_float8
 from opendit.kernels.fp8_linear import EPS, Modulated, check_widths, residual_rmsnorm_modulate
-from opendit.kernels.fp8_rows import rows_in_float8
-from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight

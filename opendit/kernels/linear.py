@@ -1,19 +1,181 @@
-"""The product x W^T, with the gradient of W computed by the faster of two equivalent matrix products.
+"""Products of linear layers: W's gradient by the faster product, LoRA's gradients, GELU in a product's epilogue.
 
 dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster: for 32,768 rows in bf16,
 in = 4608 and out = 1152, it takes 490 us on an H200, including the transpose of 10 MB, and dy^T x takes 598 us. If out
-> in, dy^T x is faster (478 us instead of 582). If in = out, both take the same time.
-"""
+> in, dy^T x is faster (478 us instead of 582). If in = out, both take the same time."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from opendit.kernels.common import kernels_available
-from opendit.kernels.low_rank import low_rank_gradients
-from opendit.kernels.transpose import transpose
-from opendit.models.layers import LowRank, StoredWeight, multiply
+from opendit.kernels import cublaslt
+from opendit.kernels.common import block_width, finish_total, interpreting, kernels_available, next_power_of_2
+from opendit.kernels.language import tl, triton
+from opendit.kernels.operators import operator
+from opendit.kernels.tiles import column_block
+from opendit.models.layers import TORCH_OPS, LowRank, Projection, StoredWeight, multiply
+from opendit.models.layers import low_rank_gradients as low_rank_gradients_reference
+
+TILE = {"ROWS": 64, "num_warps": 4}
+
+
+@triton.jit(do_not_specialize=("rows", "sixteens"))
+def _transpose_kernel(
+    x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Transpose x (rows, D) to y (D, 16 * sixteens).
+
+    ROWS is a multiple of 16, so that the last tile also writes the padding.
+    """
+    column = (tl.program_id(0) % BLOCKS) * BLOCK
+    start = (tl.program_id(0) // BLOCKS) * ROWS
+    offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)
+    tile = tl.load(x_ptr + offsets, mask=mask, other=0)
+    row = start + tl.arange(0, ROWS)
+    cols = column + tl.arange(0, BLOCK)
+    offsets = (cols.to(tl.int64) * (sixteens * 16))[:, None] + row[None, :]
+    tl.store(y_ptr + offsets, tl.trans(tile), mask=(cols < D)[:, None] & (row < sixteens * 16)[None, :])
+
+
+def tiles_of(x: Tensor, launch: dict[str, Any]) -> tuple[tuple[int], int, dict[str, Any]]:
+    """Return grid, number of rows, and options for a kernel whose programs each process one tile of x (..., D)."""
+    width = x.shape[-1]
+    rows, block = x.numel() // width, block_width(width)
+    blocks = -(-width // block)
+    return (-(-rows // launch["ROWS"]) * blocks,), rows, {"D": width, "BLOCK": block, "BLOCKS": blocks, **launch}
+
+
+def transpose(x: Tensor) -> Tensor:
+    """Transpose x (T, D) to (D, T rounded up to a multiple of 16), padded with zeros.
+
+    x must be contiguous, and may have any dtype that Triton supports.
+    """
+    grid, rows, shape = tiles_of(x, TILE)
+    sixteens = -(-rows // 16)
+    y = torch.empty(x.shape[1], 16 * sixteens, dtype=x.dtype, device=x.device)
+    _transpose_kernel[grid](x, y, rows, sixteens, **shape)
+    return y
+
+
+ROWS, COLUMNS = 256, 64  # size of a tile of dy, 32 KiB in half precision
+PROGRAMS = 264  # number of programs to aim for: two for each of an H100's 132 multiprocessors
+LARGEST_RANK = 64  # above this rank, the products are not limited by memory bandwidth, so one read of dy gains little
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit(do_not_specialize=("rows", "blocks"))
+def _low_rank_gradients_kernel(
+    dy_ptr, b_ptr, thin_ptr, dthin_ptr, db_ptr, rows, blocks, scale,
+    D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Process ``blocks`` tiles, side by side in the same rows. WIDE: RANK, rounded up to a size that tl.dot
+    supports."""
+    part = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    row = row.to(tl.int64)
+    rank = tl.arange(0, WIDE)
+    narrow = rank < RANK
+    mask = inside[:, None] & narrow[None, :]
+    thin = tl.load(thin_ptr + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+    dthin = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    first = part * blocks * COLUMNS
+    for start in tl.range(first, tl.minimum(first + blocks * COLUMNS, D), COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        of_b = (column < D)[:, None] & narrow[None, :]
+        at = column[:, None] * RANK + rank[None, :]
+        dy_mask = inside[:, None] & (column < D)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * D + column[None, :], mask=dy_mask, other=0.0)
+        b = tl.load(b_ptr + at, mask=of_b, other=0.0)
+        dthin = tl.dot(dy, b, dthin)
+        db = tl.dot(tl.trans(dy), thin) * scale
+        tl.store(db_ptr + tl.program_id(0).to(tl.int64) * (D * RANK) + at, db, mask=of_b)
+    dthin_ptr += part.to(tl.int64) * rows * RANK
+    value = (dthin * scale).to(dthin_ptr.dtype.element_ty)
+    tl.store(dthin_ptr + row[:, None] * RANK + rank[None, :], value, mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------- operator
+
+
+def _gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    (rows, width), rank = dy.shape, b.shape[1]
+    row_programs, all_blocks = -(-rows // ROWS), -(-width // COLUMNS)
+    blocks = -(-all_blocks // min(all_blocks, -(-PROGRAMS // row_programs)))  # tiles per program
+    parts = -(-all_blocks // blocks)
+    dthin = dy.new_empty(parts, rows, rank, dtype=torch.float32 if parts > 1 else dy.dtype)
+    db = dy.new_empty(row_programs, width * rank, dtype=torch.float32)
+    _low_rank_gradients_kernel[(row_programs, parts)](
+        dy.contiguous(), b.contiguous(), thin.contiguous(), dthin, db, rows, blocks, scale,
+        D=width, RANK=rank, WIDE=max(16, next_power_of_2(rank)), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=2, num_warps=8,
+    )  # fmt: skip
+    total = dthin[0] if parts == 1 else dthin.sum(0).to(dy.dtype)
+    return total, finish_total(db, b.dtype).view(width, rank)
+
+
+def _gradients_fake(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(dy.shape[0], b.shape[1]), torch.empty(b.shape, dtype=b.dtype, device=b.device)
+
+
+_gradients_op = operator(
+    "low_rank_gradients(Tensor dy, Tensor b, Tensor thin, float scale) -> (Tensor, Tensor)",
+    _gradients,
+    _gradients_fake,
+)
+
+
+def _takes(dy: Tensor, b: Tensor) -> bool:
+    usable, _ = kernels_available(dy.device, dy.dtype)
+    dtypes = (torch.float16,) if interpreting() else (torch.float16, torch.bfloat16)  # Triton on CPUs lacks bf16
+    fits = dy.dtype == b.dtype and dy.dtype in dtypes and b.shape[1] <= LARGEST_RANK and dy.numel() > 0
+    return usable and fits and not torch.compiler.is_compiling()
+
+
+def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return scale * dy b and scale * dy^T thin. In half precision on a GPU, one Triton kernel computes both.
+
+    Args:
+        dy: (M, O).
+        b: (O, r), LoRA's B.
+        thin: (M, r), x A^T.
+        scale: LoRA's scale.
+
+    Returns:
+        (M, r) and (O, r), in the dtypes of dy and b.
+    """
+    if _takes(dy, b):
+        return _gradients_op(dy, b, thin, scale)
+    return low_rank_gradients_reference(dy, b, thin, scale)
+
+
+def sum_parts_reference(parts: Tensor) -> Tensor:
+    """Compute :func:`sum_parts` with torch."""
+    return parts.sum(0)
+
+
+@triton.jit
+def _sum_parts_kernel(parts_ptr, out_ptr, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        part_ptr = parts_ptr + tl.cast(numel, tl.int64) * part
+        total += tl.load(part_ptr + at, mask=at < numel, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < numel)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """Sum parts (P, ...), contiguous, bf16, fp16 or fp32, over the first dimension with one Triton kernel."""
+    assert parts.is_contiguous()
+    out = torch.empty_like(parts[0])
+    block, warps = 1024, 4  # each thread reads 16 bytes of each part
+    grid = (triton.cdiv(out.numel(), block),)
+    _sum_parts_kernel[grid](parts, out, out.numel(), PARTS=len(parts), BLOCK=block, num_warps=warps)
+    return out
 
 
 class _Narrowing(torch.autograd.Function):
@@ -54,3 +216,19 @@ def linear(
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
         return F.linear(x, weight)
     return _Narrowing.apply(x, weight)
+
+
+def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
+    """Return GELU(linear(x)) (..., out) for x (..., in), without gradients.
+
+    On CPUs, for a layer without bias, and for a stored weight, the torch reference is used.
+    """
+    if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
+        return TORCH_OPS.linear_gelu(x, linear)
+    return cublaslt.linear_gelu(x, linear.matrix, linear.bias, product_and_gelu)
+
+
+def product_and_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute GELU(x W^T + bias) (..., out) with torch: x (..., in), weight (out, in), bias (out,)."""
+    y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], -1)

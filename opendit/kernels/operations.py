@@ -24,11 +24,10 @@ from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual, gate_rmsnorm_residual_rmsnorm_modulate
-from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.linear import linear as unbiased
-from opendit.kernels.linear_gelu import linear_gelu
+from opendit.kernels.linear import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
-from opendit.kernels.rotate_heads import fits_across, rotate_heads
+from opendit.kernels.rotate_heads import StreamHeads, fits_across, join_heads, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.attention import LocalAttention, VarlenAttention, resolve_attention, resolve_varlen
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.operations import FLOAT8, INFERENCE, MODULATE, NORM, SPLIT, chosen
 from opendit.kernels.short_attention import ShortAttention, short_is_faster
-from opendit.kernels.varlen import VarlenAttention, resolve_varlen
 from opendit.models.layers import BlockOps, Kernel, modulate
 
 if TYPE_CHECKING:

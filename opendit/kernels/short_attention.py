@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opendit.kernels.capability import missing
-from opendit.kernels.common import kernels_available, next_power_of_2
+from opendit.kernels.common import kernels_available, missing, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.models.layers import Attend
 

@@ -222,7 +222,7 @@ def segment_means(x: Tensor, segments: Segments) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------- attention
 # A run (segments of equal length) is a view (count, L, H, d) of the pack, which a dense kernel processes at full speed.
-# But short runs need many small calls. If opendit/kernels/varlen.py finds a varlen kernel, it processes several
+# But short runs need many small calls. If opendit/kernels/attention.py finds a varlen kernel, it processes several
 # neighbouring short runs in one call. Otherwise there is one call for each run.
 
 

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opendit.kernels.fp8 import E4M3, Float8
+from opendit.kernels.fp8 import E4M3, Float8, Float8Weight
 from opendit.kernels.fp8_shards import ShardQuantizer
-from opendit.kernels.fp8_weight import Float8Weight
 from opendit.parallel.host_shards import managed_parameters
 
 

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from opendit.diffusion.objectives import Objective
 from opendit.diffusion.samplers import Sampler, StepWeights
-from opendit.kernels import embed_patches as embedding
-from opendit.kernels import guided_update as updating
-from opendit.kernels import step_rows
+from opendit.kernels import sampling_step
 from opendit.kernels.common import kernels_available
 from opendit.models.blocks import ResidualStream
 from opendit.models.dit import DiT
@@ -125,9 +123,9 @@ class FusedSteps:
     def advance(self, kind: StepKind) -> int:
         """Run a step of this kind. Return the number of rows that the network has evaluated."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
-        take_step = step_rows.take_step if self._kernels else step_rows.take_step_reference
-        embed = embedding.embed_patches if self._kernels else embedding.embed_patches_reference
-        update = updating.guided_update if self._kernels else updating.guided_update_reference
+        take_step = sampling_step.take_step if self._kernels else sampling_step.take_step_reference
+        embed = sampling_step.embed_patches if self._kernels else sampling_step.embed_patches_reference
+        update = sampling_step.guided_update if self._kernels else sampling_step.guided_update_reference
         rows, numbers, cells = take_step(self.step, network.rows[:halves], network.rows_of_a_step, self._numbers)
         layer, positions = model.x_embedder.proj, network.positions
         added = None if model.config.positions_in_blocks else positions
@@ -188,7 +186,7 @@ def fused_steps(
     if len(found) < len(stated):
         return None
     most = max(len(one.inputs) for one in found)
-    if len(state) > updating.MOST_NEW or len(state) + most - 1 > updating.MOST_OLD:
+    if len(state) > sampling_step.MOST_NEW or len(state) + most - 1 > sampling_step.MOST_OLD:
         return None
     return FusedSteps(network, found, guided, state, step, cfg_scale, cfg_channels)
 

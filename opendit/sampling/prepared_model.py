@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels.common import kernels_available
-from opendit.kernels.step_rows import gather_rows
+from opendit.kernels.sampling_step import gather_rows
 from opendit.models.blocks import Context, ResidualStream
 from opendit.models.conditioning import Condition, joined
 from opendit.models.dit import DiT

@@ -21,7 +21,7 @@ from opendit.diffusion.guidance import cfg_model, guided_within, is_within
 from opendit.diffusion.objectives import Objective
 from opendit.diffusion.random import draw_kept_tokens, initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, Sampler
-from opendit.kernels.fp8_weight import keep_weights
+from opendit.kernels.fp8 import keep_weights
 from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models.conditioning import Condition, of_same_pictures
 from opendit.models.dit import DiT

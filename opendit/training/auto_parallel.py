@@ -16,7 +16,7 @@ from opendit.config.names import BLOCKS, BUT_ATTENTION, RECOMPUTE
 from opendit.config.parallel_sizes import ParallelDims, environment_node_size, parse_offload
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
-from opendit.kernels.capability import missing
+from opendit.kernels.common import missing
 from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.zoo import plan_of

@@ -19,7 +19,7 @@ from opendit.config.flags import to_dict
 from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.data import BatchIterator, build_loader
 from opendit.kernels.base_precision import store_base
-from opendit.kernels.fp8_weight import keep_weights
+from opendit.kernels.fp8 import keep_weights
 from opendit.models.dit import DiT
 from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from opendit.kernels import cublaslt
 from opendit.kernels.cublaslt import FastestProducts
-from opendit.kernels.linear_gelu import product_and_gelu as gelu
+from opendit.kernels.linear import product_and_gelu as gelu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

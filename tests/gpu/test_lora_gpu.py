@@ -6,7 +6,7 @@ import torch
 from opendit.config.components import SpeedFlags
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.low_rank import low_rank_gradients
+from opendit.kernels.linear import low_rank_gradients
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from opendit.config.components import SpeedFlags
+from opendit.kernels.attention import resolve_varlen
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
-from opendit.kernels.varlen import resolve_varlen
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config

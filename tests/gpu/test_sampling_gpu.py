@@ -9,7 +9,7 @@ from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObject
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.kernels import fp8_inference
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.linear_gelu import linear_gelu
+from opendit.kernels.linear import linear_gelu
 from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig

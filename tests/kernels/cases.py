@@ -24,7 +24,6 @@ from opendit.kernels.gate_rmsnorm_residual import (
     gate_rmsnorm_residual_rmsnorm_modulate,
     gate_rmsnorm_residual_rmsnorm_modulate_reference,
 )
-from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.layernorm_modulate import (
     layernorm_modulate,
     layernorm_modulate_reference,
@@ -41,7 +40,7 @@ from opendit.kernels.rmsnorm_modulate import (
     rmsnorm_modulate,
     rmsnorm_modulate_reference,
 )
-from opendit.kernels.rotate_heads import rotate_heads
+from opendit.kernels.rotate_heads import StreamHeads, join_heads, rotate_heads
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.swiglu import swiglu, swiglu_reference
 

@@ -21,28 +21,24 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from opendit.kernels import base_precision, fp8, low_rank
+from opendit.kernels import base_precision, fp8, linear
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.eight_bit_moments import DecodedMoments, new_moment
-from opendit.kernels.embed_patches import embed_patches
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
-from opendit.kernels.filled_heads import resize_heads
-from opendit.kernels.fp8_rows import rows_in_float8
+from opendit.kernels.flash_attention_4 import resize_heads
+from opendit.kernels.fp8 import rows_in_float8
 from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
-from opendit.kernels.guided_update import guided_update
-from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
+from opendit.kernels.linear import sum_parts, transpose
 from opendit.kernels.philox import philox_bits
-from opendit.kernels.rotate_heads import rotate_heads
+from opendit.kernels.rotate_heads import StreamHeads, join_heads, rotate_heads
+from opendit.kernels.sampling_step import embed_patches, gather_rows, guided_update, take_step
 from opendit.kernels.short_attention import short_attention
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
-from opendit.kernels.step_rows import gather_rows, take_step
-from opendit.kernels.sum_parts import sum_parts
-from opendit.kernels.transpose import transpose
 from tests.kernels.cases import ACTIVATIONS, OPERATORS, arguments_of, make_inputs, output_gradients
 
 BFLOAT16 = torch.bfloat16
@@ -137,9 +133,9 @@ def float8(width: int) -> None:
 
 
 def gradients_of_lora(rank: int, dtype: torch.dtype) -> None:
-    low_rank.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
+    linear.kernels_available = lambda *_: (True, "")  # unavailable on a CPU by default
     dy, b, thin = (torch.zeros(shape, dtype=dtype) for shape in ((8192, 1152), (1152, rank), (8192, rank)))
-    low_rank.low_rank_gradients(dy, b, thin, 1.0)
+    linear.low_rank_gradients(dy, b, thin, 1.0)
 
 
 def gelu_rows_in_float8(width: int) -> None:
@@ -255,7 +251,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
 
 
-# Calls that are skipped for cards before Hopper: unsupported ones (opendit/kernels/capability.py), and variants.
+# Calls that are skipped for cards before Hopper: unsupported ones (opendit/kernels/common.py), and variants.
 OF_HOPPER = "float8", "short_attention", "packed"
 
 

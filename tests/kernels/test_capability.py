@@ -7,8 +7,7 @@ import torch
 
 from opendit.config.components import SpeedFlags
 from opendit.kernels import attention
-from opendit.kernels.capability import FEATURES, missing, pretended
-from opendit.kernels.common import TRITON, kernels_available
+from opendit.kernels.common import FEATURES, TRITON, kernels_available, missing, pretended
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.kernels.short_attention import short_is_faster

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opendit.kernels.capability import SHARED_MEMORY
-from opendit.kernels.common import TRITON, interpreting
+from opendit.kernels.common import SHARED_MEMORY, TRITON, interpreting
 
 # Bytes of a thread, where it is more than a few addresses: the optimizer's kernel reaches 96 % of copy all the same
 # (docs/kernels.md).

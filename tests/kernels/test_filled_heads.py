@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.kernels.filled_heads import resize_heads
+from opendit.kernels.flash_attention_4 import resize_heads
 
 
 def expected(x: torch.Tensor, size: int) -> torch.Tensor:

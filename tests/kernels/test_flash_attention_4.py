@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opendit.kernels import attention, flash_attention_4
-from opendit.kernels.varlen import VarlenAttention
+from opendit.kernels.attention import VarlenAttention
 from tests.memory import kept_bytes
 
 D, WIDE = 24, 32

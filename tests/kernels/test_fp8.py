@@ -16,9 +16,7 @@ import torch
 from opendit.config.components import SpeedFlags
 from opendit.kernels import fp8, fp8_inference
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
-from opendit.kernels.fp8 import E4M3, E5M2
-from opendit.kernels.fp8_rows import rows_in_float8, rows_in_float8_reference
-from opendit.kernels.fp8_weight import keep_weights
+from opendit.kernels.fp8 import E4M3, E5M2, keep_weights, rows_in_float8, rows_in_float8_reference
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layernorm_modulate_reference
 from opendit.kernels.operations import FLOAT8, INFERENCE, chosen

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendit.kernels import fp8
-from opendit.kernels.fp8_weight import Float8Weight
+from opendit.kernels.fp8 import Float8Weight
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiTConfig

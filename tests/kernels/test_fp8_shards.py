@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from opendit.kernels import fp8
-from opendit.kernels.fp8 import E4M3
+from opendit.kernels.fp8 import E4M3, Float8Weight, weight_in_float8
 from opendit.kernels.fp8_shards import BLOCK, ShardQuantizer, amax_reference, quantize_reference
-from opendit.kernels.fp8_weight import Float8Weight, weight_in_float8
 
 DEVICE = "cpu"
 SHAPES = ((48, 64), (33, 100), (5, 3), (1, BLOCK), (130, 72), (16, 16))

@@ -6,7 +6,7 @@ import torch
 from benchmarks.fused_dit import changes, fused_dit
 from benchmarks.plain_dit import PlainDiT
 from opendit import fused
-from opendit.kernels.capability import pretended
+from opendit.kernels.common import pretended
 from opendit.kernels.gate_residual import gate_residual_reference
 from opendit.kernels.layernorm_modulate import layernorm_modulate_reference
 from tests.models.test_dit import randomised

@@ -7,7 +7,7 @@ import torch
 
 from opendit.kernels import operations
 from opendit.kernels.common import Launch, forced_launch
-from opendit.kernels.join_heads import StreamHeads, join_heads
+from opendit.kernels.rotate_heads import StreamHeads, join_heads
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import ResidualStream
 from opendit.models.conditioning import TextCondition

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.kernels import linear, low_rank
+from opendit.kernels import linear
 from opendit.models.layers import Projection
 from tests.kernels.cases import BOUNDS, poisoned_memory
 
@@ -14,11 +14,11 @@ from tests.kernels.cases import BOUNDS, poisoned_memory
     [(1, 64, 1, 264), (300, 200, 3, 1), (300, 200, 16, 4), (257, 72, 20, 264), (512, 128, 64, 2), (40, 1152, 16, 5)],
 )
 def test_gradients_are_those_of_fp64(rows, width, rank, programs, monkeypatch):
-    monkeypatch.setattr(low_rank, "PROGRAMS", programs)
+    monkeypatch.setattr(linear, "PROGRAMS", programs)
     torch.manual_seed(0)
     dy, b, thin = (torch.randn(shape).add(0.3).half() for shape in ((rows, width), (width, rank), (rows, rank)))
     with poisoned_memory():
-        found = low_rank.low_rank_gradients(dy, b, thin, 0.5)
+        found = linear.low_rank_gradients(dy, b, thin, 0.5)
     exact = 0.5 * (dy.double() @ b.double()), 0.5 * (dy.double().t() @ thin.double())
     for got, want in zip(found, exact, strict=True):
         assert got.dtype == torch.float16 and got.shape == want.shape
@@ -28,7 +28,7 @@ def test_gradients_are_those_of_fp64(rows, width, rank, programs, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_with_lora_has_the_gradients_of_its_formula(bias, monkeypatch):
     called = []
-    kernel = low_rank.low_rank_gradients
+    kernel = linear.low_rank_gradients
     monkeypatch.setattr(linear, "low_rank_gradients", lambda *args: called.append(1) or kernel(*args))
     torch.manual_seed(0)
     layer = Projection(48, 80, bias).to(torch.float16)

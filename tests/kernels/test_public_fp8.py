@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from opendit.config.components import SpeedFlags
 from opendit.diffusion.objectives import FlowObjective
 from opendit.kernels import fp8, fp8_inference
-from opendit.kernels.fp8 import E4M3, E5M2
-from opendit.kernels.fp8_weight import Float8Weight, KeptWeight
+from opendit.kernels.fp8 import E4M3, E5M2, Float8Weight, KeptWeight
 from opendit.kernels.operations import FLOAT8, INFERENCE, chosen
 from opendit.kernels.select import select_kernels
 from opendit.models.families.network import PublicDiT

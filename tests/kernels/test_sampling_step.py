@@ -7,10 +7,17 @@ import torch
 
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective
 from opendit.diffusion.objectives.base import sample_latents
-from opendit.kernels.embed_patches import embed_patches, embed_patches_reference
-from opendit.kernels.guided_update import guided_update, guided_update_reference, unpatchify_reference
+from opendit.kernels.sampling_step import (
+    embed_patches,
+    embed_patches_reference,
+    gather_rows,
+    guided_update,
+    guided_update_reference,
+    take_step,
+    take_step_reference,
+    unpatchify_reference,
+)
 from opendit.kernels.select import KernelSwitches, select_kernels
-from opendit.kernels.step_rows import gather_rows, take_step, take_step_reference
 from opendit.models.dit import DiTConfig
 from opendit.models.vdit import VDiTConfig
 from opendit.models.zoo import build_model

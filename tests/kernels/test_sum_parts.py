@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
+from opendit.kernels.linear import sum_parts, sum_parts_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opendit.kernels import varlen
+from opendit.kernels import attention
+from opendit.kernels.attention import LONG, TOGETHER, VarlenAttention, resolve_varlen
 from opendit.kernels.flash_attention_4 import CUTE
-from opendit.kernels.varlen import LONG, TOGETHER, VarlenAttention, resolve_varlen
 from opendit.models.segments import SegmentRun
 
 CUDA = torch.device("cuda")
@@ -40,14 +40,14 @@ def missing():
 @pytest.fixture
 def packages(monkeypatch):
     """Puts functions in the place of packages, as if this were a GPU that they run on."""
-    resolved = varlen.right_size
+    resolved = attention.right_size
 
     def use(**functions):
         made = {name: (lambda f=f: f) if f is not missing else missing for name, f in functions.items()}
-        monkeypatch.setattr(varlen, "PACKAGES", made)
-        monkeypatch.setattr(varlen, "compute_capability", lambda device: (9, 0))
+        monkeypatch.setattr(attention, "PACKAGES", made)
+        monkeypatch.setattr(attention, "compute_capability", lambda device: (9, 0))
         monkeypatch.setattr(
-            varlen, "right_size", lambda package, device, dtype, size: resolved(package, "cpu", dtype, size)
+            attention, "right_size", lambda package, device, dtype, size: resolved(package, "cpu", dtype, size)
         )
         resolved.cache_clear()
 
@@ -83,7 +83,7 @@ def test_where_there_is_none_the_reason_is_said(packages):
     ):
         found, said = resolve_varlen(device, dtype, 24, asked)
         assert found is None and why in said and said.startswith("one call a run")
-    varlen.compute_capability = lambda device: (7, 5)  # undone by the fixture
+    attention.compute_capability = lambda device: (7, 5)  # undone by the fixture
     assert "too old" in resolve_varlen("cuda", torch.float16, 24)[1]
 
 

@@ -8,9 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from opendit.kernels.adamw_ema import BLOCK
-from opendit.kernels.host_access import Staged
 from opendit.kernels.operations import FLOAT8, chosen
-from opendit.kernels.tensor_table import BlockTable
+from opendit.kernels.tensor_table import BlockTable, Staged
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config

@@ -32,8 +32,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from opendit.common.torch_utils import not_compiled
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import dequantised
+from opendit.kernels.linear import sum_parts, sum_parts_reference
 from opendit.kernels.split_heads import split_heads, split_heads_reference
-from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
 from opendit.models.attention import AnyProjection
 from opendit.models.layers import Attend, LowRank
 from opendit.parallel.collectives import Exchange, Flight, Group, Ring, join, start_gather

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import fp8
+from opendit.kernels.fp8 import weight_in_float8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
-from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.models.attention import AnyProjection
 from opendit.models.layers import in_working_dtype
 from opendit.parallel.collectives import Group
