@@ -632,7 +632,6 @@ class TrainConfig(
             f"--model {self.model}, whose experts choose among all tokens of a sample": kind == "EC-DiT",
             f"--model {self.model}, whose blocks have tokens of captions as well": sizes is None,
             "--lora, which adds to blocks that have learned to see all tokens": self.lora is not None,
-            "--pack_tokens, whose packs have samples of several lengths": self.pack_tokens is not None,
             "--tensor_parallel_size, whose ranks each have a part of the tokens": self.tensor_parallel_size > 1,
             "--pipeline_parallel_size, whose stages are sent all tokens": self.pipeline_parallel_size > 1,
             "--parallel auto, which counts with all tokens": self.parallel == "auto",

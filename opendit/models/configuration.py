@@ -323,8 +323,6 @@ class DiTConfig:
         """Raise ValueError, with the reason, if these models do not support packs of samples of unequal size."""
         if self.why_no_packs:
             raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
-        if self.sprint is not None:
-            raise ValueError("--pack_tokens: not models of a fused --route; leave one of the two out")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         """Raise ValueError if the blocks do not support FP8 or this level of --recompute."""

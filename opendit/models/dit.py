@@ -212,9 +212,9 @@ class DiT(nn.Module):
             segments: The segments of a pack. x then has its patches (N, C, *patch), and t and y have one row per
                 segment.
             kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None if all blocks see all
-                tokens.
-            dropped: (B,) bool, True for samples whose tokens after the route are replaced by mask tokens; only with
-                ``sprint``. None for no sample.
+                tokens. (1, n) for a pack, whose ``segments.kept`` says how many belong to each segment.
+            dropped: (B,) bool, True for samples, or segments of a pack, whose tokens after the route are replaced by
+                mask tokens; only with ``sprint``. None for no sample.
             aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
             uncertain: True to also return the u(t) of :class:`~opendit.models.uncertainty.Uncertainty`, (B,) fp32.
 
@@ -228,10 +228,10 @@ class DiT(nn.Module):
         """
         c, context = self.condition(t, y)
         more: list[Tensor] = []
+        run = self._runs(kept, dropped, aligned, x, more.append)
         if segments is not None:
-            output = self._predict_pack(x, self.modulations(c), context, segments)
+            output = self._predict_pack(x, self.modulations(c), context, segments, run)
         else:
-            run = self._runs(kept, dropped, aligned, x, more.append)
             output = self.predict(x, self.modulations(c), context, run=run)
         if uncertain:
             assert self.uncertainty is not None, "a model of --uncertainty_weighting"
@@ -480,7 +480,12 @@ class DiT(nn.Module):
     # ----------------------------------------------------------------------------------------------------------- packs
 
     def _predict_pack(
-        self, x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
+        self,
+        x: Tensor,
+        modulations: Iterable[Modulation],
+        context: Context | None,
+        segments: Segments,
+        run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
         """Compute the prediction for every patch of a pack. Return (N, out_channels, *patch) in the weights' dtype.
 
@@ -491,6 +496,7 @@ class DiT(nn.Module):
             modulations: Modulations for the conditions of the S segments.
             context: Captions of the S segments.
             segments: The segments of the pack.
+            run: Function that runs the blocks on the tokens, with the signature of ``run_blocks``.
 
         Raises:
             ValueError: the model does not support packs, or the number of patches is not the pack's number of tokens.
@@ -503,7 +509,7 @@ class DiT(nn.Module):
         tokens, grid = self._embed_pack(x, packed)
         residual = ResidualStream(tokens)
         del tokens
-        y = self.of_tokens(residual, grid, modulations, context)
+        y = self.of_tokens(residual, grid, modulations, context, run)
         y = (y if grid.shards is None else grid.shards.gather(y)).squeeze(0)
         y = self._output_patches(y)
         if not any(segments.repeated):

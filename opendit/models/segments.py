@@ -39,6 +39,7 @@ class Segments:
         tokens: Length N of the pack. Tokens after the last segment are padding.
         repeated: True for each segment whose single frame is repeated to fill a patch of several frames. Empty if no
             segment has repeated frames.
+        kept: Number of tokens of each segment that the blocks of a route process. Empty if they process all tokens.
 
     Raises ValueError if there are no segments, if a grid is invalid, or if the segments have more tokens than the pack.
     """
@@ -46,6 +47,7 @@ class Segments:
     grids: tuple[Grid, ...]
     tokens: int
     repeated: tuple[bool, ...] = ()
+    kept: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.grids or any(len(grid) != 3 or min(grid) < 1 for grid in self.grids):
@@ -66,6 +68,10 @@ class Segments:
         grids = [tuple(side // p for side, p in zip(size, patch, strict=True)) for size in whole]
         whole_grids = ((1, *grid)[-3:] for grid in grids)
         return cls(tuple((f, r, c) for f, r, c in whole_grids), tokens, repeated if any(repeated) else ())
+
+    def of_kept(self, tokens: int) -> "Segments":
+        """Return the segments of a pack that consists of the kept tokens, padded to at least ``tokens`` tokens."""
+        return Segments(tuple((1, 1, count) for count in self.kept), max(tokens, sum(self.kept)))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

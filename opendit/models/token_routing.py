@@ -49,10 +49,10 @@ class Fusion(nn.Module):
     def forward(self, deep: Tensor, shallow: Tensor, dropped: Tensor | None = None) -> Tensor:
         """Fuse the tokens ``deep`` after a route with the tokens ``shallow`` before it, both (B, N, D).
 
-        dropped: (B,) bool, True for samples whose ``deep`` tokens are all replaced by mask tokens; None for no
-        sample."""
+        dropped: (B,) bool, True for samples whose ``deep`` tokens are all replaced by mask tokens; (N,) for the tokens
+        of a pack; None for no sample."""
         if dropped is not None:
-            deep = torch.where(dropped.view(-1, 1, 1), self.mask_token.to(deep.dtype), deep)
+            deep = torch.where(dropped.view(len(deep), -1, 1), self.mask_token.to(deep.dtype), deep)
         return self.linear(torch.cat((deep, shallow), dim=-1))
 
     def masks(self, like: Tensor, tokens: int) -> Tensor:
@@ -97,10 +97,11 @@ def run_routed(
 
     Args:
         route: First block of the route, and first block after it.
-        kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens.
+        kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens. For a pack,
+            (1, n), the indices of all segments.
         fusion: Fuses the tokens after the route with those before it; None to put the kept tokens back among the
             skipped ones.
-        dropped: See :meth:`Fusion.forward`.
+        dropped: (B,) bool, True for samples that do without the route's result; (S,) for the segments of a pack.
     """
     blocks, modulations, (first, last) = list(blocks), iter(modulations), route
     contexts = context if isinstance(context, list) else [cast(Context, context)] * len(blocks)
@@ -110,7 +111,11 @@ def run_routed(
 
     x = part(x, slice(first), grid) if first else x
     deep = run_on_kept(partial(part, which=slice(first, last)), x, grid, kept, fusion)
-    x = deep if fusion is None else fusion(deep, x, dropped)
+    if fusion is None:
+        x = deep
+    else:
+        packed = None if grid is None else grid.packed
+        x = fusion(deep, x, dropped if packed is None or dropped is None else dropped[packed.sample_of_row])
     return part(x, slice(last, None), grid) if last < len(blocks) else x
 
 
@@ -137,11 +142,15 @@ def run_on_kept(
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
     """Return the grid of the tokens ``kept`` (B, n). Its position tables have one entry per sample, because samples
-    keep different tokens."""
-    rotary = None if grid.rotary is None else grid.rotary[kept]
+    keep different tokens; those of a pack have one entry per token."""
+    rotary = None if grid.rotary is None else grid.rotary[kept if grid.packed is None else kept[0]]
     learned, shards = grid.learned, cast(RoutedShards | None, grid.shards)
     few = None if shards is None else shards.of_length(kept.shape[1])
+    packed = grid.packed
+    if packed is not None:
+        packed = packed.segments.of_kept(0 if few is None else few.first + few.rows).place(kept.device)
+        packed = packed if few is None else packed.part(few.first, few.rows)
     if learned is not None:
         learned = (learned if shards is None else shards.join(learned))[0][kept]
         learned = learned if few is None else few.take(learned)
-    return replace(grid, sizes=(kept.shape[1],), rotary=rotary, learned=learned, shards=few)
+    return replace(grid, sizes=(kept.shape[1],), rotary=rotary, learned=learned, shards=few, packed=packed)

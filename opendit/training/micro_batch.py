@@ -4,7 +4,7 @@ The classes ``Latents`` and ``Packing`` convert the data loader's batches to mic
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, cast
@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch
 from opendit.data.base import to_pixels
 from opendit.data.clips import enlarge
 from opendit.diffusion.objectives import Objective
 from opendit.diffusion.objectives.base import Prepared
-from opendit.diffusion.random import Stream, normal
+from opendit.diffusion.random import Stream, draw_route, normal
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
@@ -164,6 +165,8 @@ class PackedMicroBatch:
         shares: (S,) fp32 weight of each segment in the loss. With these weights, the mean loss over all micro-batches
             and ranks of a step equals the mean over the step's samples.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
+        kept: (1, n) int64 indices of the tokens that routed blocks see; ``segments.kept`` counts them.
+        dropped: (S,) bool, see :class:`MicroBatch`.
         uncertain: see :class:`MicroBatch`.
     """
 
@@ -174,6 +177,8 @@ class PackedMicroBatch:
     segments: Segments
     shares: Tensor
     given: Tensor | None = None
+    kept: Tensor | None = None
+    dropped: Tensor | None = None
     uncertain: bool = False
 
     @cached_property
@@ -188,7 +193,9 @@ class PackedMicroBatch:
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the positional and keyword arguments of the network, which takes one time for each segment, (S,)."""
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
-        more = {"uncertain": True} if self.uncertain else {}
+        more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
+        more |= {} if self.dropped is None else {"dropped": self.dropped}
+        more |= {"uncertain": True} if self.uncertain else {}
         return inputs, {"y": self.condition, "segments": self.segments, **more}
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
@@ -307,6 +314,8 @@ class SampleInputs(Protocol):
     @property
     def seed(self) -> int: ...
     @property
+    def route(self) -> TokenRoute | None: ...
+    @property
     def uncertain(self) -> bool: ...
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor: ...
     def noise(self, x0: Tensor, step: int, index: Tensor) -> Tensor: ...
@@ -341,6 +350,7 @@ class Packing:
             noise.append(inputs.noise(x0[-1], batch.step, index[part]))
             given.append(inputs.given(x0[-1], batch.step, index[part]))
         segments = self.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
+        segments, kept, dropped = self.route(segments, inputs, batch.step, index)
         shares = self.shares(batch.weights, len(index), batch.segments_in_step)
         return PackedMicroBatch(
             self.patches(x0),
@@ -350,8 +360,31 @@ class Packing:
             segments,
             shares.to(inputs.device, non_blocking=True),
             None if given[0] is None else self.patches(given),
+            kept,
+            dropped,
             inputs.uncertain,
         )
+
+    def route(
+        self, segments: Segments, inputs: SampleInputs, step: int, index: Tensor
+    ) -> tuple[Segments, Tensor | None, Tensor | None]:
+        """Draw the tokens of each segment that routed blocks see, as without packs.
+
+        Return the segments with the number of these tokens, and ``kept`` and ``dropped`` of the micro-batch.
+        """
+        kept, counts, dropped = [], [], []
+        for run in segments.runs:
+            own = slice(run.segment, run.segment + run.count)
+            found, dropped_here = draw_route(inputs.route, run.length, inputs.seed, step, index[own])
+            dropped.append(dropped_here)
+            if found is not None:
+                firsts = torch.arange(run.count, device=found.device) * run.length + segments.offsets[run.segment]
+                kept.append((found + firsts.unsqueeze(1)).flatten())
+                counts += [found.shape[1]] * run.count
+        every = None if dropped[0] is None else torch.cat(cast(list[Tensor], dropped))
+        if not kept:
+            return segments, None, every
+        return replace(segments, kept=tuple(counts)), torch.cat(kept).unsqueeze(0), every
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
         """Return the segments of a sequence in which latents with these sizes are packed."""

@@ -270,10 +270,12 @@ class TrainingFlops:
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
         """Return the FLOPs of the forward and backward pass over this rank's micro-batch, without a pack's padding."""
+        routed = micro_batch.kept is not None
         if isinstance(micro_batch, PackedMicroBatch):
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
-            return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
-        return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]), micro_batch.kept is not None)
+            sizes = (tuple(n * p for n, p in zip(grid, self._patch, strict=True)) for grid in grids)
+            return sum(self._of_size(size, routed) for size in sizes)
+        return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]), routed)
 
 
 class TrainedNetwork(NamedTuple):

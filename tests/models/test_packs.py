@@ -11,7 +11,7 @@ from opendit.models.dit import DiTConfig
 from opendit.models.ecdit import ECDiTConfig
 from opendit.models.lora import Lora, add_lora
 from opendit.models.moviegen import MovieGenConfig
-from opendit.models.segments import Segments, segment_attention
+from opendit.models.segments import Segments, pack_patches, segment_attention, unpack_patches
 from opendit.models.stdit import STDiTConfig
 from opendit.models.vdit import VDiTConfig
 from opendit.models.zoo import build_model
@@ -57,6 +57,26 @@ def test_a_pack_is_its_samples_one_by_one(name):
     gradients = given.gradients(model, wanted)
     assert all(gradient.any() for gradient in gradients.values())
     assert_same(given.gradients(model, found), gradients, 1e-6)
+
+
+@pytest.mark.parametrize("name", ("DiT, rope and norms", "vDiT, captions", "MovieGen"))
+def test_routed_blocks_see_the_same_tokens_as_without_packs(name):
+    model, given = made(name)
+    segments, model.route = given.segments(model.config, padding=5), (1, 2)
+    generator, kept = torch.Generator().manual_seed(3), []
+    for length in segments.lengths:
+        kept.append(torch.randperm(length, generator=generator)[: max(1, length // 3)].sort().values)
+    wanted = [
+        model(x[None], given.t[i : i + 1], given.y[i : i + 1], kept=kept[i][None])[0]
+        for i, x in enumerate(given.latents)
+    ]
+    counted = replace(segments, kept=tuple(map(len, kept)))
+    flat = torch.cat([own + first for own, first in zip(kept, segments.offsets, strict=False)])
+    patches = pack_patches(given.latents, model.config.patch, segments.tokens)
+    found = unpack_patches(model(patches, given.t, given.y, counted, kept=flat[None]), segments)
+    assert_same(found, wanted, 1e-6)
+    assert_same(given.gradients(model, found), given.gradients(model, wanted), 1e-6)
+    model.route = None
 
 
 @pytest.mark.parametrize("cut", (False, True))

@@ -2,12 +2,14 @@
 
 import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective, Objective
 from opendit.encoders.conditioner import LabelConditioner
@@ -60,18 +62,26 @@ def alone(made: Batch, number: int) -> Batch:
     return Batch(made.x[number].unsqueeze(0), made.y[rows], made.index[rows], made.step, made.micro, epoch=0)
 
 
-def inputs(objective: Objective, config: DiTConfig, micro_batches: int = 2, tokens: int = TOKENS) -> Inputs:
+def inputs(
+    objective: Objective,
+    config: DiTConfig,
+    micro_batches: int = 2,
+    tokens: int = TOKENS,
+    route: TokenRoute | None = None,
+) -> Inputs:
     latents = Latents(None, cached=(0.5, 0.1), sampled=True, seed=SEED)
     packing = Packing(config.patch, tokens, micro_batches)
     conditioner = LabelConditioner(CLASSES, CPU)
-    return Inputs(
-        latents, objective, conditioner, CPU, SEED, 0.3, packing, lambda size: math.prod(config.grid_of(size))
-    )
+    count = lambda size: math.prod(config.grid_of(size))  # noqa: E731
+    return Inputs(latents, objective, conditioner, CPU, SEED, 0.3, packing, count, route=route)
 
 
-def model_of(config: DiTConfig = CONFIG):
+def model_of(config: DiTConfig = CONFIG, route: TokenRoute | None = None):
     torch.manual_seed(0)
-    return with_vectors(randomised(build_model(config)))
+    model = with_vectors(randomised(build_model(config)))
+    if route is not None:
+        model.route = (route.first, route.last)
+    return model
 
 
 def one_by_one(model, objective: Objective, made: Batch, given: Inputs) -> list[Tensor]:
@@ -102,10 +112,18 @@ def test_losses_and_gradients_are_those_of_the_samples_one_by_one(name):
     assert_same({n: p.grad for n, p in model.named_parameters()}, gradients, 1e-5)
 
 
-def plain_run() -> tuple[list[float], dict[str, Tensor]]:
+ROUTES = {
+    "": (CONFIG, None),
+    "tread": (CONFIG, TokenRoute(1, 2, 0.4)),
+    "sprint": (replace(CONFIG, sprint=(1, 2)), TokenRoute(1, 2, 0.4, fused=True, drop=0.5)),
+}
+
+
+def plain_run(routed: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and first moments of one process in fp32 that never saw a pack: the mean over a step's samples."""
-    objective, model, losses = OBJECTIVES["ddpm"], model_of(), []
-    adam, given = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01), inputs(OBJECTIVES["ddpm"], CONFIG)
+    (config, route), objective, losses = ROUTES[routed], OBJECTIVES["ddpm"], []
+    model, given = model_of(config, route), inputs(objective, config, route=route)
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     for step in range(STEPS):
         parts = [one_by_one(model, objective, batch(step, pack), given) for pack in (0, 1)]
         loss = sum(sum(parts, [])) / SAMPLES
@@ -117,18 +135,26 @@ def plain_run() -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: adam.state[p]["exp_avg"] for name, p in model.named_parameters()}
 
 
-def packed_run(mesh: Mesh, plugin: str, kind: str | None, checkpointed: bool = False, precision: str = "fp32"):
+def packed_run(
+    mesh: Mesh,
+    plugin: str,
+    kind: str | None,
+    checkpointed: bool = False,
+    precision: str = "fp32",
+    routed: str = "",
+):
     if kind is not None:
         mesh = init_mesh(sequence_parallel=mesh.world_size)
-    model, micro_batches = model_of(), 2 // mesh.dp_size
-    model.use(sequence=strategy(mesh, kind, CONFIG) if kind else None)
+    config, route = ROUTES[routed]
+    model, micro_batches = model_of(config, route), 2 // mesh.dp_size
+    model.use(sequence=strategy(mesh, kind, config) if kind else None)
     model.grad_checkpoint = checkpointed
     settings = dict(lr=LR, weight_decay=0.01, grad_clip=CLIP, grad_accumulation=micro_batches)
     engine = build_engine(model, mesh, plugin=plugin, precision=precision, **settings)
     objective, losses = OBJECTIVES["ddpm"], []
     runner = build_runner(EagerPasses(engine, objective, micro_batches), packs=True, graph=True)
     assert runner.note.startswith("off: every pack has other segments")
-    given = inputs(objective, CONFIG)
+    given = inputs(objective, config, route=route)
     for step in range(STEPS):
         packs = [mesh.dp_rank] if mesh.dp_size == 2 else [0, 1]
         result = runner.train_step(given.of(batch(step, pack)) for pack in packs)
@@ -138,24 +164,29 @@ def packed_run(mesh: Mesh, plugin: str, kind: str | None, checkpointed: bool = F
 
 
 @functools.cache
-def wanted():
-    return plain_run()
+def wanted(routed: str = ""):
+    return plain_run(routed)
 
 
 @pytest.mark.parametrize(
-    ("world", "plugin", "kind", "checkpointed"),
+    ("world", "plugin", "kind", "checkpointed", "routed"),
     (
-        (1, "zero2", None, False),
-        (2, "ddp", None, True),
-        (2, "fsdp", None, False),
-        (2, "zero2", "ulysses", False),
-        (2, "fsdp", "direct fastseq", False),
+        (1, "zero2", None, False, ""),
+        (2, "ddp", None, True, ""),
+        (2, "fsdp", None, False, ""),
+        (2, "zero2", "ulysses", False, ""),
+        (2, "fsdp", "direct fastseq", False, ""),
+        (1, "zero2", None, False, "tread"),
+        (1, "zero2", None, True, "sprint"),
+        (2, "zero2", "ulysses", False, "sprint"),
+        (2, "fsdp", "direct fastseq", False, "tread"),
     ),
 )
-def test_curves_are_those_of_the_samples_one_by_one(world, plugin, kind, checkpointed):
-    for losses, moments in run_ranks(world, packed_run, plugin, kind, checkpointed):
-        assert off_by(losses, wanted()[0]) < 1e-5
-        assert_same(moments, wanted()[1], 1e-4)
+def test_curves_are_those_of_the_samples_one_by_one(world, plugin, kind, checkpointed, routed):
+    losses_alone, moments_alone = wanted(routed)
+    for losses, moments in run_ranks(world, packed_run, plugin, kind, checkpointed, "fp32", routed):
+        assert off_by(losses, losses_alone) < 1e-5
+        assert_same(moments, moments_alone, 1e-4)
 
 
 @pytest.mark.parametrize(("plugin", "precision"), (("gemini", "bf16"), ("zero2", "fp16")))

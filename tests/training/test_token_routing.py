@@ -89,7 +89,6 @@ def test_the_route_ends_where_it_is_asked_to(tmp_path, no_ranks, mode):
         ("--model EC-DiT-Ti/2 --route 1:3:0.5", "experts choose"),
         ("--model ST-DiT-Ti/222 --use_video --cross_attention --route 1:3:0.5", "along the axes"),
         ("--model DiT-Ti/2 --route 1:3:0.5:sprint --pipeline_parallel_size 2", "--pipeline_parallel_size"),
-        ("--model DiT-Ti/2 --route 1:3:0.5 --pack_tokens 64", "--pack_tokens"),
         ("--model DiT-Ti/2 --route 1:3:0.5 --tensor_parallel_size 2", "--tensor_parallel_size"),
         ("--model DiT-Ti/2 --route 1:3:0.5 --pipeline_parallel_size 2", "--pipeline_parallel_size"),
     ],

@@ -484,11 +484,16 @@ class PublicDiT(DiT):
     # --------------------------------------------------------------------------------------------------------- packs
 
     def _predict_pack(
-        self, x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
+        self,
+        x: Tensor,
+        modulations: Iterable[Modulation],
+        context: Context | None,
+        segments: Segments,
+        run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
         spec, embed = self.config.spec, cast(PatchLinear, self.x_embedder)
         if not spec.order:
-            return super()._predict_pack(x, modulations, context, segments)
+            return super()._predict_pack(x, modulations, context, segments, run)
         self._check_pack(x, segments)
         modulations, (text, keys) = iter(modulations), _of_context(context)
         pack = self._joint_pack(segments, text, keys)
@@ -505,7 +510,7 @@ class PublicDiT(DiT):
         parts = {"media": self._refined(media, modulations, pack.alone), "text": pack.without_padding(text)}
         tokens, grid = pack.grid.join([parts[name] for name in spec.order]), pack.grid
         checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
-        tokens = run_blocks(self.blocks, tokens, modulations, None, grid, checkpointed=checkpointed)
+        tokens = run(self.blocks, tokens, modulations, None, grid, checkpointed=checkpointed)
         media = grid.split(tokens)[spec.order.index("media")]
         if pack.filled is not None:
             media = pack.filled.split(media)[0]
