@@ -3,28 +3,17 @@
 A browser can only choose names that this module lists. A name from a browser is looked up in a listing and never
 becomes part of a path. Listed files are inside the folder of runs; symbolic links that lead out of this folder are
 refused.
-
-:class:`Catalog` lists runs, sample grids and weights. The functions after the class read the history of a run: the
-curves in log.jsonl, the starts in config.json, and the results of evaluations.
 """
 
-import contextlib
-import json
-import math
-import os
 import re
-import threading
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from opendit.checkpoint.files import file_id
 from opendit.checkpoint.pretrained import find_weights, read_info
 from opendit.checkpoint.run_folders import checkpoints_in, run_folders, step_of
-from opendit.checkpoint.schema import RUN_CONFIG
 from opendit.common.json_file import MIB
-from opendit.common.json_models import read_file
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
@@ -148,11 +137,9 @@ class Catalog:
         return self.outputs / name
 
     def file(self, run: str, name: str) -> Path | None:
-        """Return the path of a file in a run.
+        """Return the path of a file in a run; None if it is not a regular file or leads out of the folder of runs.
 
-        Return None if the file doesn't exist, is not a regular file, or is a link out of the folder of runs.
-
-        name: name of the file. The caller must never take it from a browser.
+        ``name`` must never come from a browser.
         """
         path = self.run(run) / name
         try:
@@ -174,10 +161,8 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """Return the path of a sample grid.
-
-        Raises ValueError if the grid is not listed, is too large, or is a link out of the folder of runs.
-        """
+        """Return the path of a sample grid. Raises ValueError if it is not listed, is too large, or leads out of the
+        folder of runs."""
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -206,19 +191,14 @@ class Catalog:
     def averages(self, source: str, checkpoint: str) -> list[str]:
         """Return the names of the sets of weights in a checkpoint: "ema", further averages, and "model"."""
         if source in self.extra:
-            return ["ema", "model"] if self.extra[source].is_dir() and not self._is_pipeline(source) else ["ema"]
+            path = self.extra[source]
+            return ["ema", "model"] if path.is_dir() and not (path / PIPELINE_INDEX).is_file() else ["ema"]
         folder = self._folder(source, checkpoint)
-        names = set()
-        for path in folder.iterdir() if folder.is_dir() and self.inside(folder) else ():
-            for suffix in (SHARDS, PARTS, WHOLE):
-                if path.name.endswith(suffix):
-                    names.add(path.name.removesuffix(suffix))
-                    break
+        files = folder.iterdir() if folder.is_dir() and self.inside(folder) else ()
+        suffixes = (SHARDS, PARTS, WHOLE)
+        names = {next((f.name.removesuffix(s) for s in suffixes if f.name.endswith(s)), "") for f in files}
         averages = sorted(name for name in names if name == "ema" or re.fullmatch("ema_[0-9.e-]+", name))
         return averages + ["model"] * ("model" in names) or ["ema"]
-
-    def _is_pipeline(self, source: str) -> bool:
-        return (self.extra[source] / PIPELINE_INDEX).is_file()
 
     def _folder(self, run: str, checkpoint: str) -> Path:
         folders = self._checkpoints(run)
@@ -232,11 +212,8 @@ class Catalog:
         return found
 
     def weights(self, source: str, checkpoint: str, average: str) -> WeightsChoice:
-        """Return the weights with these three listed names.
-
-        Raises:
-            ValueError: a name is not listed, or a file is a link out of the folder of runs.
-        """
+        """Return the weights with these three names. Raises ValueError if a name is not listed, or if a file is a link
+        out of the folder of runs."""
         if source in self.extra:
             if average not in ("ema", "model"):
                 raise ValueError(f"{source} does not have these weights; refresh the page")
@@ -285,10 +262,8 @@ class Catalog:
                 file_id(path, self.root)
 
     def card(self, choice: WeightsChoice) -> ModelCard | None:
-        """Return the card of a model from the metadata of its weights; None if the weights have no metadata.
-
-        This does not read the weights. Raises ValueError or OSError for a damaged file.
-        """
+        """Return the card of a model from the metadata of its weights; None without metadata. Raises ValueError or
+        OSError for a damaged file."""
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
         weights = Weights({}, file, info)
@@ -310,150 +285,3 @@ def _mark(path: Path) -> tuple[Any, ...]:
     except OSError:
         return ()
     return found.st_ino, found.st_mtime_ns
-
-
-# ------------------------------------------------------------------------------------------- a run's history
-
-METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}
-POINTS = 400  # maximum number of points in a curve; neighbouring points of longer curves are averaged
-MOST_POINTS = 40_000  # maximum number of points of a curve in memory
-LOG_BYTES, LINE_BYTES = 512 * MIB, MIB
-
-
-def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
-    """Return, for each of ``METRICS``, the points (step, value, run) of all ``runs``."""
-    found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
-    for run in runs:
-        if (log := catalog.file(run, "log.jsonl")) is None:
-            continue
-        for metric, points in log_reader(log).points().items():
-            found[metric] += [(step, value, run) for step, value in points]
-    return found
-
-
-class LogReader:
-    """Reads the lines that were added to a run's log since the last call."""
-
-    def __init__(self, path: Path):
-        self._path, self._lock = path, threading.Lock()
-        self._begin(None)
-
-    def _begin(self, file: tuple[int, int] | None) -> None:
-        self._file, self._place, self._last = file, 0, b""
-        self._points: dict[str, list[tuple[int, float]]] = {metric: [] for metric in METRICS}
-
-    def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the points (step, value) for each of ``METRICS``, at most ``POINTS`` each. Raises OSError."""
-        with self._lock, open(self._path, "rb") as log:
-            known = os.fstat(log.fileno())
-            log.seek(self._place - len(self._last))
-            same = self._file == (known.st_dev, known.st_ino) and log.read(len(self._last)) == self._last
-            if not same:  # the file was replaced, or was truncated and has grown again
-                self._begin((known.st_dev, known.st_ino))
-            if known.st_size - self._place > LOG_BYTES:
-                self._place, self._last = known.st_size - LOG_BYTES, b""
-            log.seek(self._place)
-            while line := log.readline(LINE_BYTES):
-                if not line.endswith(b"\n") and len(line) < LINE_BYTES:  # the line is still being written
-                    break
-                self._place, self._last = self._place + len(line), line[-100:]
-                self.add(line)
-            return {metric: thinned(sorted(points)) for metric, points in self._points.items()}
-
-    def add(self, line: bytes) -> None:
-        """Add the values in a line of the log. A line without values is ignored."""
-        try:
-            entry = json.loads(line)
-            step = entry["step"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return
-        if type(step) is not int or not 0 <= step < 2**53:
-            return
-        for metric, points in self._points.items():
-            value = entry.get(metric)
-            with contextlib.suppress(OverflowError):  # the value is an integer outside the range of floats
-                if type(value) in (int, float) and math.isfinite(float(value)):
-                    points.append((step, float(value)))
-            if len(points) > MOST_POINTS:
-                points[:] = thinned(sorted(points), MOST_POINTS // 2)
-
-
-@lru_cache(maxsize=64)
-def log_reader(log: Path) -> LogReader:
-    """Return the reader of a log. The same log always has the same reader."""
-    return LogReader(log)
-
-
-def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
-    """Reduce a curve to at most ``most`` points.
-
-    Each new point is the mean of neighbouring values, at the last of these values' steps. The last point does not
-    change.
-    """
-    if len(points) <= most:
-        return points
-    *earlier, last = points
-    edges = [round(i * len(earlier) / (most - 1)) for i in range(most)]
-    groups = [earlier[low:high] for low, high in zip(edges, edges[1:], strict=False)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups] + [last]
-
-
-RESULTS = ("results.jsonl", "evaluation/results.jsonl")
-RESULT_BYTES = 4 * MIB
-RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference", "sampler", "steps", "guidance", "time")
-
-
-def results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return the results of ``opendit evaluate`` for a run, newest first.
-
-    The results are read from the run's folder and from the folder ``evaluations``. From ``evaluations``, only results
-    for weights inside the run's folder are returned.
-    """
-    found, root = [], catalog.run(run).resolve()
-    for name in RESULTS:
-        if (path := catalog.file(run, name)) is not None:
-            found += _rows(path)
-    if evaluations is not None and (path := evaluations / "results.jsonl").is_file():
-        found += [row for row in _rows(path) if _lies_in(row.get("samples"), root)]
-    unique = {json.dumps(row, sort_keys=True): row for row in found}
-    return sorted(unique.values(), key=lambda row: str(row.get("time")), reverse=True)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the results in the first RESULT_BYTES of a file."""
-    rows = []
-    with open(path, "rb") as file:
-        for line in file.read(RESULT_BYTES).splitlines():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # the line is still being written
-                continue
-            if isinstance(row, dict) and "metric" in row and "value" in row:
-                rows.append({name: row.get(name) for name in RESULT_FIELDS})
-    return rows
-
-
-def _lies_in(samples: Any, folder: Path) -> bool:
-    try:
-        return isinstance(samples, str) and Path(samples).resolve().is_relative_to(folder)
-    except (OSError, ValueError, RuntimeError):
-        return False
-
-
-def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return a record for each time the run was started or resumed, in order, from its config.json. Raises ValueError
-    for a damaged file.
-
-    Records by early versions of OpenDiT have only flags.
-    """
-    if (path := catalog.file(run, "config.json")) is None:
-        return []
-    content = read_file(path, RUN_CONFIG)
-    found = content.get("starts") or [content]
-    return [start for start in found if isinstance(start, dict)]
-
-
-def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a text for each flag that differs between two starts, such as "--lr 0.0001 -> 0.001"."""
-    old, new = (flags if isinstance(flags := start.get("flags"), dict) else {} for start in (before, after))
-    return [f"--{name} {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -21,20 +22,22 @@ import gradio as gr  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, HTTPException  # noqa: E402
 from fastapi.responses import FileResponse, Response  # noqa: E402
+from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: E402
 
 from opendit.checkpoint.pretrained import find_weights, read_info  # noqa: E402
 from opendit.sampling.page import views  # noqa: E402
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice  # noqa: E402
-from opendit.sampling.page.connections import PatientProtocol  # noqa: E402
-from opendit.sampling.page.drawing_queue import DrawingQueue, Page  # noqa: E402
-from opendit.sampling.page.sample_store import SampleStore, is_token  # noqa: E402
-from opendit.sampling.page.tabs import HTML, compare_tab, runs_tab, sample_tab  # noqa: E402
+from opendit.sampling.page.drawing import DrawingQueue, Page, SampleStore  # noqa: E402
+from opendit.sampling.page.drawing_tabs import compare_tab, sample_tab  # noqa: E402
+from opendit.sampling.page.runs_tab import runs_tab  # noqa: E402
 from opendit.sampling.page.training_queue import TrainingQueue  # noqa: E402
 from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
 MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
+MOST_SILENT = 128  # maximum number of open connections that wait for a request
+REQUEST_S = 10  # seconds for the headers of a request, from the opening of the connection or the last answer
 BODY_S = 30  # seconds for the body of a request to arrive
 GOODBYE_S = 2  # seconds that running answers may still take when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
@@ -188,7 +191,7 @@ def build(page: Page) -> gr.Blocks:
     """Create the page with all tabs."""
     with gr.Blocks(title="OpenDiT", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
         folder = views.escaped(page.catalog.outputs)
-        gr.HTML(f'<div id="title"><h1>OpenDiT</h1><p>{folder}</p></div>', **HTML)
+        gr.HTML(f'<div id="title"><h1>OpenDiT</h1><p>{folder}</p></div>', **views.HTML)
         with gr.Tab("Sample") as tab:
             sample_tab(page, blocks, tab)
         with gr.Tab("Runs"):
@@ -197,10 +200,10 @@ def build(page: Page) -> gr.Blocks:
             compare_tab(page, blocks)
         if page.training is not None:
             with gr.Tab("Train") as tab:
-                train_tab(page, blocks, tab)
+                train_tab(page, tab)
 
         def leave(request: gr.Request) -> None:
-            page.cancel(str(request.session_hash))
+            page.queue.cancel(str(request.session_hash))
 
         blocks.unload(leave)
     blocks.queue(max_size=MOST_EVENTS, default_concurrency_limit=4)
@@ -211,22 +214,20 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
     """Return the ASGI application. password, hosts: see :class:`Guard`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.get("/drawn/{name}")
-    def drawn(name: str) -> Response:
-        token, dot, ending = name.partition(".")
-        if not is_token(token) or ending not in ("", "zip"):
+    @app.get("/drawn/{batch}.zip")
+    def archive(batch: str) -> Response:
+        if (content := page.store.archive(batch)) is None:
             raise HTTPException(404)
-        if dot:
-            if (content := page.store.archive(token)) is None:
-                raise HTTPException(404)
-            return Response(content, media_type="application/zip")
-        if (found := page.store.find(token)) is None:
+        return Response(content, media_type="application/zip")
+
+    @app.get("/drawn/{token}")
+    def drawn(token: str) -> Response:
+        if (sample := page.store.find(token)) is None:
             raise HTTPException(404)
-        sample, path = found
         kind = "video/mp4" if sample.is_clip else "image/png"
         # File name in the form of RFC 5987, because a caption may contain any script.
         place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
-        return FileResponse(path, media_type=kind, headers={"Content-Disposition": place})
+        return FileResponse(sample.path, media_type=kind, headers={"Content-Disposition": place})
 
     @app.get("/grid/{run}/{name}")
     def grid(run: str, name: str) -> Response:
@@ -261,35 +262,27 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
 # ----------------------------------------------------------------------------------------------------------- the server
 
 
-class Loader:
-    """Loads weights with the command-line flags of the page."""
-
-    def __init__(self, options: dict[str, Any]):
-        self._options = options
-
-    def __call__(self, choice: WeightsChoice) -> Pipeline:
-        """Return the pipeline for the chosen weights. Raises ValueError or OSError, with a line for the user."""
-        options, arguments = self._options, {}
-        file = find_weights(choice.path, choice.which)
-        info = read_info(file)
-        text = info.get("config", {}).get("text")
-        if options["vae"] is not None and info.get("vae") != "none":
-            arguments["vae"] = options["vae"]
-        if text and text["name"] != "bytes":
-            arguments["text_precision"] = options["text_precision"]
-            if options["text_encoder"] is not None:
-                arguments["text_encoder"] = options["text_encoder"]
-        if options["model"] is not None and not info:
-            arguments["model"] = options["model"]
-        return load(
-            choice.path,
-            weights=choice.which,
-            lora=list(choice.lora),
-            precision=options["mixed_precision"],
-            vae_tiling=options["vae_tiling"],
-            fp8=options["fp8"],
-            **arguments,
-        )
+def load_choice(options: dict[str, Any], choice: WeightsChoice) -> Pipeline:
+    """Load the chosen weights with the flags of the page. Raises ValueError or OSError, with a line for the user."""
+    info, arguments = read_info(find_weights(choice.path, choice.which)), {}
+    text = info.get("config", {}).get("text")
+    if options["vae"] is not None and info.get("vae") != "none":
+        arguments["vae"] = options["vae"]
+    if text and text["name"] != "bytes":
+        arguments["text_precision"] = options["text_precision"]
+        if options["text_encoder"] is not None:
+            arguments["text_encoder"] = options["text_encoder"]
+    if options["model"] is not None and not info:
+        arguments["model"] = options["model"]
+    return load(
+        choice.path,
+        weights=choice.which,
+        lora=list(choice.lora),
+        precision=options["mixed_precision"],
+        vae_tiling=options["vae_tiling"],
+        fp8=options["fp8"],
+        **arguments,
+    )
 
 
 @contextlib.contextmanager
@@ -299,7 +292,7 @@ def opened(options: dict[str, Any]):
     Raises ValueError or OSError if a ``--ckpt`` can't be read.
     """
     extra, lora = _named(options["ckpt"]), _named(options["lora"])
-    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), Loader(options)
+    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), partial(load_choice, options)
     cards = {}
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
@@ -329,19 +322,58 @@ def _named(paths: list[str]) -> dict[str, Path]:
     return found
 
 
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 protocol of uvicorn that closes silent connections, so that they can't block other users.
+
+    A connection that sends no request is closed after ``REQUEST_S``. If more than ``MOST_SILENT`` connections are
+    silent, the one that has been silent longest is closed. uvicorn itself waits for the first request forever.
+    """
+
+    _silence: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_request(self) -> None:
+        """Start the timer, unless a request is being answered. A request whose headers arrive slowly gets no extra
+        time."""
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            return self._stop_waiting()
+        if self._silence is not None:
+            return
+        self._silence = self.loop.call_later(REQUEST_S, self.transport.abort)
+        silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
+        if len(silent) > MOST_SILENT:
+            longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
+            # stop its timer now, so that this connection is not chosen again before its closing is reported
+            longest._stop_waiting()
+            longest.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+
 class PageServer(uvicorn.Server):
     """uvicorn server that ends on SIGINT, SIGTERM or SIGHUP if it runs in the main thread."""
 
     def __init__(self, app: Guard):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=PatientProtocol,
-                log_level="warning",
-                server_header=False,
-                timeout_graceful_shutdown=GOODBYE_S,
-            )
-        )
+        options: dict[str, Any] = {"log_level": "warning", "server_header": False}
+        super().__init__(uvicorn.Config(app, http=PatientProtocol, timeout_graceful_shutdown=GOODBYE_S, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # close connections, because a browser keeps one open while it shows the page

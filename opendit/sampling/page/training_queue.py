@@ -79,7 +79,7 @@ class Busy(Exception):
 class TrainingQueue:
     """Queue of training runs. At most one run per GPU is running; other runs wait.
 
-    As a context manager, the queue closes on exit, and the running runs continue.
+    As a context manager, the queue closes on exit. The running runs continue.
 
     Args:
         root: the folder of ``--allow_train``.
@@ -107,7 +107,6 @@ class TrainingQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the queue. The running runs continue."""
         self._ended.set()
         self._thread.join()
         if (program := self._program) is not None:
@@ -149,10 +148,11 @@ class TrainingQueue:
             self._keep(name, job.model_copy(update={"stopped": True}))
         return "it saves and ends"
 
-    def go_on(self, name: str) -> None:
-        """Queue an ended run again, so that it resumes from its newest checkpoint or, without one, starts over.
+    def go_on(self, name: str) -> str:
+        """Queue an ended run again, and return a message for the user.
 
-        Raises ValueError if the run is running, waiting or done, and OSError.
+        The run resumes from its newest checkpoint; without one, it starts over. Raises ValueError if the run is
+        running, waiting or done, and OSError.
         """
         with self._lock:
             job = self._job(name)
@@ -166,6 +166,7 @@ class TrainingQueue:
                     config.pop("pretrained", None)
             self._write_config(name, config)
             self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))
+        return "goes on, or waits for what runs"
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
         """Run a program of OpenDiT to its end. Return its exit code and the end of its output.
@@ -175,7 +176,8 @@ class TrainingQueue:
         if not self._program_lock.acquire(blocking=False):
             raise Busy("another plan is being made: try again in a moment")
         try:
-            with self._appending("plan.txt", empty=True) as output:
+            remove(self._folder / "plan.txt", root=self.root)
+            with self._appending("plan.txt") as output:
                 self._program = _start(words, output)
             try:
                 code = self._program.wait(PROGRAM_S)
@@ -276,10 +278,8 @@ class TrainingQueue:
         write_whole(self._folder / name / CONFIG, _yaml(config), root=self.root, make=True)
 
     @contextlib.contextmanager
-    def _appending(self, name: str, empty: bool = False) -> Iterator[int]:
+    def _appending(self, name: str) -> Iterator[int]:
         """Yield the descriptor of a file that is open for appending a program's output."""
-        if empty:
-            remove(self._folder / name, root=self.root)
         file = open_to_append(self._folder / name, root=self.root, make=True)
         try:
             yield file

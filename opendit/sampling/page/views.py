@@ -9,11 +9,13 @@ from typing import Any
 from urllib.parse import quote
 
 from opendit.sampling.page.catalog import ModelCard
-from opendit.sampling.page.sample_store import StoredSample
 
-SHOWN = 132  # approximate side in pixels to which smaller samples are enlarged
+# PRIVATE: options of all events, which keep them out of a public API. HTML: options that allow no scripts and only our
+# styles.
+PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 LONGEST_VALUE = 500
-PAGE_ROWS, MOST_PAGES = 100, 20  # number of rows per page of a table, and maximum number of pages
+MOST_ROWS = 1_000  # maximum number of rows in a table
 LOG_LINES = 40
 LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # sizes of a plot in units of its SVG; number of labels on an axis
 
@@ -44,12 +46,11 @@ CSS = """
 .pair { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 10px; }
 .pair > div { display: flex; gap: 10px; }
 .pair > p { font-size: 12px; color: var(--muted); margin: 6px 0 0; }
-.facts { overflow-x: auto; font-size: 13px; }
-.facts table { border-collapse: collapse; width: 100%; } .facts h4 { margin: 14px 0 6px; font-weight: 600; }
+.facts { overflow: auto; max-height: 520px; font-size: 13px; }
+.facts table { border-collapse: collapse; width: 100%; }
 .facts td, .facts th { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--border-color-primary);
   vertical-align: top; overflow-wrap: anywhere; font-weight: 400; }
 .facts th { color: var(--muted); white-space: nowrap; }
-.facts code { font-size: 12px; }
 .flags { columns: 3 260px; column-gap: 28px; font-size: 12.5px; }
 .flags div { break-inside: avoid; padding: 1px 0; overflow-wrap: anywhere; }
 .flags span { color: var(--muted); }
@@ -113,42 +114,6 @@ def progress(text: str, share: float) -> str:
     )
 
 
-def sample(stored: StoredSample, columns: int = 1) -> str:
-    """Render a picture or a playing clip, with its label and a download link."""
-    height, width = stored.size
-    zoom = max(1, math.ceil(SHOWN / max(height, 1)) if height < SHOWN else 1)
-    height, width = height * zoom, width * zoom
-    if (largest := 512 // columns) < max(height, width):
-        height, width = (round(side * largest / max(height, width)) for side in (height, width))
-    small = ' class="small"' if zoom > 1 else ""
-    source, kind = f"/drawn/{quote(stored.token)}", "MP4" if stored.is_clip else "PNG"
-    if stored.is_clip:
-        media = (
-            f'<video{small} src="{source}" width="{width}" height="{height}" autoplay loop muted playsinline></video>'
-        )
-    else:
-        media = f'<img{small} src="{source}" width="{width}" height="{height}" alt="{escaped(stored.label)}">'
-    return (
-        f'<figure style="width:{width}px">{media}<figcaption><span title="{escaped(stored.label)}">'
-        f'{escaped(stored.label)}</span><a href="{source}" download="{escaped(stored.name)}">{kind}</a>'
-        "</figcaption></figure>"
-    )
-
-
-def gallery(batch: str, stored: list[StoredSample]) -> str:
-    everything = f'<a href="/drawn/{quote(batch)}.zip" download="samples.zip">download all {len(stored)} (ZIP)</a>'
-    more = f'<div class="samples"><figcaption>{everything}</figcaption></div>' if len(stored) > 1 else ""
-    return f'<div class="samples" data-count="{len(stored)}">{"".join(map(sample, stored))}</div>{more}'
-
-
-def pairs(first: list[StoredSample], second: list[StoredSample], differences: list[str]) -> str:
-    shown = [
-        f'<div class="pair"><div>{sample(a, 2)}{sample(b, 2)}</div><p>A and B{escaped(text)}</p></div>'
-        for a, b, text in zip(first, second, differences, strict=True)
-    ]
-    return f'<div class="samples" data-count="{len(shown)}">{"".join(shown)}</div>'
-
-
 def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str]) -> str:
     """Render curves as an SVG. points: (step, value, run). colors: run -> color."""
     if not points:
@@ -201,7 +166,6 @@ def _axis(low: float, high: float) -> Axis:
 
 
 def legend(colors: dict[str, str]) -> str:
-    """Render a legend with the color of every run."""
     runs = (f'<span><i style="background:{escaped(color)}"></i>{escaped(run)}</span>' for run, color in colors.items())
     return f'<div class="legend">{"".join(runs)}</div>'
 
@@ -226,23 +190,11 @@ def sheet(jpeg: bytes) -> str:
 
 
 def table(rows: list[list[str]], heads: list[str]) -> str:
-    """Render a table. All pages except the first are collapsed, and rows after ``MOST_PAGES`` pages are left out."""
-    pages = [rows[first : first + PAGE_ROWS] for first in range(0, len(rows), PAGE_ROWS)] or [[]]
-    shown = [_page(pages[0], heads)]
-    for number, page in enumerate(pages[1:MOST_PAGES], start=1):
-        first = number * PAGE_ROWS + 1
-        shown.append(
-            f"<details><summary>{first:,} to {first + len(page) - 1:,}</summary>{_page(page, heads)}</details>"
-        )
-    if (left_out := len(rows) - PAGE_ROWS * MOST_PAGES) > 0:
-        shown.append(f"<p>and {left_out:,} more</p>")
-    return f'<div class="facts">{"".join(shown)}</div>'
-
-
-def _page(rows: list[list[str]], heads: list[str]) -> str:
+    """Render the first ``MOST_ROWS`` rows as a table that scrolls."""
     head = "".join(f"<th>{escaped(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows[:MOST_ROWS])
+    more = f"<p>and {len(rows) - MOST_ROWS:,} more</p>" if len(rows) > MOST_ROWS else ""
+    return f'<div class="facts"><table><tr>{head}</tr>{body}</table>{more}</div>'
 
 
 def flags(values: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import opendit
-from opendit.sampling.page.sample_store import KEY
+from opendit.sampling.page.drawing import KEY
 from tests.sampling.page.conftest import serving
 from tests.sampling.page.runs import BROKEN, CLIPS, CUT, DIGITS, LINK, LINKED_FILE
 

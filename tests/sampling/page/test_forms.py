@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from opendit.sampling.page.catalog import ModelCard, WeightsChoice
-from opendit.sampling.page.forms import SettingsForm, WhatForm, read_forms, same_conditions
+from opendit.sampling.page.drawing import SettingsForm, WhatForm, read_forms, same_conditions
 
 CLASSES = ModelCard("DiT-Ti/2", False, False, ("zero", "one", "two"), ("ddpm", "ddim"), True, "8", "ddpm")
 WORDS = ModelCard("DiT-Ti/2", False, True, (), ("euler",), True, "8", "flow")
@@ -29,38 +29,34 @@ def asked(card=CLASSES, **fields):
 
 def test_classes_and_captions_are_repeated_up_to_the_count():
     got = asked()
-    assert got.request.what == (2, 0, 2, 0, 2) and got.labels == ["two", "zero", "two", "zero", "two"]
-    assert asked(count=1).request.what == (2,) and asked(classes=[], count=3).request.what == 3
+    assert got.what == (2, 0, 2, 0, 2) and got.labels == ("two", "zero", "two", "zero", "two")
+    assert asked(count=1).what == (2,) and asked(classes=[], count=3).what == 3
     got = asked(WORDS, negative="x\ny", count=3)
-    assert got.request.what == ("a", "b", "a") and got.request.settings.negative == "x y"
-    assert asked(WORDS, captions=" \n\0\n", count=2).request.what == 2  # no caption at all
+    assert got.what == ("a", "b", "a") and got.settings.negative == "x y"
+    assert asked(WORDS, captions=" \n\0\n", count=2).what == 2  # no caption at all
 
 
 def test_settings_stand_in_the_files():
     got = asked(interval="0.5, inf", seed=3.0, sampler="ddim")
-    assert (
-        got.request.settings.interval == (0.5, math.inf)
-        and got.request.settings.seed == 3
-        and type(got.request.settings.seed) is int
-    )
-    assert got.settings["interval"] == [0.5, None] and got.settings["weights"] == "a run"
-    assert {"model", "objective", "sampler", "steps", "guidance", "negative", "seed", "count"} < set(got.settings)
+    assert got.settings.interval == (0.5, math.inf) and got.settings.seed == 3 and type(got.settings.seed) is int
+    assert got.recorded["interval"] == [0.5, None] and got.recorded["weights"] == "a run"
+    assert {"model", "objective", "sampler", "steps", "guidance", "negative", "seed", "count"} < set(got.recorded)
 
 
 def test_what_is_left_out_of_steps():
     got = asked(cache="taylor:3", steps=6)
-    assert got.request.settings.cache == got.settings["cache"] == "taylor:3" and got.settings["guidance_every"] == 1
-    assert asked(guidance_every=2).request.settings.guidance_every == 2 and asked().request.settings.cache is None
-    assert asked(guidance_every=2, guidance=1).request.settings.guidance_every == 1
+    assert got.settings.cache == got.recorded["cache"] == "taylor:3" and got.recorded["guidance_every"] == 1
+    assert asked(guidance_every=2).settings.guidance_every == 2 and asked().settings.cache is None
+    assert asked(guidance_every=2, guidance=1).settings.guidance_every == 1
     for wrong in ({"cache": "taylor:1"}, {"cache": None}, {"cache": ["exact"]}, {"guidance_every": 0}):
         with pytest.raises(ValueError, match="blocks left out|guide every"):
             asked(**wrong)
 
 
 def test_without_guidance_nothing_is_guided():
-    assert asked(guidance=1, interval="1 2").request.settings.interval is None
+    assert asked(guidance=1, interval="1 2").settings.interval is None
     unguided = ModelCard("m", False, False, ("a",), ("ddpm",), False, "8", "ddpm")
-    assert asked(unguided, classes=[0], guidance=4).request.settings.guidance == 1
+    assert asked(unguided, classes=[0], guidance=4).settings.guidance == 1
 
 
 @pytest.mark.parametrize(
@@ -71,8 +67,8 @@ def test_without_guidance_nothing_is_guided():
 )  # fmt: skip
 def test_captions_are_text(text):
     got = asked(WORDS, captions=text, negative=text, count=1)
-    what = got.request.what if isinstance(got.request.what, tuple) else ()
-    for caption in (*what, *filter(None, [got.request.settings.negative])):
+    what = got.what if isinstance(got.what, tuple) else ()
+    for caption in (*what, *filter(None, [got.settings.negative])):
         assert caption.encode().decode() == caption and caption.isprintable()
     assert what or not text.strip("\0")
 
@@ -137,8 +133,8 @@ def test_a_picture_that_clips_begin_with():
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     url, clips = data_url(Image.fromarray(pixels)), replace(WORDS, begins=True)
     got = asked(clips, picture=url)
-    assert np.array_equal(np.asarray(got.request.image), pixels) and got.settings["begins with"] == "a picture"
-    assert asked(clips).request.image is None is asked(WORDS, picture=url).request.image
+    assert np.array_equal(np.asarray(got.image), pixels) and got.recorded["begins with"] == "a picture"
+    assert asked(clips).image is None is asked(WORDS, picture=url).image
     wrong = [
         "data:image/png;base64,",
         "data:image/png;base64,AAAA",

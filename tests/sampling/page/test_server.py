@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from opendit.sampling.page import connections, server
+from opendit.sampling.page import server
 from opendit.sampling.page.__main__ import listen
 from opendit.sampling.page.server import BODY_BYTES, LOCAL, Guard
 
@@ -154,8 +154,8 @@ def test_requests_at_a_time_are_bounded(monkeypatch):
 
 def test_silent_connections_keep_nobody_out(monkeypatch):
     """More connections than the page keeps open, without a byte, with a part of a head, or silent after an answer."""
-    monkeypatch.setattr(connections, "MOST_SILENT", 20)
-    monkeypatch.setattr(connections, "REQUEST_S", 1.0)
+    monkeypatch.setattr(server, "MOST_SILENT", 20)
+    monkeypatch.setattr(server, "REQUEST_S", 1.0)
 
     async def page(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

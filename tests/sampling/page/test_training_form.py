@@ -8,7 +8,7 @@ import pytest
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.sampling.page.catalog import Catalog
-from opendit.sampling.page.training_form import (
+from opendit.sampling.page.training_tab import (
     ANY_CARD,
     AS_RECIPE,
     DIGITS,

@@ -1,6 +1,7 @@
 """LoRAs on top of weights, and pictures that clips begin with: what the page draws is what Python draws."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from opendit.diffusion.objectives import FlowObjective
 from opendit.models.lora import Lora
 from opendit.sampling.page.__main__ import build_parser
 from opendit.sampling.page.catalog import NEWEST, Catalog, ModelCard
-from opendit.sampling.page.drawing_queue import DrawingQueue, DrawingRequest
+from opendit.sampling.page.drawing import DrawingQueue, DrawingRequest
 from opendit.sampling.pipeline import DrawSettings
 from tests.sampling.page.conftest import serving
 from tests.sampling.small import BYTES, write, write_lora
@@ -37,10 +38,10 @@ def catalog(tmp_path):
 
 def drawn(catalog, request):
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
-    from opendit.sampling.page.server import Loader
+    from opendit.sampling.page.server import load_choice
 
     options, _ = build_parser().read(["--mixed_precision", "fp32"])
-    with DrawingQueue(Loader(options), 4) as queue:
+    with DrawingQueue(partial(load_choice, options), 4) as queue:
         pending = queue.submit(request)
         return pending.result(60), pending.notes
 
@@ -131,5 +132,5 @@ def test_text_encoders_are_stored_in_the_precision_of_the_flag(catalog, monkeypa
     place = "checkpoints/step_0000001/ema.safetensors"
     write(catalog.outputs / "003-DiT-Ti-2" / place, text=replace(BYTES, name="clip"))
     for name in (BASE, CLIPS, "003-DiT-Ti-2"):  # classes, bytes, and CLIP
-        server.Loader(options)(catalog.weights(name, NEWEST, "ema"))
+        server.load_choice(options, catalog.weights(name, NEWEST, "ema"))
     assert given == [None, None, "int8"]
