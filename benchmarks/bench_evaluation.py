@@ -25,7 +25,7 @@ from opendit.evaluation.figures import MetricInputs, figures
 from opendit.evaluation.inception import FIDInception
 from opendit.evaluation.media import MediaOptions, open_media
 from opendit.evaluation.networks import load_network
-from opendit.evaluation.reference import Reference
+from opendit.evaluation.samples import Reference
 from opendit.parallel.mesh import Mesh
 
 METRICS = ("fid", "sfid", "is", "pr", "kid")

@@ -36,8 +36,8 @@ from opendit.data.shards.program import index_tars, make_shards
 from opendit.data.shards.store import FileCache
 from opendit.encoders.pictures import save_animation, save_contact_sheet, save_grid
 from opendit.evaluation.extract import Features
-from opendit.evaluation.reference import save_features
 from opendit.evaluation.results import Measurement, append_results, write_sweep
+from opendit.evaluation.samples import save_features
 from opendit.parallel import hardware
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.output_files import OutputFolder, VideoClip, save_one, write_npz

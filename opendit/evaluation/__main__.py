@@ -58,7 +58,7 @@ def _plot(words: Sequence[str]) -> int:
             check_exists(path, "RUN", "a run, the folder of an evaluation, or a results.jsonl")
         check_no_folder(str(output), "--output")
         check_output_file(str(output), "--output")
-        from opendit.evaluation.plot import plot
+        from opendit.evaluation.results import plot
 
         for note in plot(options["runs"], output, options["metrics"] or ()):
             print(f"note: {note}")

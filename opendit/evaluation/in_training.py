@@ -16,7 +16,7 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import Codec
 from opendit.evaluation.digits import asked_of_captions, asked_of_labels
-from opendit.evaluation.measuring import Measuring
+from opendit.evaluation.figures import Measuring
 from opendit.evaluation.media import MediaOptions
 from opendit.evaluation.results import Measurement, append_results, figure_text
 from opendit.evaluation.samples import DescribedSamples

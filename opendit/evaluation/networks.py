@@ -59,7 +59,7 @@ class FeatureNetwork:
 
     @property
     def known(self) -> bool:
-        return self.built_in or is_known(self.sha256)
+        return self.built_in or any(file.sha256 == self.sha256 for file in KNOWN)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
@@ -118,10 +118,7 @@ def load_network(
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: a network of features is a file or a folder of transformers")
     if path.is_dir():
-        folder = load_folder(path, device, clips)
-        return FeatureNetwork(
-            path.resolve().name, folder.sha256, clips, False, folder.resize, precision, folder.compute, device
-        )
+        return load_folder(path, device, precision, clips)
     sha256 = sha256_of(path)
     check_known(path, sha256)
     compute, inception, resized = _of_file(path, device, how, clips)
@@ -136,7 +133,7 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
         network = _inception(path).to(device).eval()
         if device.type == "cuda":
             network = network.to(memory_format=torch.channels_last)  # the fastest layout for TF32 convolutions
-        return _with_resize(network, how), True, how
+        return (lambda x: network(resize(x.float(), how))), True, how
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript is deprecated, but the published files are TorchScript
@@ -146,7 +143,8 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
     if ScriptedInception.fits(script):
         if clips:
             raise ValueError(f"{path} is a network of pictures; features of clips need another, such as I3D")
-        return _with_resize(ScriptedInception(script), how), True, how
+        network = ScriptedInception(script)
+        return (lambda x: network(resize(x.float(), how))), True, how
     arguments = {argument.name for argument in script.forward.schema.arguments}
     if {"rescale", "resize", "return_features"} <= arguments:  # the signature of StyleGAN-V's I3D
         if not clips:
@@ -157,10 +155,6 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
             "its own (bilinear, 224)",
         )
     return lambda x: _named(script(x.contiguous())), False, "its own"
-
-
-def _with_resize(network: torch.nn.Module, how: str) -> Compute:
-    return lambda x: network(resize(x.float(), how))
 
 
 def _named(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
@@ -276,14 +270,9 @@ def check_known(path: Path, sha256: str) -> None:
             )
 
 
-def is_known(sha256: str) -> bool:
-    return any(file.sha256 == sha256 for file in KNOWN)
-
-
 # ------------------------------------------------------------------------------------------ FID's Inception
 
 INCEPTION_SIDE = 299  # height and width of the input in pixels
-SPATIAL_CHANNELS = 7  # ADM's spatial features are the first 7 channels of Mixed_6d's first branch: 17 x 17 x 7 numbers
 
 
 class ScriptedInception(nn.Module):
@@ -310,7 +299,8 @@ class ScriptedInception(nn.Module):
 
 
 def spatial_features(x: Tensor) -> Tensor:
-    return x[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+    """Return ADM's spatial features: the first 7 channels of Mixed_6d's first branch, channels last."""
+    return x[:, :7].permute(0, 2, 3, 1).flatten(1)
 
 
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
@@ -353,22 +343,7 @@ CLASSES = {
 }
 
 
-@dataclass(frozen=True)
-class FolderNetwork:
-    """A network of transformers with its preprocessing.
-
-    Attributes:
-        sha256: hash of the folder's configurations and weights.
-        resize: name of the resize filter.
-        compute: function from uint8 (B, 3, H, W) or (B, 3, T, H, W) to {"pool": (B, D)}.
-    """
-
-    sha256: str
-    resize: str
-    compute: Callable[[Tensor], dict[str, Tensor]]
-
-
-def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwork:
+def load_folder(folder: Path, device: torch.device, precision: str, clips: bool) -> FeatureNetwork:
     """Load a folder's model. The features are CLIP's projected embedding, DINOv2's class token, or the mean of
     VideoMAE's tokens.
 
@@ -384,8 +359,7 @@ def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwor
         raise ValueError(f"{folder} holds a network of {media[takes_clips]}; features of {media[clips]} need another")
     model = load_model(folder, name).to(device)
     side, mean, deviation = preprocessing(folder, colours)
-    shape = (1, 3, 1, 1)
-    mean, deviation = (torch.tensor(values, device=device).view(shape) for values in (mean, deviation))
+    mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, deviation))
 
     def normalised(x: Tensor) -> Tensor:
         x = F.interpolate(x.float() / 255, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
@@ -402,7 +376,9 @@ def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwor
         pixels = normalised(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (len(x), frames))
         return {"pool": model(pixel_values=pixels).last_hidden_state.mean(dim=1)}
 
-    return FolderNetwork(folder_sha256(folder), f"bicubic, {side}", of_clips if clips else of_pictures)
+    name, compute = folder.resolve().name, of_clips if clips else of_pictures
+    resized = f"bicubic, {side}"
+    return FeatureNetwork(name, folder_sha256(folder), clips, False, resized, precision, compute, device)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

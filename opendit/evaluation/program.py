@@ -17,8 +17,7 @@ from opendit.config.console import print_block
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.parallel_sizes import find_place
 from opendit.evaluation.extract import Extractor
-from opendit.evaluation.measuring import Measuring
-from opendit.evaluation.reference import save_features
+from opendit.evaluation.figures import Measuring
 from opendit.evaluation.results import (
     Measurement,
     append_results,
@@ -29,7 +28,7 @@ from opendit.evaluation.results import (
     without_time,
     write_sweep,
 )
-from opendit.evaluation.samples import Samples, open_samples
+from opendit.evaluation.samples import Samples, open_samples, save_features
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.supervisor import Supervisor
 

@@ -1,29 +1,50 @@
-"""Open the samples of an evaluation: files, or pictures and clips that are drawn from a checkpoint."""
+"""Open the samples of an evaluation, and the reference that they are compared with.
+
+Samples are files, or are drawn from a checkpoint. A reference has samples, features, or the features' mean and
+covariance.
+"""
 
 import contextlib
+import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from opendit.checkpoint.lock import lock_folder
+from opendit.common.safe_files import replacing
 from opendit.common.stages import Stages
+from opendit.common.utils import sha256_of
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.names import DIGITS
 from opendit.data.digits import all_captions
+from opendit.data.files import printable
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import FrameCodec
-from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels
+from opendit.evaluation.digits import (
+    AskedDigits,
+    ClipShape,
+    RealDigits,
+    asked_of_captions,
+    asked_of_labels,
+    real_clips,
+    real_pictures,
+)
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
-from opendit.evaluation.media import MediaOptions, open_media
+from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
+from opendit.evaluation.metrics import Gaussian, Moments
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.conditioning_frames import note_on_missing_frames
 from opendit.sampling.job_settings import pixel_shape, settings_of
+from opendit.sampling.model_loading import SOURCE_FPS
 from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose_labels, load_run
 
 logger = logging.getLogger(__name__)
@@ -31,6 +52,10 @@ logger = logging.getLogger(__name__)
 PICTURES, CLIPS = 50_000, 2_048  # the usual numbers of samples for FID and for FVD
 FRAMES = 16  # default number of frames that are read from a clip in a file
 FIX = "wait for its end, or give another --output"
+# Name of features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception's
+# features.
+STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
+SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
 
 @dataclass(frozen=True)
@@ -126,8 +151,10 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
     sampling.flags = replace(sampling.flags, num_samples=count)
     classes = sampling.model.config.text is None
     if not classes:
-        if flags.features == DIGITS and not flags.prompt:
-            _ask_for_all_digits(sampling)
+        if flags.features == DIGITS and not flags.prompt:  # ask for every digit, and clips for every direction
+            assert isinstance(sampling.conditioner, CaptionConditioner)
+            sampling.names = all_captions(sampling.model.config.is_video)
+            sampling.conditions = sampling.conditioner.encode(sampling.names)
         sampling.choices, labels = torch.arange(count) % len(sampling.names), "prompts"
     elif flags.class_labels or flags.label_sampling == "balanced":
         sampling.choices = choose_labels(sampling.flags, sampling.names)
@@ -174,14 +201,6 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
     return Samples(count, shape, captions, details, options, asked, extract, drawn=True, announce=announced)
 
 
-def _ask_for_all_digits(sampling: SamplingRun) -> None:
-    """Replace the checkpoint's example captions by captions that ask for every digit. If the model makes clips, they
-    also ask for every direction."""
-    digits = all_captions(sampling.model.config.is_video)
-    assert isinstance(sampling.conditioner, CaptionConditioner)
-    sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
-
-
 def name_of(weights: Path) -> str:
     """Return a name for weights: RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the last part of the
     path."""
@@ -190,3 +209,155 @@ def name_of(weights: Path) -> str:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")
         return "/".join([parts[place - 1], parts[place + 1]])
     return weights.name
+
+
+# ------------------------------------------------------------------------------------------ the reference
+
+
+@dataclass
+class Reference:
+    """Statistics or features of the media that samples are compared with.
+
+    Attributes:
+        gaussians: name of the features -> mean and covariance.
+        features: name -> features (N, ...) of the reference's samples, if known.
+        settings: settings of the networks that computed the features; None if unknown.
+    """
+
+    name: str
+    sha256: str
+    count: int | None
+    gaussians: dict[str, Gaussian] = field(default_factory=dict)
+    features: dict[str, Tensor] = field(default_factory=dict)
+    settings: dict[str, str] | None = None
+
+    def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
+        """Return the mean and covariance of the features with this name; None without such features."""
+        if name not in self.gaussians and name in self.features:
+            rows = self.features[name].flatten(0, -2).to(device)
+            self.gaussians[name] = Moments.of(rows).gaussian()
+        found = self.gaussians.get(name)
+        return found and found.to(device)
+
+
+def open_reference(
+    path: str | os.PathLike[str],
+    extractor: Extractor,
+    options: MediaOptions,
+    output: Path,
+    mesh: Mesh,
+    clips: bool,
+) -> Reference:
+    """Open the reference at a path. Collective.
+
+    The path is one of:
+
+    - samples that :func:`open_media` accepts; their features are computed;
+    - "digits", the built-in held-out digits;
+    - ADM's statistics, an .npz with mu and sigma; pictures in the file are used for precision, recall and KID;
+    - a file that :func:`save_features` wrote.
+
+    Raises:
+        ValueError: the reference holds clips but the samples are pictures or vice versa, or it holds features of other
+            networks.
+    """
+    if path == DIGITS:
+        return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, {})
+    path = Path(path).expanduser()
+    gaussians, names = {}, set()
+    if path.suffix == ".npz" and path.is_file():
+        names = npz_names(path, "--reference")
+        gaussians = _statistics(path, names)
+        if SETTINGS in names:
+            return _features_file(path, names, gaussians, extractor)
+        if gaussians and SAMPLES not in names:
+            return Reference(path.name, sha256_of(path), None, gaussians)
+    if gaussians:  # a file of ADM that also has pictures
+        media = array_media(path.name, lambda: sha256_of(path), npz_member(path, SAMPLES))
+    else:
+        media = open_media(path, "--reference", options)
+    if media.clips != clips:
+        kinds = ("pictures", "clips")
+        raise ValueError(f"--reference {printable(path)}: holds {kinds[media.clips]}; {kinds[clips]} are evaluated")
+    return _reference_of(media, extractor, output, mesh, gaussians)
+
+
+def _reference_of(
+    media: Media, extractor: Extractor, output: Path, mesh: Mesh, gaussians: dict[str, Gaussian]
+) -> Reference:
+    """Compute the features of samples. Return a reference with these features and the statistics ``gaussians``.
+    Collective."""
+    found = extract_media(media, extractor, output, mesh)
+    return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
+
+
+def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
+    """Return built-in digits of a split, or moving digits.
+
+    Args:
+        clips: options for reading clips, to get moving digits; None for pictures.
+        count: number of samples; None for the default number of a reference.
+    """
+    if clips is None:
+        return real_pictures(split, count)
+    return real_clips(split, clip_shape(clips), count)
+
+
+def clip_shape(options: MediaOptions) -> ClipShape:
+    """Return the shape of moving digits that match these options. Raises ValueError if the clips are not square."""
+    if options.image_size is None:
+        raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
+    interval = options.frame_interval if options.fps is None else max(1, round(SOURCE_FPS / options.fps))
+    return ClipShape(options.num_frames, interval, options.image_size)
+
+
+def _statistics(path: Path, names: set[str]) -> dict[str, Gaussian]:
+    found = {}
+    count = int(npz_member(path, COUNT)) if COUNT in names else None
+    for name, (mean, covariance) in STATISTICS.items():
+        if not {mean, covariance} <= names:
+            continue
+        mu, sigma = (torch.from_numpy(np.array(npz_member(path, key), dtype=np.float64)) for key in (mean, covariance))
+        if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+            raise ValueError(
+                f"--reference {printable(path)}: {mean} {tuple(mu.shape)} and {covariance} {tuple(sigma.shape)} are no "
+                "mean and covariance; write them again"
+            )
+        found[name] = Gaussian(mu, sigma, count)
+    return found
+
+
+def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], extractor: Extractor) -> Reference:
+    there, here = json.loads(str(npz_member(path, SETTINGS))), extractor.settings()
+    different = [name for name in there if name in here and there[name] != here[name]]
+    if different:
+        listed = "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in different)
+        raise ValueError(
+            f"--reference {printable(path)}: holds features of other networks ({listed}); evaluate with the same"
+        )
+    arrays = {
+        name.removeprefix(FEATURES): torch.from_numpy(np.array(npz_member(path, name)))
+        for name in sorted(names)
+        if name.startswith(FEATURES)
+    }
+    return Reference(path.name, sha256_of(path), int(npz_member(path, COUNT)), gaussians, arrays, there)
+
+
+def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
+    """Write features and their statistics to an .npz, which can be used as a reference.
+
+    Other tools can use the statistics mu and sigma as a reference. Raises OSError.
+
+    Args:
+        settings: settings of the feature networks.
+    """
+    arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
+    for name, keys in STATISTICS.items():
+        if name in features.arrays:
+            found = Moments.of(features.arrays[name].flatten(0, -2).to(device)).gaussian()
+            arrays |= dict(zip(keys, (found.mean.cpu().numpy(), found.covariance.cpu().numpy()), strict=True))
+    for name, rows in features.arrays.items():
+        if name != "spatial":  # sFID needs only the statistics of spatial features
+            arrays[FEATURES + name] = rows.contiguous().numpy()
+    with replacing(path) as file:
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] no name is one of its parameters

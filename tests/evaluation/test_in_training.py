@@ -84,7 +84,7 @@ def test_they_are_rows_that_a_plot_finds(run, tmp_path):
     assert {row["count"] for row in rows} == {COUNT} and {row["guidance"] for row in rows} == {1.5}
     by_metric = {row["metric"]: row["value"] for row in rows if row["samples"].endswith("4")}
     assert {f"eval_{name}": value for name, value in by_metric.items()} == figures(run, 4)
-    from opendit.evaluation.plot import plot
+    from opendit.evaluation.results import plot
 
     plot([run], tmp_path / "run.png", ["frechet_distance"])
     assert len(Image.open(tmp_path / "run.png").convert("RGB").getcolors(1 << 24)) > 100

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from opendit.cli import command
-from opendit.evaluation.plot import panels, plot, read_run
-from opendit.evaluation.results import Measurement, append_results
+from opendit.evaluation.results import Measurement, append_results, panels, plot, read_run
 
 ONE = Measurement("fid", 9.0, 100, "8 x 8", "000-A/step_0000100", "ab", reference_sha256="cd", sampler="ddim", steps=20,
                   guidance=1.5, seed=0, interval=(8.0, 10.0))  # fmt: skip
