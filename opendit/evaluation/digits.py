@@ -1,9 +1,8 @@
 """Features of the built-in digits and of clips of moving digits, from a small classifier that is trained when needed.
 
-The classifier has the role that Inception has for photographs: the Fréchet distance is computed from the last hidden
-layer, and the logits show which digit a sample contains. Training takes seconds, in float64 and with a fixed seed, so
-machines and numbers of threads differ only by rounding. No weights are shipped. For clips, the digit's path is measured
-by its centre of mass, and the classifier sees the digit cut out along this path.
+Training takes seconds, in float64 and with a fixed seed, so machines and numbers of threads differ only by rounding.
+For clips, the digit's path is measured by its centre of mass, and the classifier sees the digit cut out along this
+path.
 """
 
 import contextlib
@@ -57,12 +56,8 @@ class DigitClassifier:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Compute features of float64 pixels (B, 1, 8, 8) in -1..1.
-
-        Returns:
-            "pool" (B, WIDTH), the logits "digit" (B, 10), and "nearest" (B, 1), the Euclidean distance to the nearest
-            training digit.
-        """
+        """Return "pool" (B, WIDTH), the logits "digit" (B, 10), and "nearest" (B, 1), the distance to the nearest
+        training digit, for float64 pixels (B, 1, 8, 8) in -1..1."""
         hidden, head = self.hidden.to(pixels.device), self.head.to(pixels.device)
         images = self.images.to(pixels.device)
         pool = hidden(pixels)
@@ -71,10 +66,8 @@ class DigitClassifier:
 
 
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
-    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise.
-
-    The same digits give the same classifier, up to rounding in float64.
-    """
+    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise. The same
+    digits give the same classifier, up to rounding."""
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -144,8 +137,7 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """Hash everything that determines the features of "pictures" or "clips": the version, the constants and the
-    digits."""
+    """Hash everything that determines the features of "pictures" or "clips"."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -156,7 +148,7 @@ def digits_sha256(kind: str) -> str:
 
 @dataclass(frozen=True)
 class RealDigits:
-    """Real samples: their pixels, and the digits and directions that they show."""
+    """Real samples, and the digits and directions that they show."""
 
     media: Media
     asked: "AskedDigits"
@@ -181,12 +173,8 @@ SPLIT_NAMES = {"train": "train", "test": "held out"}
 
 @dataclass(frozen=True)
 class AskedDigits:
-    """The content that the user requested for each sample.
-
-    Attributes:
-        digits: the digit that each sample should show, (N,) int64.
-        directions: the direction (x, y) in which each digit should move, (N, 2) float64, or None.
-    """
+    """The digit that each sample should show, (N,) int64, and the direction (x, y) in which it should move, (N, 2)
+    float64, or None."""
 
     digits: Tensor
     directions: Tensor | None = None
@@ -217,16 +205,15 @@ def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
 
 
 def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True for each sample whose largest logit, of (N, 10), belongs to the requested digit."""
+    """Return (N,) bool: True if the largest of a sample's logits (N, 10) belongs to the requested digit."""
     return logits.argmax(dim=1).cpu() == asked.digits
 
 
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
     """Return the share of samples that are copies of training digits.
 
-    A sample is a copy if its distance to the nearest training digit, ``nearest`` (N, 1), is below a low quantile
-    (COPY_QUANTILE) of the held-out digits' distances, ``held_out`` (M, 1). If the samples are like the held-out digits,
-    the share is about COPY_QUANTILE. If all are copies, it is 1.
+    A sample is a copy if its distance to the nearest training digit, ``nearest`` (N, 1), is below the quantile
+    COPY_QUANTILE of the held-out digits' distances, ``held_out`` (M, 1).
     """
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
@@ -248,12 +235,8 @@ class ClipShape:
 def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
     """Render uint8 clips (T, H, W, 3) of the digits of a split. The four directions are equally frequent.
 
-    Args:
-        count: number of clips. By default, HELD_OUT for the held-out split, and one for every digit of the training
-            split.
-
-    Raises:
-        ValueError: the clips would be longer than the demo's clips.
+    count: number of clips; by default, HELD_OUT for the held-out split, and one for every training digit. Raises
+    ValueError if the clips would be longer than the demo's clips.
     """
     span = (shape.frames - 1) * shape.interval + 1
     if span > FILE_FRAMES:
@@ -290,9 +273,8 @@ def clip_classifier(shape: ClipShape) -> DigitClassifier:
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
     """Compute features of uint8 clips (B, 3, T, H, W).
 
-    Returns:
-        "pool", the classifier's features and the digit's centre at four times; "digit" and "nearest" of
-        :class:`DigitClassifier`; "moved" (B, 2), the digit's displacement (x, y) in widths of the frame.
+    "pool" has the classifier's features and the digit's centre at four times; "moved" (B, 2) is the digit's
+    displacement (x, y) in widths of the frame. "digit" and "nearest" are those of :class:`DigitClassifier`.
     """
     grey = _grey(pixels)
     path = centres(grey)
@@ -305,7 +287,6 @@ def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
 
 
 def clips_sha256(shape: ClipShape) -> str:
-    """Hash everything that affects the features of clips with this shape."""
     return hash_parts(digits_sha256("clips"), str(shape))
 
 
@@ -345,10 +326,8 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
     """Return (N,) bool: True for each sample whose digit moved in the requested direction.
 
-    The displacement along this direction must exceed the displacement across it, and a twentieth of the frame.
-
-    Args:
-        moved: displacement (N, 2) in widths of the frame.
+    The displacement ``moved`` (N, 2), in widths of the frame, must be larger along this direction than across it, and
+    larger than a twentieth of the frame.
     """
     moved, wanted = moved.double().cpu(), asked.directions
     assert wanted is not None

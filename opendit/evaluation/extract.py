@@ -1,8 +1,7 @@
 """Compute features of samples by several networks on the same pixels, distributed over ranks, with a cache on disk.
 
-The rank that draws a sample also computes its features, so no picture is written to disk. The features are stored in
-OUTPUT/features/HASH, where HASH covers every setting that affects the features. A killed evaluation resumes from this
-folder, and the next evaluation of the same samples reads the features from there.
+No picture is written to disk. The features are stored in OUTPUT/features/HASH, where HASH covers every setting that
+affects them, so that a killed or later evaluation of the same samples finds them there.
 """
 
 import logging
@@ -44,8 +43,7 @@ class Extractor:
     """Function from pixels to features that applies all networks of an evaluation.
 
     Args:
-        pictures: network for pictures or frames of clips. It gives the features "pool", and for pictures "spatial" and
-            "logits".
+        pictures: network for pictures or frames. It gives "pool", and for pictures "spatial" and "logits".
         clips: network for clips. It gives "clip", and for moving digits also "digit", "nearest" and "moved".
         captions: CLIP, for the CLIP score. It gives "caption".
         motion: True to measure "motion", the mean difference between frames.
@@ -109,11 +107,8 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Return the mean absolute difference between consecutive frames of clips (B, T, H, W, 3) uint8.
-
-    Returns:
-        (B,), on a scale of 255; 0 for clips of one frame.
-    """
+    """Return the mean absolute difference between consecutive frames of clips (B, T, H, W, 3) uint8, (B,) on a scale of
+    255; 0 for clips of one frame."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -122,11 +117,9 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of all samples, on the CPU. ``arrays`` is empty on ranks other than 0.
+    """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0.
 
     Attributes:
-        count: number of samples.
-        arrays: name -> features (N, ...) float32.
         settings: all settings that affect the features.
         seconds: time of the computation.
         computed: number of samples whose features were not in the cache.
@@ -187,10 +180,7 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Fe
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """Select those settings recorded by sample.py that affect the samples.
-
-    Settings that only select which files are written are left out.
-    """
+    """Select those settings recorded by sample.py that affect the samples, and not only which files are written."""
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
@@ -241,8 +231,7 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of features on disk. It finds the parts that an earlier start wrote, and the numbers of the missing
-    parts."""
+    """Cache of features on disk, with the numbers of the parts that an earlier start has not written."""
 
     def __init__(
         self,

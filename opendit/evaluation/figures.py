@@ -58,14 +58,11 @@ class Figure:
     """The value of a metric, with its interval.
 
     Attributes:
-        metric: name of the figure.
-        value: the value.
         network: kind of the feature network: "pictures", "clips" or "captions".
-        interval: (low, high), or None.
-        interval_by: name of the method that computed the interval.
+        interval_by: name of the method that computed the interval (low, high).
         compared: True if the figure compares samples with the reference.
         truncated: number of captions that CLIP truncates.
-        of_real: the same figure for real samples, or None if these are unknown.
+        of_real: the same figure for real samples, if known.
         note: a remark for the user.
     """
 
@@ -82,10 +79,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Features of real digits, for comparison with the features of the samples.
+    """Features of real digits, for comparison with those of the samples.
 
     Attributes:
-        train: features of training digits: as many digits as samples, but at most REAL.
+        train: features of as many training digits as samples, but at most REAL.
         held_out: features of the held-out digits.
         asked: the digits and directions that the held-out samples show.
         reference: True if the held-out digits are also the reference.
@@ -103,9 +100,7 @@ class MetricInputs:
 
     Attributes:
         features: features of the samples, name -> (N, ...).
-        clips: True if the samples are clips.
         inception: True if "pool" comes from the Inception network that defines FID.
-        reference: the reference, or None.
         device: device of the computation.
         intervals: True to compute jackknife intervals.
         scores: CLIP score of every sample, (N,).
@@ -138,10 +133,7 @@ def _rows(features: Tensor, device: torch.device) -> Tensor:
 
 
 def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None:
-    """Raise ValueError if the samples lack the features for a requested metric, or have no features at all.
-
-    This check runs before anything is computed.
-    """
+    """Raise ValueError if the samples lack the features for a requested metric, or have no features at all."""
     for name in asked:
         if (problem := _without(name, layout, captions)) is not None:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
@@ -154,8 +146,8 @@ def plan(
 ) -> tuple[list[str], list[str]]:
     """Return the metrics to compute, and a message for each metric that is left out although its features exist.
 
-    If ``asked`` is empty, all metrics that can be computed are returned. Raises ValueError, before any sample is drawn,
-    if a requested metric can't be computed; the message names the missing input.
+    If ``asked`` is empty, all metrics that can be computed are returned. Raises ValueError if a requested metric can't
+    be computed; the message names the missing input.
     """
     found, left_out = [], []
     for name in asked or METRICS:
@@ -197,12 +189,8 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of the figures that a metric consists of.
-
-    Args:
-        clips, inception: see :class:`MetricInputs`.
-        digits: True if the features are those of the built-in digits.
-    """
+    """Return the names of the figures that a metric consists of. clips, inception: see :class:`MetricInputs`. digits:
+    True for the built-in digits."""
     if metric == "pr":
         return ("precision", "recall")
     if metric not in ("fid", "sfid", "fvd"):
@@ -217,10 +205,7 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
 
 
 def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
-    """Compute the figures of a metric that :func:`plan` returned.
-
-    Raises ValueError, with the metric's name, if there are too few samples.
-    """
+    """Compute the figures of a metric. Raises ValueError, with the metric's name, if there are too few samples."""
     try:
         yield from _COMPUTE[name](inputs)
     except ValueError as error:
@@ -321,7 +306,7 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples.
 
-    The interval stays within [0, 1]. Unlike a standard error, it has a width above 0 at shares of 0 and 1.
+    The interval stays within [0, 1]. It has a width above 0 at shares of 0 and 1.
     """
     square = NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
@@ -330,7 +315,6 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def _mean(values: Tensor) -> tuple[float, tuple[float, float] | None, str | None]:
-    """Return the mean of values, its interval, and the name of the interval's method."""
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None, None
@@ -362,7 +346,6 @@ class Measuring:
     The construction is collective. Construct the object before any sample is drawn.
 
     Args:
-        samples: description of the samples: shape, reading options, captions, and requested digits.
         output: folder that caches the features of the reference.
 
     Attributes:
@@ -421,10 +404,8 @@ class Measuring:
     ) -> Iterator[list[Measurement]]:
         """Yield the figures of each metric. Call on rank 0 only.
 
-        Args:
-            features: name -> features of all samples.
-            details: fields that are equal in all measurements.
-            problems: list of messages; one is added for each metric that can't be computed.
+        details: fields that are equal in all measurements. problems: gets a message for each metric that can't be
+        computed.
         """
         inputs = self._inputs(features)
         for name in self.metrics:
@@ -491,24 +472,15 @@ class Networks:
     captions: FeatureNetwork | None
 
     def extractor(self, flags: EvaluateConfig, device: torch.device, motion: bool, captions: bool) -> Extractor:
-        """Build the extractor.
-
-        Args:
-            motion: True to measure the motion of clips.
-            captions: True to compute CLIP's features, for samples with captions.
-        """
+        """Build the extractor. motion: measure the motion of clips. captions: compute CLIP's features."""
         shown = self.captions if captions else None
         return Extractor(device, self.pictures, self.clips, shown, motion, flags.feature_batch_size)
 
 
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Networks:
-    """Load the networks that the metrics need.
+    """Load the networks that the metrics need. Raises FileNotFoundError if a requested network does not exist.
 
-    Args:
-        of_clips: options for reading clips; None if the samples are pictures.
-
-    Raises:
-        FileNotFoundError: a requested network does not exist.
+    of_clips: options for reading clips; None if the samples are pictures.
     """
     device = mesh.device
     asked = {METRICS[name].features for name in flags.metrics or METRICS}
@@ -536,13 +508,7 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 
 
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
-    """Compute the features of real digits.
-
-    The number of training digits equals the number of samples, but is at most REAL. All held-out digits are used.
-
-    Args:
-        reference: True if the held-out digits are also the reference.
-    """
+    """Compute the features of real digits. reference: True if the held-out digits are also the reference."""
     of_clips = samples.options if samples.clips else None
     train, held_out = real_digits("train", of_clips, min(samples.count, REAL)), real_digits("test", of_clips)
     of_train, of_held_out = (extractor(torch.from_numpy(real.media.read_all())) for real in (train, held_out))
@@ -558,13 +524,12 @@ def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
 
 
 def _compares(flags: EvaluateConfig) -> bool:
-    """Return True if any of the metrics needs the reference."""
     return not flags.metrics or any(METRICS[name].reference or name == "motion" for name in flags.metrics)
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, which alone has the reference's features. Return its result, or raise its error, on
-    every rank."""
+    """Call ``decide`` on rank 0, which alone has the reference's features. Return its result, or raise its error,
+    everywhere."""
     value, problem = None, None
     if mesh.is_main:
         try:

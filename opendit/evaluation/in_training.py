@@ -36,15 +36,11 @@ class RunEvaluation:
     """The evaluation of a training run: it draws --evaluate_samples samples from the EMA weights and measures them.
 
     All ranks take part. The figures do not depend on the number of data-parallel ranks, because a sample's noise is
-    keyed by the sample's number, and the batches are always the same. The constructor loads the networks and the
-    reference and checks the metrics on every rank, before training begins.
+    keyed by its number, and the batches are always the same. The constructor loads the networks and the reference, and
+    raises ValueError or OSError, naming the flag, if the evaluation is impossible.
 
-    Attributes:
-        of: hash of everything except the weights that affects the figures. Only figures with equal hashes are
-            comparable.
-
-    Raises:
-        ValueError, OSError: the evaluation is impossible; the message names the flag.
+    ``of`` is a hash of everything except the weights that affects the figures. Only figures with equal hashes are
+    comparable.
     """
 
     def __init__(self, spec: Run):
@@ -116,9 +112,8 @@ class RunEvaluation:
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
         """Evaluate samples after ``step`` and return the fields for the step's line in the log. Collective.
 
-        Returns:
-            ``eval_NAME`` for every figure (None if the figure is not finite or can't be computed), ``eval_of`` (the
-            hash), ``eval_samples`` (the number of samples) and ``eval_s`` (the time in seconds).
+        The fields are ``eval_NAME`` for every figure (None if it is not finite or can't be computed), ``eval_of`` (the
+        hash), ``eval_samples`` (the number of samples) and ``eval_s`` (the time in seconds).
         """
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:

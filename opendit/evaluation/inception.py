@@ -1,7 +1,7 @@
 """FID's Inception network, with torchvision's parameter names, so that the published weights load strictly.
 
-This is the network of December 2015 that FID was defined with in TensorFlow. It has 1,008 classes. Unlike torchvision's
-network, its average pooling excludes the padding, and its last block has maximum pooling instead of average pooling.
+FID was defined with this network of December 2015. Unlike torchvision's, it has 1,008 classes, its average pooling
+excludes the padding, and its last block has maximum pooling instead of average pooling.
 """
 
 from typing import Any
@@ -69,8 +69,7 @@ def _average(x: Tensor) -> Tensor:
 class FIDInception(nn.Module):
     """Map pixels (B, 3, 299, 299) in 0..255 to "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
 
-    "spatial" has the first seven channels of Mixed_6d's first branch, channels last, as in ADM's sFID. "logits" has no
-    bias, as in the Inception score.
+    "spatial" is that of ADM's sFID. "logits" has no bias, as in the Inception score.
     """
 
     def __init__(self):

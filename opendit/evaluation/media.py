@@ -27,11 +27,9 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.p
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Settings for reading pixels from files.
+    """Settings for reading pixels from files. Frames are taken from the middle of a clip.
 
-    Attributes:
-        image_size: side in pixels to which every picture is cropped and resized, as ADM does; None for no change.
-        num_frames, frame_interval, fps: settings for clips. The frames are taken from the middle of a clip.
+    image_size: side in pixels to which every picture is cropped and resized, as ADM does; None for no change.
     """
 
     image_size: int | None = None
@@ -50,14 +48,10 @@ class MediaOptions:
 
 @dataclass(frozen=True)
 class Media:
-    """Pictures (H, W, 3) or clips (T, H, W, 3), which can be read by number.
+    """Uint8 pictures (H, W, 3) or clips (T, H, W, 3), which can be read by number.
 
     Attributes:
-        name: name for messages.
         sha256: hash of the files or of the array.
-        count: number of samples.
-        clips: True for clips.
-        read: function from a sample's number to its uint8 pixels.
         captions, labels: one per sample, or None.
         read_range: function that reads a range of samples at once; None if it would not be faster than ``read``.
         how: other settings that affect the pixels, as text.
@@ -74,7 +68,6 @@ class Media:
     labels: np.ndarray | None = None
 
     def read_all(self) -> np.ndarray:
-        """Read all samples at once; the media must have ``read_range``."""
         assert self.read_range is not None
         return self.read_range(range(self.count))
 
@@ -96,9 +89,7 @@ class Media:
 def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
     """Open a folder of pictures or clips, an .npz or .npy file, or a CSV with the columns path and text.
 
-    Raises:
-        FileNotFoundError: ``path`` does not exist.
-        ValueError: the path has another form, is empty, or has pixels that are not uint8; the message names ``flag``.
+    Raises FileNotFoundError, or ValueError if the samples can't be used; the message names ``flag``.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -118,14 +109,8 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
 
 
 def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels: np.ndarray | None = None) -> Media:
-    """Create :class:`Media` from a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3).
-
-    Args:
-        labels: the caption or the class of each sample.
-
-    Raises:
-        ValueError: the array has another shape or dtype.
-    """
+    """Create :class:`Media` from a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3), with a caption or a
+    class for each in ``labels``. Raises ValueError for another shape or dtype."""
     if pixels.dtype != np.uint8:
         hint = ""
         if pixels.dtype.kind == "f":
@@ -210,10 +195,8 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures, or of clips if the folder has no pictures.
-
-    If sample.py wrote the folder, only files with a single sample are used.
-    """
+    """Open a folder of pictures, or of clips if it has no pictures. In a folder of sample.py, only files with a single
+    sample are used."""
     drawn = _drawn(path)
     if drawn:
         files = drawn
@@ -229,7 +212,7 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
 
 
 def _drawn(path: Path) -> list[str]:
-    """Return the files with a single sample that sample.py recorded in its folder, which excludes the contact sheet."""
+    """Return the files with a single sample that sample.py recorded in its folder; this excludes the contact sheet."""
     try:
         names = json.loads((path / INDEX).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):

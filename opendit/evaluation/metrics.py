@@ -1,8 +1,8 @@
 """Metrics of features: Fréchet distance, Inception score, kernel distance, precision and recall, CLIP score.
 
-FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017). sFID is the same
-distance for spatial features, which are not averaged over the picture (Nash et al. 2021). FVD is the same distance for
-features of clips (Unterthiner et al. 2018).
+FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017). sFID uses spatial
+features, which are not averaged over the picture (Nash et al. 2021), and FVD features of clips (Unterthiner et al.
+2018).
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,8 +37,7 @@ class Moments:
     """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64.
 
     Moments are merged by the formula of Chan, Golub and LeVeque (1979), which keeps its precision when the mean is
-    large. Batches of any size, on any number of ranks, give the result of one pass over all vectors, up to rounding in
-    float64.
+    large.
     """
 
     def __init__(self, width: int, device: torch.device | str = "cpu"):
@@ -64,7 +63,6 @@ class Moments:
         self._merge(len(rows), mean, rows.T @ rows)
 
     def merge(self, other: "Moments") -> None:
-        """Add the vectors of ``other``, for example the moments of another rank."""
         if other.count:
             self._merge(other.count, other.mean.to(self.mean.device), other.scatter.to(self.mean.device))
 
@@ -85,10 +83,8 @@ class Moments:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
 
-    The trace of the matrix root equals the sum of the singular values of C_a^(1/2) C_b^(1/2). This sum needs only roots
-    of symmetric matrices, and is well defined for covariances without full rank.
-
-    Raises ValueError if ``a`` and ``b`` have different widths or are not finite.
+    The trace of the matrix root is computed as the sum of the singular values of C_a^(1/2) C_b^(1/2), which is also
+    defined for covariances without full rank. Raises ValueError if widths differ or a number is not finite.
     """
     if a.width != b.width:
         raise ValueError(
@@ -114,16 +110,12 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
-    """Return the standard error of the Fréchet distance of features, by the delete-a-group jackknife.
+    """Return the standard error of the Fréchet distance of features (N, D), or (N, T, D) for the frames of clips, by
+    the delete-a-group jackknife.
 
-    Samples are assigned to ``groups`` groups at random, because samples may be sorted by class. The assignment is the
-    same in every call. All frames of a clip are in one group, because they resemble each other.
-
-    The error estimates the spread between sets of the same number of samples. It does not include the bias of a finite
-    number of samples.
-
-    Args:
-        features: (N, D), or (N, T, D) for the frames of clips.
+    Samples are assigned to groups at random, because they may be sorted by class; the assignment is the same in every
+    call. All frames of a clip are in one group. The error estimates the spread between sets of the same number of
+    samples, without the bias of a finite number.
     """
     whole = _shuffled_groups(features, groups)
     root = covariance_root(reference.covariance)
@@ -156,9 +148,8 @@ SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets 
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
     """Return exp(E_x KL(p(y|x) || p(y))) of a classifier's logits (N, classes), in float64 (Salimans et al. 2016).
 
-    Returns:
-        The mean over splits of ``split`` consecutive samples, as in ADM's evaluator, and the standard deviation over
-        the splits, or None for a single split. The last split may be smaller.
+    This is the mean over splits of ``split`` consecutive samples, as in ADM's evaluator. The second value is the
+    standard deviation over the splits, or None for a single split.
     """
     scores = []
     for part in logits.split(split):
@@ -175,14 +166,12 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | 
 def kernel_distance(
     samples: Tensor, reference: Tensor, subsets: int = SUBSETS, size: int = SUBSET
 ) -> tuple[float, float]:
-    """Return KID, the unbiased squared maximum mean discrepancy of features (N, D) and (M, D).
+    """Return KID, the unbiased squared maximum mean discrepancy of features (N, D) and (M, D), and its standard
+    deviation.
 
-    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Unlike FID's, KID's expectation does not depend on the
-    number of samples.
-
-    Returns:
-        Mean and standard deviation over random subsets of ``size`` samples of each set. The subsets depend only on the
-        numbers of samples.
+    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Both values are over random subsets of ``size`` samples of
+    each set. The subsets depend only on the numbers of samples. KID's expectation does not depend on the number of
+    samples.
     """
     size = min(size, len(samples), len(reference))
     if size < 2:
@@ -200,10 +189,10 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the unbiased squared MMD of x and y, (n, D) each.
+    """Return the unbiased squared MMD of x and y, (n, D) each.
 
-    The result is the sum of three terms: for each set, the mean kernel value of pairs of different samples of this set;
-    and -2 times the mean kernel value of pairs with one sample of each set.
+    This is the mean kernel value of pairs of different samples of x, plus that of y, minus twice that of pairs of x and
+    y.
     """
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
@@ -221,14 +210,13 @@ CPU_BLOCK = 1 << 24
 
 
 def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
-    """Return improved precision and recall of features (N, D) against (M, D), as in ADM's evaluator.
+    """Return improved precision and recall of features (N, D) against (M, D), as in ADM's evaluator (Kynkäänniemi et
+    al. 2019).
 
-    The metrics are those of Kynkäänniemi et al. (2019). A set's manifold is the union of balls around its features. A
-    ball's radius is the distance to the ``neighbours``-th nearest other feature. Precision is the share of samples in
-    the manifold of the reference. Recall is the share of the reference in the manifold of the samples. Distances are
-    float32; ADM's are float16, which changes the third digit.
-
-    Raises ValueError unless both sets have more than ``neighbours`` features.
+    A set's manifold is the union of balls around its features, whose radius is the distance to the ``neighbours``-th
+    nearest other feature. Precision is the share of samples in the manifold of the reference, recall the reverse.
+    Distances are float32; ADM's are float16, which changes the third digit. Raises ValueError if a set has too few
+    features.
     """
     for features in (samples, reference):
         if len(features) <= neighbours:
@@ -271,10 +259,7 @@ def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
     """Return the CLIP score 100 max(cos, 0) of each pair of embeddings, (N,).
 
     The score measures how well pictures match their captions (Hessel et al. 2021), without that paper's factor of 2.5.
-
-    Args:
-        pictures: embeddings (N, D) of pictures, or (N, T, D) of clips; the score of a clip is the mean over frames.
-        captions: embeddings (N, D) of captions.
+    pictures: (N, D), or (N, T, D) for clips, whose score is the mean over frames. captions: (N, D).
     """
     pictures, captions = F.normalize(pictures.double(), dim=-1), F.normalize(captions.double(), dim=-1)
     if pictures.ndim == 2:

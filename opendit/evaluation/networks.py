@@ -1,7 +1,6 @@
 """Load a feature network from a file or a folder, as a function from pictures or clips to feature vectors.
 
-Nothing is downloaded. Weights are read with ``weights_only=True``. Code in a folder of transformers is never run, as
-for text encoders (opendit/encoders/folder.py).
+Nothing is downloaded. Weights are read with ``weights_only=True``, and code in a folder of transformers is never run.
 """
 
 import contextlib
@@ -44,7 +43,6 @@ class FeatureNetwork:
         resize: name of the filter that resizes pixels to the network's input size.
         precision: fp32 or tf32; fp64 for the built-in classifier.
         compute: function from uint8 pixels, with channels second, to named features (B, D).
-        known: True for a network with a published hash, and for a built-in network.
     """
 
     name: str
@@ -78,10 +76,8 @@ class FeatureNetwork:
 
 
 def digits_network(device: torch.device, shape: ClipShape | None = None) -> FeatureNetwork:
-    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits.
-
-    The classifier is trained at its first use. The features are "pool", "digit" and "nearest", and for clips "moved".
-    """
+    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits. It is trained at
+    its first use. The features are "pool", "digit" and "nearest", and for clips "moved"."""
     if shape is None:
         sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
     else:
@@ -101,16 +97,9 @@ def load_network(
       for clips, and returns features (B, D) or a dict with "pool" and optionally "spatial" and "logits";
     - a folder of transformers with a CLIP, DINOv2 or VideoMAE model.
 
-    Args:
-        path: the file or folder.
-        device: device of the network.
-        how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter.
-        precision: fp32, or tf32 on GPUs that support it.
-        clips: True to load a network for clips.
-
-    Raises:
-        FileNotFoundError: ``path`` does not exist.
-        ValueError: the path holds none of these, or a file has a published file's name but other contents.
+    how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter. Raises
+    FileNotFoundError, or ValueError if the path holds none of these, or if a file has a published file's name but other
+    contents.
     """
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
@@ -246,10 +235,8 @@ def default_folder() -> Path:
 
 
 def find_default(clips: bool, flag: str) -> Path:
-    """Find the published network for pictures or for clips in its usual folder.
-
-    Raises FileNotFoundError if it is missing; the message has the file's address and the folder to put the file into.
-    """
+    """Find the published network for pictures or for clips in its usual folder. Raises FileNotFoundError, with the
+    file's address, if it is missing."""
     files = [file for file in KNOWN if file.clips == clips]
     for file in files:
         if (path := default_folder() / file.name).is_file():
@@ -306,10 +293,9 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    Args:
-        how: the filter. "tf" is TensorFlow 1's bilinear filter, which defines FID and samples at i * H / side without
-            antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter
-            with antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
+    how: the filter. "tf" is TensorFlow 1's bilinear filter, which defines FID and samples at i * H / side without
+    antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
+    antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
     """
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
@@ -345,9 +331,7 @@ CLASSES = {
 
 def load_folder(folder: Path, device: torch.device, precision: str, clips: bool) -> FeatureNetwork:
     """Load a folder's model. The features are CLIP's projected embedding, DINOv2's class token, or the mean of
-    VideoMAE's tokens.
-
-    Raises ValueError if the folder holds none of these models, or a picture model for clips, or vice versa.
+    VideoMAE's tokens. Raises ValueError if the folder holds none of these, or a picture model for clips, or vice versa.
     """
     config = read_config(folder)
     kind = config.get("model_type")
@@ -421,11 +405,8 @@ def folder_sha256(folder: Path) -> str:
 
 
 def caption_embeddings(folder: Path, captions: list[str], device: torch.device) -> tuple[Tensor, list[bool]]:
-    """Return CLIP's projected embeddings of captions (N, D), and for each caption True if it was truncated.
-
-    CLIP truncates long captions. Equal captions are embedded once. Raises ValueError for a folder without CLIP's text
-    model and tokenizer.
-    """
+    """Return CLIP's projected embeddings of captions (N, D), and for each caption True if CLIP truncates it. Equal
+    captions are embedded once. Raises ValueError for a folder without CLIP's text model and tokenizer."""
     folder = Path(folder).expanduser()
     config = read_config(folder)
     if config.get("model_type") != "clip":

@@ -51,7 +51,7 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
 
     The figures are also appended to ``results.jsonl`` in the folder ``config.output``. With torchrun, only rank 0 gets
-    the figures.
+    them.
 
     Raises:
         ValueError: the configuration can't work; the message names the flag and the fix.
@@ -69,12 +69,10 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
 
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """Return the figures of an evaluation, or of every point of a sweep. Collective.
+    """Return the figures of an evaluation, or of every point of a sweep; an empty list on ranks other than 0.
+    Collective.
 
-    Ranks other than 0 get an empty list.
-
-    Args:
-        started: function to call once, after all flags have been checked and before the long work begins.
+    started: function to call once, after all flags have been checked and before the long work begins.
     """
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
@@ -157,12 +155,8 @@ class NoNetwork(Extractor):
 def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
     """Draw and measure a few batches, and print the predicted time for all samples. Collective; no result is kept.
 
-    Args:
-        batch_size: number of samples that a process draws at a time.
-        gpus: number of GPUs for the prediction; 0 for the GPUs of this run.
-
-    Raises:
-        ValueError: ``gpus`` is not a multiple of the number of GPUs that draw a sample together.
+    batch_size: number of samples that a process draws at a time. gpus: number of GPUs for the prediction; 0 for those
+    of this run. Raises ValueError if it is not a multiple of the number of GPUs that draw a sample together.
     """
     here = mesh.dp_size
     group = mesh.world_size // here

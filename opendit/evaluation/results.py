@@ -41,22 +41,19 @@ class Measurement:
     """One figure and all settings that affect it.
 
     Attributes:
-        interval: (low, high), or None.
-        interval_by: the method that gave the interval.
+        interval_by: the method that gave the interval (low, high).
         size: size of each sample, as text.
         samples: name of the file, folder or weights.
         samples_sha256: hash of the samples; for weights, hash of the numbers in them.
         features_known: True if the feature network's file is a published one.
         resize, feature_precision: settings of the feature network.
-        sampler, steps, guidance, guidance_interval, guidance_channels, seed, precision, vae: settings with which the
-            evaluation drew the samples.
+        sampler to seed, precision, vae: settings with which the evaluation drew the samples.
         labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
         rounding: the method of rounding pixels to uint8.
         drawn: all settings that affect the samples, as in the manifest of a sampling job.
         truncated: number of captions that CLIP truncates.
-        of_real: the same figure for real samples, as a bound of what samples can reach. The real samples are training
-            digits for the Fréchet distance, and held-out digits for the accuracy.
-        note: a remark for the user.
+        of_real: the same figure for real samples, as a bound: of training digits for the Fréchet distance, and of
+            held-out digits for the accuracy.
     """
 
     metric: str
@@ -132,8 +129,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table. Below it, add a line for each row that is not comparable with the last row of its
-    metric."""
+    """Format an aligned table, and below it a line for each row that is not comparable with the last of its metric."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -198,9 +194,7 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
     """Append figures to the folder's results, except for figures that the file already has. Raises OSError.
 
-    Args:
-        root: a folder below which no link is followed (opendit/common/safe_files.py). Missing folders below it are
-            created.
+    root: a folder below which no link is followed (opendit/common/safe_files.py) and missing folders are created.
     """
     path = folder / FILE
     refuse_links(folder, [FILE])
@@ -229,10 +223,8 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps.
-
-    Lines and columns are in the order of ``rows``. If a cell has several figures, the last one is shown.
-    """
+    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps. If a
+    cell has several figures, the last one is shown."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]
@@ -270,15 +262,8 @@ SMOOTH = 50  # maximum number of points in the curve of the training loss
 
 @dataclass
 class PlottedRun:
-    """The data of a run. Points are (x, y).
-
-    Attributes:
-        name: name of the run.
-        figures: the measured figures.
-        loss: (step, training loss), from the log.
-        held_out: (step, held-out loss), from the log.
-        by_noise: (noise level sigma, held-out loss) of the last validation in the log.
-    """
+    """The measured figures of a run, and from its log points (step, training loss), (step, held-out loss), and (noise
+    level sigma, held-out loss) of the last validation."""
 
     name: str
     figures: list[Measurement]
@@ -296,8 +281,7 @@ class PlotLine:
 
     Attributes:
         name: text of the legend.
-        points: (x, y, low, high), sorted by x, or by guidance for precision against recall. Without an interval, low
-            and high are None.
+        points: (x, y, low, high), sorted by x, or by guidance for precision against recall.
         words: text next to each point.
         run: name of the run. All lines of a run have the same colour.
     """
@@ -322,10 +306,8 @@ class PlotPanel:
 
 
 def read_run(path: Path) -> PlottedRun:
-    """Read a run's folder (log.jsonl, evaluation/results.jsonl), an evaluation's folder, or a results.jsonl.
-
-    Raises ValueError if ``path`` has neither figures nor a log.
-    """
+    """Read a run's folder (log.jsonl, evaluation/results.jsonl), an evaluation's folder, or a results.jsonl. Raises
+    ValueError if ``path`` has neither figures nor a log."""
     folder = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else [folder / FILE, folder / RUN_FOLDER / FILE]
     run = PlottedRun(folder.resolve().name, [row for file in files for row in read_results(file)])
@@ -357,10 +339,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return the panels for all metrics or the chosen ones, and messages about figures that are left out.
-
-    Figures are left out if they are not comparable with the other figures of their metric.
-    """
+    """Return the panels for all metrics or the chosen ones, and messages about figures that are left out because they
+    are not comparable with the others of their metric."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -420,10 +400,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each model and each combination of the values of ``others``.
-
-    Rows without an x are skipped. If several rows have the same x, the last one is used.
-    """
+    """Return a line for each model and each combination of the values of ``others``. Rows without an x are skipped, and
+    the last of several rows with the same x is used."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:
@@ -458,8 +436,7 @@ def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
 
 
 def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Keep the rows that are comparable with the last row of their metric. Return these rows, and messages about the
-    others."""
+    """Return the rows that are comparable with the last row of their metric, and messages about the others."""
     last = {row.metric: row for row in rows}
     kept, left_out = [], {}
     for row in rows:
@@ -482,10 +459,8 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw runs to a PNG, with all metrics or the given ones. Return messages about figures that were left out.
-
-    Raises ValueError or OSError.
-    """
+    """Draw runs to a PNG, with all metrics or the given ones. Return messages about figures that were left out. Raises
+    ValueError or OSError."""
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):

@@ -63,7 +63,6 @@ class DescribedSamples:
     """Properties of samples that are known before the samples are drawn or read.
 
     Attributes:
-        count: number of samples.
         shape: shape of one sample, (H, W, 3) or (T, H, W, 3).
         captions: one per sample, or None.
         details: fields of a Measurement.
@@ -89,7 +88,7 @@ class Samples(DescribedSamples):
 
     Attributes:
         extract: ``extract(extractor, count, folder)`` computes the features of the first ``count`` samples and caches
-            the features in the folder.
+            them in the folder.
         drawn: True if the samples are drawn, False if they are read from files.
         announce: function that prints the settings of the drawing.
     """
@@ -101,10 +100,8 @@ class Samples(DescribedSamples):
 
 @contextlib.contextmanager
 def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
-    """Open and check the samples to evaluate. Inside the context, --output is locked for other evaluations. Collective.
-
-    Raises ValueError or OSError with a message for the user.
-    """
+    """Open and check the samples to evaluate, and lock --output inside the context. Collective. Raises ValueError or
+    OSError with a message for the user."""
     if flags.samples is None:
         sampling = load_run(flags.sampling(), mesh, Stages("before"))
         with sampling.lock:
@@ -202,8 +199,7 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
 
 
 def name_of(weights: Path) -> str:
-    """Return a name for weights: RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the last part of the
-    path."""
+    """Return RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, otherwise the last part of the path."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")
@@ -257,9 +253,8 @@ def open_reference(
     - ADM's statistics, an .npz with mu and sigma; pictures in the file are used for precision, recall and KID;
     - a file that :func:`save_features` wrote.
 
-    Raises:
-        ValueError: the reference holds clips but the samples are pictures or vice versa, or it holds features of other
-            networks.
+    Raises ValueError if the reference holds pictures and the samples are clips or vice versa, or if it holds features
+    of other networks.
     """
     if path == DIGITS:
         return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, {})
@@ -285,19 +280,14 @@ def open_reference(
 def _reference_of(
     media: Media, extractor: Extractor, output: Path, mesh: Mesh, gaussians: dict[str, Gaussian]
 ) -> Reference:
-    """Compute the features of samples. Return a reference with these features and the statistics ``gaussians``.
-    Collective."""
+    """Return a reference with the features of samples and the statistics ``gaussians``. Collective."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return built-in digits of a split, or moving digits.
-
-    Args:
-        clips: options for reading clips, to get moving digits; None for pictures.
-        count: number of samples; None for the default number of a reference.
-    """
+    """Return ``count`` built-in digits of a split (by default, as many as a reference has); moving digits if ``clips``
+    has the options for reading clips."""
     if clips is None:
         return real_pictures(split, count)
     return real_clips(split, clip_shape(clips), count)
@@ -344,13 +334,8 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
-    """Write features and their statistics to an .npz, which can be used as a reference.
-
-    Other tools can use the statistics mu and sigma as a reference. Raises OSError.
-
-    Args:
-        settings: settings of the feature networks.
-    """
+    """Write features, their statistics and the settings of the networks to an .npz, which can be used as a reference,
+    also by other tools (mu and sigma). Raises OSError."""
     arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
     for name, keys in STATISTICS.items():
         if name in features.arrays:
