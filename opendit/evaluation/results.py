@@ -410,11 +410,16 @@ def _lines(
     return [
         PlotLine(
             ", ".join(filter(None, key)),
-            [(x, row.value, *(row.interval or (None, None))) for x, row in sorted(at.items())],
+            [_point(x, at[x]) for x in sorted(at)],
             run=key[0],
         )
         for key, at in found.items()
     ]
+
+
+def _point(x: float, row: Measurement) -> PlotPoint:
+    low, high = row.interval or (None, None)
+    return x, row.value, low, high
 
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
