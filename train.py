@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
     import torch
     from torch import Tensor
 
-    from opendit.config.token_routing import TokenRoute
+    from opendit.config.components import TokenRoute
     from opendit.data import Batch
     from opendit.diffusion.objectives.base import Objective
     from opendit.encoders.conditioner import Conditioner

@@ -18,7 +18,7 @@ from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
     from opendit import fused as fused
-    from opendit.cli.programs import train as train
+    from opendit.cli.command import train as train
     from opendit.config.evaluate import EvaluateConfig as EvaluateConfig
     from opendit.config.train import TrainConfig as TrainConfig
     from opendit.evaluation.program import evaluate as evaluate
@@ -48,7 +48,7 @@ _get, _ = import_when_used(
     __name__,
     {
         "opendit.config.evaluate": "EvaluateConfig",
-        "opendit.cli.programs": "train",
+        "opendit.cli.command": "train",
         "opendit.config.train": "TrainConfig",
         "opendit.evaluation.program": "evaluate",
         "opendit.sampling.output_files": "VideoClip",

@@ -30,7 +30,7 @@ LINES = (
         'example\'s uniform times", bounds={"at_least": 0.5, "at_most": 2, "unit": "power"})}),\n',
     ),
     (
-        "opendit/config/data_sources.py",
+        "opendit/config/names.py",
         "SOURCES = {\n",
         '    "example": SourceDescription("example", "example: stripes"),\n',
     ),

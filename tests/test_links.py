@@ -23,8 +23,7 @@ from opendit.checkpoint.run_folders import WRITTEN as WRITTEN_RUN
 from opendit.checkpoint.run_folders import point_to, step_folder
 from opendit.checkpoint.save import incomplete, prune, put_in_place, tidy
 from opendit.checkpoint.tensor_set import write_weights
-from opendit.common.records import RecordFile, WriteFailures
-from opendit.common.safe_files import LinkRefused, make_folder
+from opendit.common.safe_files import LinkRefused, RecordFile, WriteFailures, make_folder
 from opendit.common.tensor_files import write_file, write_tensors
 from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo

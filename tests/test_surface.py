@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import opendit
-from opendit.cli.programs import as_given
+from opendit.cli.command import as_given
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from tests.sampling.small import write

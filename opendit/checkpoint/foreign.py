@@ -19,8 +19,7 @@ from opendit.checkpoint.tensor_set import check_shapes
 from opendit.common.json_file import MIB, read_json
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.utils import shown
-from opendit.config.architectures import SIZES, is_video
-from opendit.config.public_models import PUBLIC
+from opendit.config.architectures import PUBLIC, SIZES, is_video
 from opendit.encoders.folder import PIPELINE_INDEX
 from opendit.models.dit import DiTConfig
 from opendit.models.weights import Weights

@@ -56,8 +56,7 @@ from opendit.checkpoint.tensor_set import (
     shard_file,
     shard_metadata,
 )
-from opendit.common.records import WriteFailures
-from opendit.common.safe_files import make_folder, move_into, remove, remove_tree, rename, sync_folder
+from opendit.common.safe_files import WriteFailures, make_folder, move_into, remove, remove_tree, rename, sync_folder
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.config.names import BEST, SHARDS, WHOLE
 from opendit.parallel.engines import MOMENTS, Engine

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The console command ``opendit``, which runs one of the programs.
+"""The console command ``opendit``, which runs one of the programs, and ``opendit.train``, which runs train.py.
 
 opendit train --model DiT-S/2 --data_path FOLDER
 opendit sample --ckpt outputs/000-DiT-S-2 --class_labels 0 1
@@ -7,15 +7,92 @@ torchrun --standalone --nproc_per_node=8 -m opendit train ...
 """
 
 import importlib
+import importlib.util
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from opendit import __version__
-from opendit.cli.programs import program
 from opendit.config import console
+from opendit.config.command_line import parse
 from opendit.config.console import print_error
-from opendit.config.flags import nearest, show
+from opendit.config.flags import flags_of, nearest, show
+from opendit.config.names import PYTHON
 from opendit.config.preprocess import build_parser as preprocess_parser
+from opendit.config.train import TrainConfig
+
+
+def program(name: str) -> ModuleType:
+    """Import ``name``.py once and return the module. Raises ModuleNotFoundError if the file does not exist."""
+    full = f"opendit.cli.scripts.{name}"
+    if full in sys.modules:
+        return sys.modules[full]
+    here = Path(__file__).resolve().parent
+    places = [here / "scripts" / f"{name}.py", here.parents[1] / f"{name}.py"]
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        raise ModuleNotFoundError(f"{name}.py is neither {places[0]} nor {places[1]}: install OpenDiT again", name=name)
+    spec = importlib.util.spec_from_file_location(full, path)
+    assert spec is not None and spec.loader is not None  # always true for a .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[full]
+        raise
+    return module
+
+
+def train(config: TrainConfig, data: Any = None) -> Path:
+    """Run train.py with the flags of ``config`` in this process, and return the run's folder.
+
+    The data set ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set whose
+    samples are dictionaries with "image" or "video" and with "text" or "label" (docs/python.md).
+
+        folder = opendit.train(opendit.TrainConfig(model="DiT-S/2", data_path="pictures", image_size=64, vae="none"))
+        pipe = opendit.load(folder)
+
+    A field at its default value is treated like an omitted flag. To train on several processes, call this function in a
+    script that torchrun starts.
+
+    Raises:
+        ValueError: the configuration can't work; the message names the flag and the fix.
+        Exception: the error that ended the run. Its message has also been printed.
+    """
+    config = as_given(config)
+    if data is not None:
+        if "data_path" in config.given and config.data_path != PYTHON:
+            raise ValueError(f"--data_path {config.data_path}: opendit.train got data, too; leave one of them out")
+        config = replace(config, data_path=PYTHON, given=config.given | {"data_path"})
+    config.resolve(config.world_size(), has_gpu=True)  # make those checks that need neither torch nor a GPU
+    try:
+        from opendit.data.python_data import offer
+
+        with offer(data):
+            return program("train").start(config)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, Exception):
+            raise stop.__context__ from None
+        raise RuntimeError("the run failed; what it has printed says why") from stop
+
+
+def as_given(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` as if parsed from a command line with only the flags that differ from their defaults.
+
+    With a recipe, all other flags get the recipe's values.
+    """
+    if config.given:
+        return config
+    plain = TrainConfig()
+    changed = {item.name: getattr(config, item.name) for item in flags_of(TrainConfig)}
+    changed = {name: value for name, value in changed.items() if value != getattr(plain, name)}
+    named = [word for name in ("recipe", "config") if (value := getattr(config, name)) for word in (f"--{name}", value)]
+    base = parse(TrainConfig, named) if named else plain
+    return replace(base, **changed, given=base.given | frozenset(changed))
+
 
 SCRIPTS = {
     "train": "trains a model (train.py)",

@@ -15,7 +15,7 @@ from pathlib import Path
 from opendit.common import hub
 from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.config.console import OnThisMachine
-from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
+from opendit.config.names import check_address, inline_sources, is_address, named_sources
 
 MOST_NAMES = 10_000  # maximum number of folder entries to compare with a mistyped name
 VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders

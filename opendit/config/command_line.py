@@ -1,8 +1,8 @@
-"""Parse command lines strictly with argparse. A mistake is one line; :mod:`help_page` formats --help by component.
+"""Parse command lines strictly with argparse, and format --help by component.
 
 Flags are written with underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
-:func:`parse` converts a command line to a configuration. The flags of a recipe override the defaults, a YAML file's
-flags override the recipe's, and the command line's flags override all.
+:func:`parse` converts a command line to a configuration: a recipe's flags override the defaults, a YAML file's flags
+override the recipe's, and the command line's flags override all. A mistake ends the program with one line.
 """
 
 import argparse
@@ -12,18 +12,242 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import time
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, cast
 
 from opendit.config.console import name_of, print_error, should_print
 from opendit.config.flags import Value, default_of, flags_of, headings_of, nearest, scalar_type, show, value_of
-from opendit.config.foreign_flags import counterpart
-from opendit.config.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
 from opendit.config.recipes import find_recipe, listing
+
+# Our flags -> equivalent flags of other programs. If a key lists several of our flags, the first one that the running
+# program has is suggested.
+_OURS = {
+    "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
+    "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "
+    "pretrained_model_name_or_path pretrained_model_path transformer_path",
+    "--lr": "learning_rate base_lr",
+    "--global_seed --seed": "seed random_seed manual_seed",
+    "--image_size": "resolution height width size image_resolution img_size",
+    "--mixed_precision": "dtype torch_dtype precision weight_dtype amp",
+    "--load": "resume resume_from resume_from_checkpoint resume_checkpoint",
+    "--batch_size": "train_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size",
+    "--epochs": "num_train_epochs max_train_epochs num_epochs max_epochs",
+    "--output --outputs": "output_dir out_dir results_dir save_dir logging_dir",
+    "--grad_accumulation": "gradient_accumulation gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "--grad_checkpoint": "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing",
+    "--max_steps": "max_train_steps num_train_steps train_steps total_steps train_iters iterations",
+    "--lora": "rank lora_rank network_dim network_rank network_module lora_weights lora_path lora_model_path",
+    "--lora_alpha": "network_alpha alpha",
+    "--data_path": "train_data_dir train_data instance_data_dir data_dir data_root dataset "
+    "dataset_config dataset_name dataset_path",
+    "--num_sampling_steps --sample_steps": "num_inference_steps inference_steps num_steps steps",
+    "--cfg_scale --sample_cfg_scale": "guidance_scale guidance cfg",
+    "--sample_prompts": "validation_prompt validation_prompts sample_prompt",
+    "--sample_every": "validation_steps validation_epochs sample_every_n_steps sample_steps_interval",
+    "--ckpt_every": "checkpointing_steps save_steps save_every save_every_n_steps save_interval",
+    "--ckpt_keep": "checkpoints_total_limit save_total_limit",
+    "--lr_schedule": "lr_scheduler lr_scheduler_type",
+    "--warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "--weight_decay": "adam_weight_decay",
+    "--grad_clip": "max_grad_norm gradient_clip_val clip_grad_norm",
+    "--num_workers": "dataloader_num_workers max_data_loader_n_workers",
+    "--log_to": "report_to log_with logger",
+    "--log_every": "logging_steps log_interval",
+    "--label_drop": "class_dropout_prob cfg_dropout caption_dropout_rate proportion_empty_prompts",
+    "--enable_flashattn": "xformers enable_xformers_memory_efficient_attention use_flash_attn sdpa",
+    "--num_samples": "num_images num_images_per_prompt num_videos n_samples",
+    "--prompt": "text caption",
+    "--sampler": "scheduler scheduler_type",
+    "--bucket_tokens": "enable_bucket aspect_ratio_bucketing",
+    "--caption_prefix": "trigger_word trigger instance_prompt class_prompt",
+    "--caption_column": "text_column",
+    "--file_column": "image_column video_column",
+}
+_NONE_HERE = {
+    "cache_latents cache_latents_to_disk cache_text_encoder_outputs": "preprocess.py latents encodes once",
+    "lora_scale lora_weight lora_strength": "the weight follows the LoRA: --lora RUN:0.8",
+    "repeats num_repeats dataset_repeats": "--data_path A:2,B:1 weights several sources, and epochs repeat them",
+    "optimizer optimizer_type": "the optimizer is AdamW",
+    "save_every_n_epochs": "--ckpt_every counts steps",
+    "center_crop": "pictures are cropped at their centre; --random_crop crops elsewhere",
+    "use_ema ema": "averaged weights are always kept; --ema_decay sets how",
+    "allow_tf32": "what stays in fp32 uses TF32 anyway",
+    "num_gpus nproc_per_node num_processes": "torchrun --nproc_per_node starts a process a GPU",
+}
+_NAMES = {theirs: ours.split() for ours, several in _OURS.items() for theirs in several.split()}
+_SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in several.split()}
+
+
+def counterpart(name: str, flags: Collection[str]) -> str | None:
+    """Return advice for a flag of another program; None if the flag is unknown.
+
+    name: the other program's flag, without dashes. flags: flags of the running program, such as ``--lr``.
+    """
+    known = [ours for ours in _NAMES.get(name, ()) if ours in flags]
+    return f"here it is {known[0]}" if known else _SENTENCES.get(name)
+
+
+LEFT = 30  # columns to the left of a flag's description
+WIDTHS = (80, 120)  # minimum and maximum line length; between them, the terminal's width is used
+STARTS = ("python ", "opendit ", "torchrun ")  # words with which an example command begins
+COMMAND = re.compile(rf"\s*({'|'.join(STARTS)})")
+REQUIRED = "(required)"
+SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default."
+
+
+@dataclass(frozen=True)
+class HelpEntry:
+    """Description of a flag, positional argument or command in --help.
+
+    Attributes:
+        name: name without dashes.
+        written: form on a command line, with the value's placeholder.
+        about: description.
+        values: range and default.
+        common: show the entry in the short help, with this text, or with the first clause of ``about`` if True.
+    """
+
+    name: str
+    written: str
+    about: str
+    values: str = ""
+    common: bool | str = False
+
+    def lines(self, width: int) -> list[str]:
+        left, text = f"  {self.written}", f"{self.about} {self.values}".rstrip()
+        left = f"{left:<{LEFT - 2}}  "
+        if len(left) + len(text) <= width:
+            return [(left + text).rstrip()]
+        wrapped = textwrap.wrap(text, width - LEFT, break_long_words=False, break_on_hyphens=False)
+        first = [left.rstrip()] if len(left) > LEFT else [left + wrapped.pop(0)]
+        return first + [" " * LEFT + line for line in wrapped]
+
+    def in_short(self) -> "HelpEntry":
+        """Return the entry with its description for the short help."""
+        return replace(self, about=self.common if isinstance(self.common, str) else self.about.partition(";")[0])
+
+
+@dataclass
+class Section:
+    """A section of --help: a heading, ``Title: about``, and its entries."""
+
+    title: str
+    about: str
+    entries: list[HelpEntry] = field(default_factory=list)
+
+    @classmethod
+    def headed(cls, heading: str) -> "Section":
+        """Create an empty section from the heading ``"Title: about"``."""
+        title, _, about = heading.partition(": ")
+        return cls(title, about)
+
+    def lines(self, width: int, entries: Iterable[HelpEntry]) -> list[str]:
+        shown = [line for entry in entries for line in entry.lines(width)]
+        heading = f"{self.title}: {self.about}" if self.about else self.title
+        return [heading, *shown] if shown else []
+
+
+def entry(
+    name: str,
+    takes: Value | None,
+    about: str,
+    default: Any,
+    *,
+    common: bool | str = False,
+    alias: str | None = None,
+    metavar: str | None = None,
+    nargs: str | None = None,
+    required: bool = False,
+) -> HelpEntry:
+    """Create the entry of a flag. takes: allowed values; None for a switch. nargs: as in argparse."""
+    bare = name.lstrip("-")
+    if takes is None:
+        state = "" if default is None else f"[{'on' if default else 'off'}]"
+        return HelpEntry(bare, f"--[no_]{bare}", about, state, common)
+    value = metavar or takes.metavar or bare.upper()
+    value = {"?": f"[{value}]", "+": f"{value} ...", "*": f"[{value} ...]"}.get(nargs or "", value)
+    names = f"{name}, {alias}" if alias else name
+    allowed = takes.allowed()
+    values = [f"({allowed})"] * bool(allowed) + [REQUIRED] * required
+    values += [] if default in (None, []) else [f"[{default}]"]
+    return HelpEntry(bare, f"{names} {value}" if name.startswith("-") else value, about, " ".join(values), common)
+
+
+def page(
+    program: str, usage: str, about: str, sections: Sequence[Section], examples: Sequence[str], topic: str | None
+) -> str:
+    """Return the text of --help, --help all or --help TOPIC. Raises ValueError for an unknown topic."""
+    width = min(max(shutil.get_terminal_size((WIDTHS[1], 24)).columns, WIDTHS[0]), WIDTHS[1])
+    sections = [section for section in sections if section.entries]
+    total = sum(len(section.entries) for section in sections)
+    chosen = {section.title: section.entries for section in sections}
+    if topic is None:
+        common = {section.title: [one.in_short() for one in section.entries if one.common] for section in sections}
+        chosen = common if any(common.values()) else chosen
+    elif topic != "all":
+        return "\n".join(_topic(topic, sections, width)) + "\n"
+    lines = [
+        *textwrap.wrap(f"usage: {program} {usage}", width, subsequent_indent=" " * 7),
+        "",
+        *textwrap.wrap(about, width),
+        "",
+    ]
+    for section in sections:
+        lines += section.lines(width, chosen[section.title])
+        lines += [""] if topic == "all" and chosen[section.title] else []
+    lines += [""] * (lines[-1] != "")
+    if any("--[no_]" in one.written for entries in chosen.values() for one in entries):
+        lines += [SWITCH_NOTE]
+    if (hidden := total - sum(map(len, chosen.values()))) > 0:
+        titles = ", ".join(section.title.lower().replace(" ", "_") for section in sections)
+        more = f"{hidden} more flags: {program} --help all, or --help HEADING ({titles})."
+        lines += textwrap.wrap(more, width, break_on_hyphens=False)
+    if examples:
+        lines += [""] * (lines[-1] != "")
+        lines += ["Examples:", *(f"  {started_as(program, example)}" for example in examples)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def examples_of(doc: str) -> list[str]:
+    """Return the commands in a program's docstring."""
+    return [line.strip() for line in doc.splitlines() if COMMAND.match(line)]
+
+
+def about_of(doc: str) -> str:
+    """Join the paragraphs of a program's docstring that hold no commands."""
+    paragraphs = [part for part in doc.split("\n\n") if not any(map(COMMAND.match, part.splitlines()))]
+    return " ".join(" ".join(paragraphs).replace("``", "").split())
+
+
+def started_as(program: str, example: str) -> str:
+    """Rewrite an example as the program was started: ``opendit train`` instead of ``python train.py``."""
+    if not program.startswith("opendit "):
+        return example
+    example = re.sub(r"python (train|sample|preprocess)\.py", r"opendit \1", example)
+    example = re.sub(r"(torchrun .*?)(?<![\w./])(train|sample|preprocess)\.py", r"\1-m opendit \2", example)
+    return example
+
+
+def _topic(topic: str, sections: Sequence[Section], width: int) -> list[str]:
+    """Return the lines of the section with this title, or of the flag with this name."""
+    wanted = topic.lstrip("-").lower().replace(" ", "_").replace("-", "_")
+    for section in sections:
+        if section.title.lower().replace(" ", "_") == wanted:
+            return section.lines(width, section.entries)
+    for section in sections:
+        if found := [one for one in section.entries if one.name.lower() in (wanted, wanted.removeprefix("no_"))]:
+            return section.lines(width, found)
+    known = ["all", *(section.title.lower().replace(" ", "_") for section in sections)]
+    known += [one.name for section in sections for one in section.entries]
+    raise ValueError(f"--help {topic}: no such heading or flag; did you mean {nearest(wanted, known)}?")
+
 
 # Flags that concern how a run starts, not what it trains. Setting them does not count as changing a recipe.
 NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}

@@ -1,15 +1,13 @@
-"""The components of a configuration.
+"""The components of a configuration: frozen dataclasses whose fields are flags, with ranges and help."""
 
-Each component is a frozen dataclass. Its fields are flags with a type, a default, a range and one line of help.
-"""
-
+import math
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar
 
 from opendit.config.architectures import GIVEN, KINDS, MLP_KINDS, NORMS, POSITIONS
-from opendit.config.data_sources import data_path_help
 from opendit.config.flags import (
     ABOVE_0,
     BATCH,
@@ -48,9 +46,61 @@ from opendit.config.names import (
     REDUCE_DTYPES,
     RESHARD,
     SEQUENCE_TYPES,
+    data_path_help,
     plugin_help,
 )
 from opendit.config.parallel_sizes import check_sequence_parallel, environment_world_size
+
+TAKES = "FIRST:LAST:SHARE or FIRST:LAST:SHARE:sprint, as in 2:8:0.5: blocks from 0, two numbers and a share below 1"
+
+
+@dataclass(frozen=True)
+class TokenRoute:
+    """A route: blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
+
+    fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD.
+    until: step from which on these blocks see all tokens; None for never.
+    drop: share of the samples of a training step that do without the result of these blocks, if the route is fused.
+    """
+
+    first: int
+    last: int
+    share: float
+    fused: bool = False
+    until: int | None = None
+    drop: float = 0.0
+
+    def kept(self, tokens: int) -> int:
+        """Return how many of a sample's ``tokens`` the routed blocks see; at least one."""
+        return max(1, round(tokens * (1 - self.share)))
+
+
+def parse_route(text: str, flag: str = "route") -> TokenRoute:
+    """Parse a value of ``--route`` or another ``flag``. Raises ValueError for an invalid value."""
+    try:
+        first, last, share, *fused = text.split(":")
+        route = TokenRoute(int(first), int(last), float(share), bool(fused))
+        if fused not in ([], ["sprint"]):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--{flag} {text}: is no route; give {TAKES}") from None
+    if not (0 <= route.first < route.last and 0 <= route.share < 1) or math.isnan(route.share):
+        raise ValueError(f"--{flag} {text}: out of range; give {TAKES}")
+    if route.fused and route.first == 0:
+        raise ValueError(f"--{flag} {text}: SPRINT fuses with a block before the route; begin at 1 or later")
+    return route
+
+
+def parse_target(text: str) -> tuple[str, int | None]:
+    """Split PATTERN[:RANK] of --lora_targets into a pattern of layer names and a LoRA rank (None: the rank of --lora).
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    found = re.fullmatch(r"([\w*]+(?:\.[\w*]+)*)(?::([1-9]\d{0,4}))?", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"--lora_targets {text}: no layer's name; give one as qkv, attn.*, or fc1:4 for rank 4")
+    return found[1], None if found[2] is None else int(found[2])
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:

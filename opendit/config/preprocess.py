@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.utils import read_size
-from opendit.config.architectures import patch_size
+from opendit.config.architectures import CLIP_FRAMES, PUBLIC, name_of_folder, patch_size
 from opendit.config.checks import (
     check_data,
     check_exists,
@@ -18,10 +18,8 @@ from opendit.config.checks import (
 )
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
-from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
 from opendit.config.flags import BATCH, FPS, FRAMES, SCALE, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
-from opendit.config.names import BASE_PRECISIONS
-from opendit.config.public_models import CLIP_FRAMES, PUBLIC, name_of_folder
+from opendit.config.names import BASE_PRECISIONS, FOREIGN_FORMS, check_inline, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)

@@ -7,10 +7,15 @@ from typing import Any, ClassVar
 
 from opendit.config import components as component
 from opendit.config.architectures import (
+    CLIP_FRAMES,
     KINDS,
+    PUBLIC,
     canonical_name,
+    commit_of_run,
     depth_and_heads,
+    family_in,
     is_video,
+    name_of_folder,
     parse_given,
     patch_size,
 )
@@ -34,14 +39,25 @@ from opendit.config.components import (
     RunFlags,
     SaveFlags,
     SpeedFlags,
+    TokenRoute,
     ValidationFlags,
+    parse_route,
+    parse_target,
 )
 from opendit.config.console import OnThisMachine
-from opendit.config.data_sources import PYTHON, check_inline, named_sources
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
-from opendit.config.lora_targets import parse_target
-from opendit.config.names import BUT_ATTENTION, DESCRIPTIONS, DIGITS, OWN_ATTENTION, PLUGINS, check_precision
+from opendit.config.names import (
+    BUT_ATTENTION,
+    DESCRIPTIONS,
+    DIGITS,
+    OWN_ATTENTION,
+    PLUGINS,
+    PYTHON,
+    check_inline,
+    check_precision,
+    named_sources,
+)
 from opendit.config.parallel_sizes import (
     check_expert_parallel_size,
     check_pipeline_parallel_size,
@@ -51,9 +67,7 @@ from opendit.config.parallel_sizes import (
     environment_node_size,
     parse_offload,
 )
-from opendit.config.public_models import CLIP_FRAMES, PUBLIC, commit_of_run, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
-from opendit.config.token_routing import TokenRoute, parse_route
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}

@@ -14,7 +14,7 @@ import torch
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import positive, read_yaml, require, require_known
-from opendit.config.data_sources import inline_sources, is_address, named_sources
+from opendit.config.names import inline_sources, is_address, named_sources
 from opendit.data.base import (
     PLAIN,
     USUALLY_COUNTED,

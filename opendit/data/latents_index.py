@@ -34,7 +34,7 @@ from opendit.common.json_models import (
 from opendit.common.safe_files import open_to_write, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import shown
-from opendit.config.data_sources import FOREIGN_FORMS
+from opendit.config.names import FOREIGN_FORMS
 
 Rate = Annotated[float, Interval(gt=0, le=1e6)]
 Side = Annotated[int, Interval(ge=1, le=1 << 20)]

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import DataError
-from opendit.config.data_sources import inline_sources, is_address
+from opendit.config.names import inline_sources, is_address
 from opendit.data.base import MediaDataset, Medium, count_colours
 from opendit.data.blend import BlendedDataset
 from opendit.data.captions import count_texts

@@ -24,8 +24,8 @@ from opendit.common.json_file import MIB, read_json
 from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links
 from opendit.common.utils import sha256_of
+from opendit.config.architectures import family_in, name_of_folder
 from opendit.config.parallel_sizes import find_place
-from opendit.config.public_models import family_in, name_of_folder
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset, Size
 from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.latents_index import INDEX, LOCK, VERSION, index_locked, put_index, take_index

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from opendit.common.utils import hash_parts
-from opendit.config.data_sources import (
+from opendit.config.names import (
     ADDRESSES,
     BLENDS,
     ENERGON,

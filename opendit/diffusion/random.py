@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.architectures import parse_given
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.kernels.common import kernels_available
 from opendit.kernels.philox import philox_bits
 from opendit.models.given_frames import give

@@ -22,7 +22,7 @@ from torch import Tensor
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind
 from opendit.common.utils import hash_parts, shown
-from opendit.config.public_models import family_in, name_of_folder
+from opendit.config.architectures import family_in, name_of_folder
 from opendit.encoders.folder import (
     CONFIG,
     PIPELINE_INDEX,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from opendit.common.torch_utils import on_meta
-from opendit.config.lora_targets import parse_target
+from opendit.config.components import parse_target
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import Projection

@@ -2,7 +2,7 @@
 
 :func:`plan_steps` decides, before sampling starts, what every step evaluates. A :class:`BlockStack` runs all or some of
 the network's blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance.
-``opendit.config.approximations`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists
+``opendit.config.sample`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists
 their errors.
 
 Tensors that are kept between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. They fit
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache
-from opendit.config.token_routing import TokenRoute, parse_route
+from opendit.config.components import TokenRoute, parse_route
+from opendit.config.sample import Approximations, FirstBlockCache, TaylorCache
 from opendit.diffusion.trajectory import at_least_float32
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block, Context, run_blocks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.config.approximations import parse_cache
+from opendit.config.sample import parse_cache
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, VideoCodec

@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from opendit.common.hub import fetched
-from opendit.config.approximations import Approximations
 from opendit.config.checks import check_lora_weight, path_and_weight
 from opendit.config.names import BASE_PRECISIONS
+from opendit.config.sample import Approximations
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner, class_number
 from opendit.encoders.pictures import to_uint8

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.config.approximations import Approximations, FirstBlockCache
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
+from opendit.config.sample import Approximations, FirstBlockCache
 from opendit.diffusion.guidance import cfg_model, guided_within, is_within
 from opendit.diffusion.objectives import Objective
 from opendit.diffusion.random import draw_kept_tokens, initial_noise, keyed_noise

@@ -14,7 +14,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import load_checkpoint
 from opendit.checkpoint.run_folders import ENDED
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
-from opendit.common.records import WriteFailures
+from opendit.common.safe_files import WriteFailures
 from opendit.config.flags import to_dict
 from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.data import BatchIterator, build_loader

@@ -10,8 +10,8 @@ from typing import Any, cast
 from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_config
 from opendit.common.utils import DataError
+from opendit.config.architectures import family_in
 from opendit.config.components import BatchFlags, DataFlags
-from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset, build_schedule
 from opendit.data.base import Description

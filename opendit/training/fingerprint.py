@@ -29,10 +29,10 @@ from opendit.checkpoint.tensor_set import files_of
 from opendit.common.hub import origin
 from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
 from opendit.common.utils import hash_parts
+from opendit.config.architectures import family_in
 from opendit.config.command_line import overridden, to_yaml
 from opendit.config.flags import flags_of, to_dict
 from opendit.config.names import DESCRIPTIONS
-from opendit.config.public_models import family_in
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.files import hash_files
 from opendit.data.order.schedule import KEYED

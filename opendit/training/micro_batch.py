@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.data import Batch
 from opendit.data.base import to_pixels
 from opendit.data.clips import enlarge

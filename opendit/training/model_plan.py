@@ -11,9 +11,8 @@ from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_info, read_newest, table_notes
 from opendit.checkpoint.tensor_set import compare
-from opendit.config.architectures import parse_given, patch_size
+from opendit.config.architectures import family_in, parse_given, patch_size
 from opendit.config.components import CACHED_FEATURES, DataFlags, StartFlags
-from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import MediaDataset
 from opendit.data.base import CachedFeatures, Description

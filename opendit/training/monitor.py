@@ -21,8 +21,7 @@ import torch
 
 from opendit.checkpoint.save import Checkpoints
 from opendit.common.progress import Progress
-from opendit.common.records import RecordFile, WriteFailures
-from opendit.common.safe_files import make_folder, open_to_append, refuse_links, write_whole
+from opendit.common.safe_files import RecordFile, WriteFailures, make_folder, open_to_append, refuse_links, write_whole
 from opendit.data import BatchIterator, BatchSchedule
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import ControlGroup, Mesh

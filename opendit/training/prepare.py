@@ -14,10 +14,10 @@ from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.published import TRANSFORMER
 from opendit.checkpoint.run_folders import CHECKPOINTS, LOW, WRITTEN, low_noise_of, new_run_folder
+from opendit.config.architectures import family_in
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import CACHED_FEATURES, SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
-from opendit.config.public_models import family_in
 from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset

@@ -13,8 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from opendit.common.records import WriteFailures
-from opendit.common.safe_files import replacing, write_whole
+from opendit.common.safe_files import WriteFailures, replacing, write_whole
 
 WARMUP, STEPS = 8, 3  # steps before the recording (the profiler warms up in the last two), and steps recorded
 

@@ -19,7 +19,7 @@ from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.pretrained import FirstWeights
 from opendit.checkpoint.run_folders import folder_name
 from opendit.checkpoint.save import Checkpoints
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.config.train import TrainConfig
 from opendit.data import Batch, BatchIterator, BatchSchedule, DataError, MediaDataset
 from opendit.data.base import BadSample, Embedding

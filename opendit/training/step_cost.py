@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from opendit.config.components import TokenRoute
 from opendit.config.names import AXIAL, BYTES
-from opendit.config.token_routing import TokenRoute
 from opendit.models.dit import DiTConfig
 from opendit.models.ecdit import ECDiTConfig
 from opendit.models.lora import Lora, lora_layers

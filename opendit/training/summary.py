@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from opendit.checkpoint.run_folders import newest_run
-from opendit.common.records import RecordFile, WriteFailures
+from opendit.common.safe_files import RecordFile, WriteFailures
+from opendit.config.architectures import family_in
 from opendit.config.command_line import overridden
 from opendit.config.components import BatchFlags
 from opendit.config.console import print_block, print_error
-from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset

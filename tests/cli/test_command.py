@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from opendit import __version__
-from opendit.cli import command, programs
+from opendit.cli import command
 from opendit.config.console import name_of
 from tests.config.test_light import ROOT
 
@@ -15,7 +15,7 @@ from tests.config.test_light import ROOT
 def test_commands_are_the_programs(monkeypatch):
     for name in command.SCRIPTS:
         assert command.module_of(name).__file__ == str(ROOT / f"{name}.py")
-        assert command.module_of(name) is programs.program(name)
+        assert command.module_of(name) is command.program(name)
     seen = []
     names = (("train", None), ("preprocess", 2), ("export", None), ("models", None), ("page", None), ("evaluate", 0))
     for name, code in names:
@@ -70,15 +70,15 @@ def test_python_m_opendit_under_torchrun():
 
 
 def test_programs_that_are_not_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(programs, "__file__", str(tmp_path / "a" / "b" / "programs.py"))
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "a" / "b" / "programs.py"))
     monkeypatch.delitem(sys.modules, "opendit.cli.scripts.sample", raising=False)
     with pytest.raises(ModuleNotFoundError, match="install OpenDiT again"):
-        programs.program("sample")
+        command.program("sample")
     (tmp_path / "a" / "b" / "scripts").mkdir(parents=True)
     (tmp_path / "a" / "b" / "scripts" / "sample.py").write_text("def main(argv):\n    return len(argv)\n")
     assert command.main(["sample", "a", "b"]) == 2  # as a wheel has it
     (tmp_path / "a" / "b" / "scripts" / "sample.py").write_text("raise OSError\n")
     monkeypatch.delitem(sys.modules, "opendit.cli.scripts.sample")
     with pytest.raises(OSError):
-        programs.program("sample")
+        command.program("sample")
     assert "opendit.cli.scripts.sample" not in sys.modules

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from opendit.common import hub
-from opendit.config.public_models import name_of_folder
+from opendit.config.architectures import name_of_folder
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 FILES = {

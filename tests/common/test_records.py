@@ -15,8 +15,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from opendit.checkpoint.files import damage
-from opendit.common import records
-from opendit.common.records import RecordFile, WriteFailures
+from opendit.common import safe_files
+from opendit.common.safe_files import RecordFile, WriteFailures
 from opendit.training.monitor import Board, keep_up_to
 from tests.checkpoint.test_checkpoint import ARGV
 
@@ -74,8 +74,8 @@ def test_whatever_fails_whole_records_stand_in_order(steps):
                 raise OSError(errno.EIO, "no")
             del disk[size:]
 
-    true_os, records.os = records.os, System
-    true_open, records.open_to_append = records.open_to_append, lambda *_, **__: 3
+    true_os, safe_files.os = safe_files.os, System
+    true_open, safe_files.open_to_append = safe_files.open_to_append, lambda *_, **__: 3
     try:
         file, given_so_far = RecordFile(Path("/log")), b""
         for record, how[0] in steps:
@@ -91,11 +91,11 @@ def test_whatever_fails_whole_records_stand_in_order(steps):
         file.close()
         assert bytes(disk) == given_so_far
     finally:
-        records.os, records.open_to_append = true_os, true_open
+        safe_files.os, safe_files.open_to_append = true_os, true_open
 
 
 def test_what_waits_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MOST_WAITING", 100)
+    monkeypatch.setattr(safe_files, "MOST_WAITING", 100)
     (tmp_path / "log").mkdir()  # nothing can be written there
     file = RecordFile(tmp_path / "log")
     for i in range(20):

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from opendit.config.command_line import build_parser, parse, read_flags
+from opendit.config.command_line import _OURS, build_parser, counterpart, parse, read_flags
 from opendit.config.console import one_line
 from opendit.config.flags import Value
-from opendit.config.foreign_flags import _OURS, counterpart
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -188,8 +187,8 @@ def place(needed, tmp_path, monkeypatch, no_ranks):
     """The programs start beside links to the needed files, and stop where their work would begin."""
     shutil.copytree(needed, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    run = SimpleNamespace(failed_writes=lambda: 0)
-    monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext(run))
+    monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext())
+    monkeypatch.setattr("opendit.training.run.Run.failed_writes", lambda _: 0)
     monkeypatch.setattr(train, "train", lambda run: None)
     monkeypatch.setattr("sample.draw", lambda *_: None)
     monkeypatch.setattr("opendit.evaluation.program.run", lambda *_: None)

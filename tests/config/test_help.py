@@ -11,7 +11,7 @@ import pytest
 from opendit.cli import completion
 from opendit.cli.command import COMMANDS
 from opendit.cli.completion import CONFIGS, parser_of
-from opendit.config import help_page
+from opendit.config import command_line
 from opendit.config.command_line import CommandLine, parse
 from opendit.config.flags import Flags, Value, flag, flags_of, headings_of
 from opendit.config.train import TrainConfig
@@ -22,7 +22,7 @@ PARSERS |= {f"preprocess {name}": parser for name, parser in PARSERS["preprocess
 PARSERS["evaluate plot"] = evaluation.build_plot_parser()
 
 
-def entries(parser: CommandLine) -> list[help_page.HelpEntry]:
+def entries(parser: CommandLine) -> list[command_line.HelpEntry]:
     return [entry for section in parser.sections for entry in section.entries]
 
 
@@ -57,7 +57,7 @@ def test_help_is_one_screen_and_all_is_everything(name, columns, monkeypatch):
     common, whole = parser.format_help(), parser.format_help("all")
     assert common.count("\n") <= 60, name
     assert "\nExamples:\n" in common or name == "preprocess index" or not parser.examples
-    text = [line for line in whole.splitlines() if not line.lstrip().startswith(help_page.STARTS)]
+    text = [line for line in whole.splitlines() if not line.lstrip().startswith(command_line.STARTS)]
     assert max(map(len, text)) <= int(columns)
     shown = entries(parser)
     assert shown and all(f"  {entry.written}" in whole for entry in shown)
@@ -152,8 +152,8 @@ def test_examples_follow_how_the_program_was_started():
         ),
         ("opendit evaluate plot x", "opendit evaluate plot x"),
     ):
-        assert help_page.started_as("opendit x", written) == shown
-        assert help_page.started_as("train.py", written) == written
+        assert command_line.started_as("opendit x", written) == shown
+        assert command_line.started_as("train.py", written) == written
 
 
 def test_the_short_words_are_for_common_flags_alone():
@@ -164,7 +164,7 @@ def test_the_short_words_are_for_common_flags_alone():
 
     assert flag(1, "long words", common="short words", unit="x").metadata["common"] == "short words"
     assert "given" in {item.name for item in fields(Part)}
-    shown = help_page.entry("--x", Value(int, at_least=1, at_most=2), "long; words", 1, common="short")
+    shown = command_line.entry("--x", Value(int, at_least=1, at_most=2), "long; words", 1, common="short")
     assert shown.in_short().about == "short" and shown.about == "long; words"
 
 

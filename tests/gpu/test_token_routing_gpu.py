@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.diffusion.random import draw_kept_tokens
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.dit import DiTConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.diffusion.random import draw_kept_tokens
 from opendit.models.alignment import Alignment, AlignmentConfig, without_mean
 from opendit.models.blocks import run_blocks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opendit.config.token_routing import TokenRoute, parse_route
+from opendit.config.components import TokenRoute, parse_route
 from opendit.diffusion.random import draw_dropped, draw_kept_tokens
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.diffusion.random import draw_kept_tokens
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache, parse_cache
+from opendit.config.sample import Approximations, FirstBlockCache, TaylorCache, parse_cache
 from opendit.diffusion.samplers import SAMPLERS
 from opendit.sampling.approximate_steps import ALL, FIRST, evaluated_steps, plan_steps, weighted_sum
 from opendit.sampling.sampling_engine import SamplingEngine

@@ -29,6 +29,7 @@ from opendit.parallel.engines import Engine
 from opendit.parallel.layout import Layout, dim_cut
 from opendit.parallel.mesh import Mesh
 from opendit.training.build import build_model_and_engine
+from opendit.training.run import Run
 from tests.first_weights import taken_over
 from tests.memory import peak_bytes
 from tests.models.test_dit import randomised
@@ -117,7 +118,7 @@ def stored(case: Case, folder: Path, *spoilt: str) -> Path:
     return folder / "ema.shards.json"
 
 
-def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precision: str) -> SimpleNamespace:
+def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precision: str) -> Run:
     flags = SimpleNamespace(
         plugin=plugin,
         mixed_precision=precision,
@@ -137,7 +138,8 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         streamed_blocks=0,
         offloaded_state="none",
     )
-    return SimpleNamespace(
+    run = Run.__new__(Run)
+    vars(run).update(
         flags=flags,
         mesh=mesh,
         model_config=case.wanted,
@@ -152,6 +154,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         sharding=Sharding(keep_gathered=False),
         notes=[],
     )
+    return run
 
 
 def expected(case: Case, path: Path) -> tuple[dict[str, Tensor], set[str]]:

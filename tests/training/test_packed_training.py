@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.config.token_routing import TokenRoute
+from opendit.config.components import TokenRoute
 from opendit.data import Batch
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective, Objective
 from opendit.encoders.conditioner import LabelConditioner

@@ -19,9 +19,9 @@ import sample
 import train
 from opendit.checkpoint.pretrained import read_info
 from opendit.common import hub
+from opendit.config.architectures import commit_of_run
 from opendit.config.command_line import parse
 from opendit.config.names import PLUGINS
-from opendit.config.public_models import commit_of_run
 from opendit.config.train import TrainConfig
 from opendit.data.row_arrays import FOLDER
 from opendit.data.video_files import write_mp4

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from opendit.common import records
+from opendit.common import safe_files
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
 from opendit.data.order.schedule import BatchSchedule, BucketSchedule
@@ -22,7 +22,7 @@ def spec(folder, **more):
 
 
 def say(spec, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
-    counted = records.WriteFailures()
+    counted = safe_files.WriteFailures()
     for what in lost:
         with counted.survive(what):
             raise OSError(28, "full")

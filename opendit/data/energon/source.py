@@ -9,7 +9,7 @@ import numpy as np
 
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import positive, read_yaml, require, require_known
-from opendit.config.data_sources import is_address
+from opendit.config.names import is_address
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.cooked import CookedDataset, load_cooker

@@ -1,6 +1,6 @@
 """Compare what flags know of public models without torch with the families' own words."""
 
-from opendit.config.public_models import PUBLIC, Public
+from opendit.config.architectures import PUBLIC, Public
 from opendit.models.families import FAMILIES
 from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE
 
