@@ -25,7 +25,8 @@ from opendit.config.train import TrainConfig
 
 
 def program(name: str) -> ModuleType:
-    """Import ``name``.py once and return the module. Raises ModuleNotFoundError if the file does not exist."""
+    """Import ``name``.py once: from the repository's root or, in an installed wheel, from the copy that setup.py
+    made."""
     full = f"opendit.cli.scripts.{name}"
     if full in sys.modules:
         return sys.modules[full]
@@ -50,17 +51,11 @@ def train(config: TrainConfig, data: Any = None) -> Path:
     """Run train.py with the flags of ``config`` in this process, and return the run's folder.
 
     The data set ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set whose
-    samples are dictionaries with "image" or "video" and with "text" or "label" (docs/python.md).
+    samples are dictionaries with "image" or "video" and with "text" or "label" (docs/python.md). A field at its default
+    value is treated like an omitted flag. To train on several processes, call this in a script that torchrun starts.
 
-        folder = opendit.train(opendit.TrainConfig(model="DiT-S/2", data_path="pictures", image_size=64, vae="none"))
-        pipe = opendit.load(folder)
-
-    A field at its default value is treated like an omitted flag. To train on several processes, call this function in a
-    script that torchrun starts.
-
-    Raises:
-        ValueError: the configuration can't work; the message names the flag and the fix.
-        Exception: the error that ended the run. Its message has also been printed.
+    Raises ValueError for a configuration that can't work, or the error that ended the run, whose message has been
+    printed.
     """
     config = as_given(config)
     if data is not None:
@@ -80,10 +75,8 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` as if parsed from a command line with only the flags that differ from their defaults.
-
-    With a recipe, all other flags get the recipe's values.
-    """
+    """Return ``config`` as if parsed from a command line with only the flags that differ from their defaults. With a
+    recipe, all other flags get the recipe's values."""
     if config.given:
         return config
     plain = TrainConfig()
@@ -111,18 +104,15 @@ COMMANDS = {**SCRIPTS, **{name: about for name, (_, about) in MODULES.items()}}
 
 
 def usage() -> str:
-    """Return the text of ``opendit --help``."""
     lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
     return "\n".join(["usage: opendit COMMAND ...", "", *lines, "", "opendit COMMAND --help shows a command's flags."])
 
 
 def module_of(command: str) -> ModuleType:
-    """Import the module of a command."""
     return program(command) if command in SCRIPTS else importlib.import_module(MODULES[command][0])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code."""
     console.prepare_console()
     words = sys.argv[1:] if argv is None else argv
     command = words[0] if words else "--help"

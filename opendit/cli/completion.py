@@ -25,7 +25,6 @@ CONFIGS = {"train": TrainConfig, "sample": SampleConfig, "evaluate": EvaluateCon
 
 
 def build_parser() -> CommandLine:
-    """Build the parser of ``opendit completion``."""
     parser = CommandLine(name_of("python -m opendit.cli.completion"), __doc__ or "")
     parser.heading("Shell: which one's script is printed")
     parser.option("shell", one_of(SHELLS), "the shell", metavar="SHELL")
@@ -33,7 +32,6 @@ def build_parser() -> CommandLine:
 
 
 def parser_of(command: str) -> CommandLine:
-    """Return the parser of one of ``opendit``'s commands."""
     if command in CONFIGS:
         return build_from_flags(CONFIGS[command])
     if command == "preprocess":
@@ -69,7 +67,6 @@ def script(shell: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print the completion script of the shell that the command line names."""
     prepare_console()
     parser = build_parser()
     options, _ = parser.read(argv)

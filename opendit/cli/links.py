@@ -17,7 +17,6 @@ from opendit.parallel.hardware import HardwareModel, default_path, save
 
 
 def build_parser() -> CommandLine:
-    """Build the parser of ``opendit links``."""
     parser = CommandLine(name_of("python -m opendit.cli.links"), __doc__ or "")
     parser.heading("Measurement: what is measured, and where it is kept")
     parser.option("--out", Value(unit="file"), "where figures are kept (default: in the user's cache)")
@@ -30,7 +29,6 @@ def build_parser() -> CommandLine:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print the figures and save them."""
     prepare_console()
     parser = build_parser()
     options, _ = parser.read(argv)
@@ -54,7 +52,6 @@ def main(argv: list[str]) -> None:
 
 
 def table(found: HardwareModel) -> list[str]:
-    """Return the measured figures as lines of text."""
     forward, backward = found.attention_rates(128, 8192)
     gathers = ", ".join(f"{rate / 2**30:,.1f} among {ranks}" for ranks, rate in found.gather)
     return [

@@ -33,11 +33,10 @@ def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> 
     Args:
         flag: the flag whose value is ``name``, for messages.
         download: download the model, or its missing files, from the hub.
-        commit: the commit that the run used at its start, if known. If the local cache has that snapshot, the network
-            is not used.
+        commit: the commit that the run used at its start. If the local cache has it, the network is not used.
 
     Raises:
-        ValueError: ``download`` is False, or the download failed. The message is one line.
+        ValueError: ``download`` is False, or the download failed.
     """
     asked = on_hub(name)
     if asked is None:
@@ -56,7 +55,6 @@ def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> 
 
 
 def cached(repository: str, commit: str) -> str | None:
-    """Return the snapshot folder of a commit in the local cache, or None if the cache lacks files."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -112,17 +110,15 @@ def snapshot_of(folder: str | Path) -> tuple[Path, str, str] | None:
 
 
 def folder_name(folder: str | Path) -> str:
-    """Return the folder's name or, for a folder in the hub's cache, the repository's name without the owner."""
     snapshot = snapshot_of(folder)
     return Path(folder).expanduser().resolve().name if snapshot is None else snapshot[1].partition("/")[2]
 
 
 def origin(folder: str | Path) -> dict[str, Any] | None:
-    """Return the origin of a folder in the hub's cache: repository, commit, and the hash of every file.
+    """Return the repository, commit and hashes of files of a folder in the hub's cache; None for another folder.
 
     A snapshot's files are links to files that the cache names by their hash: the SHA-256 for large files, git's SHA-1
-    for others. If a snapshot holds a file instead of a link, its SHA-256 is computed. Return None for a folder outside
-    the cache.
+    for others.
     """
     snapshot = snapshot_of(folder)
     if snapshot is None:

@@ -25,13 +25,8 @@ LARGEST = 2**53  # largest integer: some programs that read JSON round larger in
 
 
 def read_json(path: Path, most: int) -> Any:
-    """Return the content of a JSON file of at most ``most`` bytes.
-
-    Raises:
-        ValueError: the file is no regular file, too large, not UTF-8 or not strict JSON (see :func:`parse_json`). The
-            message is one line that names the file.
-        OSError: the file can't be opened.
-    """
+    """Return the content of a JSON file of at most ``most`` bytes. Raises OSError, or ValueError with one line that
+    names it."""
     return parse_json(read_bounded(path, most), str(path))
 
 
@@ -46,10 +41,9 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: str | Path) -> int:
-    """Return the descriptor of a regular file, opened for reading.
+    """Return the descriptor of a regular file, opened for reading. Opening a named pipe, for example, would block.
 
-    Raises ValueError, which names the path, for any other kind of file. Opening a named pipe, for example, would block.
-    Raises OSError if the file can't be opened.
+    Raises ValueError, which names the path, for any other kind of file, and OSError.
     """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -64,10 +58,8 @@ def open_regular(path: str | Path) -> int:
 
 
 def parse_json(content: bytes | str, source: str) -> Any:
-    """Return the value of a JSON text, which must be UTF-8 without duplicate keys, NaN or Infinity.
-
-    source: the file's name. Raises ValueError with one line that names the file.
-    """
+    """Return the value of a JSON text in UTF-8 without duplicate keys, NaN or Infinity. Raises ValueError that names
+    ``source``."""
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         if text.count("[") + text.count("{") > CONTAINERS:
@@ -127,7 +119,6 @@ def _check_depth(value: Any) -> None:
 
 
 def _items(outer: dict[str, Any] | list[Any]) -> list[Any]:
-    """Return the lists and objects that are direct elements of ``outer``."""
     values = outer.values() if isinstance(outer, dict) else outer
     return [item for item in values if isinstance(item, dict | list)]
 

@@ -58,21 +58,19 @@ class OpenJsonObject(JsonObject):
 
 
 class FileKind:
-    """Description of a kind of JSON file: the type of its content, and its maximum size in bytes."""
+    """A kind of JSON file: the type of its content, and its maximum size in bytes."""
 
     def __init__(self, content: Any, most_bytes: int):
         self._content, self.most_bytes = content, most_bytes
 
     @functools.cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """Pydantic adapter that checks a value. It is built on first use."""
         model = isinstance(self._content, type) and issubclass(self._content, BaseModel)
         return TypeAdapter(self._content, config=None if model else ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
-    """Return ``value`` unchanged. Raise ValueError, naming the source and the field, if the value is not of
-    ``kind``."""
+    """Return ``value`` unchanged. Raise ValueError, naming the source and the field, if it is not of ``kind``."""
     try:
         kind.adapter.validate_python(value)
     except ValidationError as error:
@@ -81,14 +79,13 @@ def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
 
 
 def read_file(path: Path, kind: FileKind) -> Any:
-    """Return the content of a JSON file.
-
-    Raises ValueError with one line that names the file and the wrong field, or OSError if the file can't be opened."""
+    """Return the content of a JSON file. Raises OSError, or ValueError with one line that names the file and the wrong
+    field."""
     return checked(read_json(path, kind.most_bytes), kind, path)
 
 
 def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
-    """Parse and check JSON text from a safetensors file's metadata. Raises ValueError as :func:`read_file`."""
+    """Parse and check JSON text from a safetensors file's metadata. Raises ValueError."""
     if len(text) > kind.most_bytes:
         raise ValueError(f"{source} has metadata of {len(text):,} characters; at most {kind.most_bytes:,} are read")
     return checked(parse_json(text, f"the metadata of {source}"), kind, source)

@@ -25,7 +25,7 @@ _MOST_SHOWN = 200  # maximum number of characters of a link's target in a messag
 
 
 class LinkRefused(OSError):
-    """Error for a symbolic link at a path that should be written. The message is one line that names the link."""
+    """Error for a symbolic link at a path that should be written. The message names the link."""
 
 
 # ------------------------------------------------------------------------------------------ files that are replaced
@@ -37,12 +37,11 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Yield a new, empty temporary file ("w+b") that atomically replaces ``path`` at the end of the block.
 
-    After an exception ``path`` is unchanged and the temporary file is deleted. The ``name`` of the file object is the
-    path of the temporary file, for callers that read the file inside the block.
+    After an exception ``path`` is unchanged and the temporary file is deleted. Its path is the file object's ``name``.
 
     Args:
         mark: replaces the process number in the temporary file's name, so that a caller can find the file of a killed
-            process. Two processes must not use the same mark at the same time.
+        process. Two processes must not use the same mark at the same time.
         make: create missing folders above ``path``.
         temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
@@ -69,7 +68,7 @@ def replacing(
 
 
 def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: bool = False) -> None:
-    """Atomically replace ``path`` by a file with this content. Arguments and errors are those of :func:`replacing`."""
+    """Atomically replace ``path`` by a file with this content, as :func:`replacing`."""
     with replacing(path, root=root, make=make) as file:
         file.write(content)
 
@@ -85,21 +84,15 @@ def path_of(file: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def creating(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a new, empty file ("w+b") at ``path``. An existing file is removed first.
-
-    Raises the same errors as :func:`replacing`.
-    """
+    """Yield a new, empty file ("w+b") at ``path`` instead of an existing one. Raises the same errors as
+    :func:`replacing`."""
     with _folder(path.parent, root, False) as here, _create(path, here) as file:
         yield file
 
 
 def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: bool = False, mode: int = 0o666) -> int:
-    """Return a descriptor of a regular file, opened with ``flags`` of ``os.open``.
-
-    Raises:
-        LinkRefused: see :func:`replacing`.
-        OSError: ``path`` exists and is no regular file, or can't be opened. The error names ``path``.
-    """
+    """Return a descriptor of a regular file, opened with ``flags`` of ``os.open``. Raises LinkRefused, or OSError that
+    names ``path``."""
     with _folder(path.parent, root, make) as here:
         return _open_regular(path, flags, here, mode)
 
@@ -107,8 +100,7 @@ def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: boo
 def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) -> int:
     """Return a descriptor for reading a file and appending to it. A missing file is created.
 
-    A file that has a second hard link, perhaps outside ``root``, is first replaced by a copy, so that only the copy
-    grows. Errors are those of :func:`open_to_write`.
+    A copy first replaces a file that has a second hard link, perhaps outside ``root``, so that only the copy grows.
     """
     with _folder(path.parent, root, make) as here:
         file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, here)
@@ -120,18 +112,14 @@ def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) 
 
 
 def touch(path: Path) -> None:
-    """Set the modification time of a file, or of the link itself if ``path`` is a link, to now. Raises OSError."""
+    """Set the modification time of a file, or of a link itself, to now. Raises OSError."""
     os.utime(path, follow_symlinks=False)
 
 
 def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bool = False) -> None:
     """Make a hard link at ``path`` to a regular file or, if that is impossible (another disk), a copy.
 
-    Symbolic links in ``source`` are followed. ``path`` must not exist. Other arguments are those of :func:`replacing`.
-
-    Raises:
-        LinkRefused: see :func:`replacing`.
-        OSError: names ``path``.
+    Symbolic links in ``source`` are followed. ``path`` must not exist. Raises the same errors as :func:`replacing`.
     """
     real = os.path.realpath(source)
     with _folder(path.parent, root, make) as here:
@@ -150,7 +138,6 @@ def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bo
 
 
 def make_folder(folder: Path, *, root: Path | None = None) -> None:
-    """Create a folder and its missing parent folders. Raises LinkRefused, OSError."""
     with _folder(folder, root, True):
         pass
 
@@ -166,29 +153,24 @@ def sync_folder(folder: Path, *, root: Path | None = None) -> None:
 
 
 def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
-    """Rename a file or folder within its folder.
-
-    An existing file or empty folder ``to`` is replaced. An existing link ``to`` is replaced only with ``over_link``.
-    Raises LinkRefused, OSError.
-    """
+    """Rename a file or folder within its folder. ``to`` may be a file or empty folder, or a link with ``over_link``."""
     with _folder(path.parent, root, False) as here:
         _replace(path.name, to, here, over_link)
 
 
 def link_to(path: Path, target: str, *, root: Path | None = None) -> None:
-    """Make a symbolic link at ``path`` to ``target``. Raises OSError."""
     with _folder(path.parent, root, False) as here:
         os.symlink(target, path.name, dir_fd=here)
 
 
 def remove(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file if ``path`` exists. If ``path`` is a link, delete the link itself. Raises OSError."""
+    """Delete a file, or a link itself, if it exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), _folder(path.parent, root, False) as here:
         os.unlink(path.name, dir_fd=here)
 
 
 def remove_tree(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, or a folder with its contents; delete a link, not its target. Whatever can't be deleted stays."""
+    """Delete a file, a folder with its contents, or a link itself. Whatever can't be deleted stays."""
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
         if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
             return os.unlink(path.name, dir_fd=here)
@@ -200,15 +182,13 @@ def remove_tree(path: Path, *, root: Path | None = None) -> None:
 
 
 def remove_folder(path: Path, *, root: Path | None = None) -> None:
-    """Delete an empty folder. Raises OSError."""
     with _folder(path.parent, root, False) as here:
         os.rmdir(path.name, dir_fd=here)
 
 
 def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
-    """Move all files below ``source`` to the same relative paths below ``folder``, which is on the same disk.
-
-    Existing files are replaced. Raises LinkRefused, OSError."""
+    """Move all files below ``source`` to the same relative paths below ``folder`` on the same disk, over existing
+    files."""
     source = Path(os.path.abspath(source))
     for parent, _, names in os.walk(source):
         to = folder / Path(parent).relative_to(source)
@@ -218,10 +198,11 @@ def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
-    """Raise LinkRefused if one of these names in a folder is a link.
+    """Raise LinkRefused if one of these names in a folder is a link. Call before long work that will write these
+    files.
 
-    Call this function before long work that will write these files. flag: the flag that names the folder, for the
-    message."""
+    flag: the flag that names the folder, for the message.
+    """
     try:
         with _folder(folder, None, False) as here:
             for name in names:
@@ -234,7 +215,7 @@ def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """When this context ends, remove the folder if it was created inside the context and is empty."""
+    """Remove the folder at the end if it was created inside the context and is empty."""
     is_new = not folder.exists()
     try:
         yield
@@ -288,7 +269,6 @@ def _open(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
 
 
 def _delete(name: str, here: int) -> None:
-    """Delete a file, a link or an empty folder if possible. Errors are ignored."""
     for delete in (os.unlink, os.rmdir):
         with contextlib.suppress(OSError):
             delete(name, dir_fd=here)
@@ -342,14 +322,8 @@ MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while th
 class RecordFile:
     """An append-only file of records. A record that can't be written waits for the next attempt.
 
-    The file is opened at the first record. After an error the file is truncated to its last complete record. If the
-    truncation fails too, it is repeated before the next write.
-
-    Args:
-        root: folder below which no link is followed, see opendit/common/safe_files.py.
-
-    Attributes:
-        lost: number of records that were dropped because too many were waiting.
+    The file is opened at the first record. After an error it is truncated to its last complete record, before the next
+    write if not at once. ``lost`` counts records that were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path, root: Path | None = None):
@@ -384,7 +358,6 @@ class RecordFile:
 
     @property
     def waiting(self) -> int:
-        """Number of records that are not in the file yet."""
         return len(self._waiting)
 
     def close(self) -> None:
@@ -426,7 +399,8 @@ class RecordFile:
 class WriteFailures:
     """Counter of failed writes of files other than checkpoints.
 
-    Training continues after such a failure. Each kind of failure is logged once, and the run's exit code becomes 1."""
+    Training continues after such a failure. Each kind is logged once, and the run's exit code becomes 1.
+    """
 
     def __init__(self):
         self._logged: set[tuple[str, int | None]] = set()

@@ -15,11 +15,8 @@ class Stages:
     """Divide the time since the process began into named stages.
 
     Calling the object with a name returns a context manager for a stage. The time of an inner stage does not count for
-    the outer stage, so the stages add up to the age of the process. Stages must be entered from a single thread.
-    :meth:`beside` records the work of other threads, which does not count towards this sum.
-
-    Args:
-        first: name of the stage that lasts from the start of the process until the first ``with`` block.
+    the outer one, so the stages add up to the age of the process. Enter stages from a single thread; :meth:`beside`
+    records the work of others.
 
     Attributes:
         wait: function called at the end of every stage, to wait for an accelerator to finish its work.
@@ -37,7 +34,7 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Enter the stage ``name``. A stage may be entered several times."""
+        """Enter a stage, perhaps again."""
         outer = self._switch(name)
         try:
             yield
@@ -46,7 +43,7 @@ class Stages:
             self._switch(outer)
 
     def _switch(self, name: str) -> str:
-        """Begin the stage ``name``, or continue it. Return the name of the stage that it interrupts."""
+        """Continue with the stage ``name``. Return the name of the stage that it interrupts."""
         now, before = time.perf_counter(), self._now
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._began
         self._now, self._began = name, now
@@ -64,17 +61,15 @@ class Stages:
             self.marks.setdefault(event, time.perf_counter() - self._start)
 
     def seconds(self) -> dict[str, float]:
-        """Return stage -> seconds, in the order in which the stages began. The sum is the age of the process."""
+        """Return stage -> seconds, in the order in which the stages began."""
         self._switch(self._now)
         return dict(self._seconds)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the seconds of stages, of work in other threads and of marks, for a JSON file."""
         parts = {"stages": self.seconds(), "beside": self._beside, "marks": self.marks}
         return {part: {name: round(value, 3) for name, value in values.items()} for part, values in parts.items()}
 
     def table(self) -> str:
-        """Return a text table of the stages, their sum, the work in other threads, and the marks."""
         seconds = self.seconds()
         total = sum(seconds.values())
         lines = [f"{'seconds':>10} {'share':>7}  stage"]
@@ -86,11 +81,7 @@ class Stages:
 
 
 class Background(Generic[T]):
-    """Run ``work()`` in a daemon thread, which starts immediately and does not delay the end of the program.
-
-    Attributes:
-        seconds: duration of the work, set when the work is done.
-    """
+    """Run ``work()`` in a daemon thread, which starts immediately and does not delay the end of the program."""
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
         self._work, self._error = work, None
@@ -116,7 +107,7 @@ class Background(Generic[T]):
 
 
 def process_seconds() -> float:
-    """Return the age of this process in seconds. If it is unknown, return the time since this module was imported."""
+    """Return the age of this process in seconds; if it is unknown, the time since this module was imported."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             began = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

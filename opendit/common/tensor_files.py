@@ -37,8 +37,7 @@ def write_file(
 ) -> dict[str, Any]:
     """Write and sync a file. Return its manifest entry: bytes, and the SHA-256 of the blocks in memory.
 
-    to: an open, empty file, or the path of a new file below ``root`` (see opendit/common/safe_files.py). Raises
-    OSError, which names the file, for example for a full disk.
+    to: an open, empty file, or the path of a new file below ``root``. Raises OSError, which names the file.
     """
     if isinstance(to, Path):
         with creating(to, root=root) as file:
@@ -66,8 +65,7 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: dtype and shape of each tensor to write, by default those of all tensors. Pass ``kinds`` if ``tensors`` reads
-    a tensor from disk at each access.
+    kinds: dtype and shape of each tensor to write, for ``tensors`` that reads from disk at each access.
 
     safetensors' save_file is not used, because it neither hashes nor syncs, and its error does not show that a disk is
     full.
@@ -78,7 +76,6 @@ def write_tensors(
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the number of bytes of a tensor. dtype: as safetensors names it."""
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 
@@ -114,10 +111,7 @@ def open_mapped(path: Path, framework: str = "pt") -> safe_open:
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
-    """Open a safetensors file. The library checks that the header fits the file's size.
-
-    Raises ValueError, which names the file, if it is no regular file, has too large a header, or is damaged.
-    """
+    """Open a safetensors file. Raises ValueError, which names the file, if it is no regular file or is damaged."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path} is no regular file")

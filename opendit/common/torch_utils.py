@@ -37,6 +37,7 @@ class _SkipInitialization(TorchFunctionMode):
 def on_meta() -> Iterator[None]:
     """Build modules and tensors on torch's meta device, with shapes and dtypes but without values.
 
-    Initialisation is skipped, because drawing random numbers on the meta device would import torch's compiler."""
+    Initialisation is skipped, because drawing random numbers on the meta device would import torch's compiler.
+    """
     with torch.device("meta"), _SkipInitialization():
         yield

@@ -19,7 +19,6 @@ HASH_BLOCK = 4 << 20  # bytes that are read at a time
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause Python's garbage collector inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -37,10 +36,7 @@ def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[s
     """Return ``__getattr__`` (PEP 562) and ``__all__`` of a package or module that re-exports names lazily.
 
     Each source module is imported when one of its names is first used, so that flags can be checked without torch.
-
-    Args:
-        package: ``__name__`` of the package.
-        modules: full name of a source module -> its re-exported names, separated by spaces.
+    ``modules``: source module -> its re-exported names, separated by spaces.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -67,7 +63,7 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedStream(NamedTuple):
-    """A part of ``length`` bytes for :func:`hash_parts`, produced in blocks so that it need not fit in memory."""
+    """A part of ``length`` bytes for :func:`hash_parts`, in blocks, so that it need not fit in memory."""
 
     length: int
     blocks: Iterable[bytes]
@@ -92,9 +88,8 @@ def hash_parts(*parts: bytes | str | HashedStream) -> str:
 
 
 def printable(text: str | Path) -> str:
-    """Return text as one line of valid UTF-8.
-
-    Control characters, and bytes that are not UTF-8, become escapes as in Python."""
+    """Return text as one line of UTF-8. Control characters, and bytes that are not UTF-8, become escapes as in
+    Python."""
     text = str(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 
@@ -106,7 +101,6 @@ def _escape(c: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a short, one-line form of any JSON value for a message."""
     if isinstance(value, str):
         return ascii(value) if len(value) <= 60 else f"{ascii(value[:60])}..."
     if isinstance(value, list):

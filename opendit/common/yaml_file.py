@@ -41,7 +41,8 @@ _OF = {list: "tag:yaml.org,2002:seq", dict: "tag:yaml.org,2002:map"}
 def read_yaml(path: Path, name: str, most: int = MOST_BYTES) -> Any:
     """Return the content of a YAML file of at most ``most`` bytes. A ``.json`` file is read as JSON.
 
-    Raises ValueError with one line that begins with ``name`` and gives the line in the file."""
+    Raises ValueError with one line that begins with ``name`` and gives the line in the file.
+    """
     try:
         content = read_bounded(path, most)
     except ValueError as error:

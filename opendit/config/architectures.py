@@ -20,12 +20,8 @@ CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that is 4
 
 
 class Public(NamedTuple):
-    """Properties of a family that the check of flags needs.
-
-    network: diffusers' class of the network. patch: its patch. image_size: usual side of pictures. guidance_embeds: the
-    value in ``config.json`` that distinguishes the family from another family with the same class; None if the class
-    alone identifies the family.
-    """
+    """Properties of a family that the check of flags needs: diffusers' class of the network, its patch, and the usual
+    side of pictures. ``guidance_embeds`` in ``config.json`` distinguishes families with the same class."""
 
     network: str
     patch: int | tuple[int, int, int]
@@ -33,7 +29,6 @@ class Public(NamedTuple):
     guidance_embeds: bool | None = None
 
     def describes(self, config: dict[str, Any]) -> bool:
-        """Return True if a network with this ``config.json`` belongs to the family."""
         told = config.get("guidance_embeds", self.guidance_embeds)
         return config.get("_class_name") == self.network and self.guidance_embeds in (None, told)
 
@@ -53,16 +48,15 @@ PUBLIC = {
 
 
 def family_in(name: str) -> str | None:
-    """Return FAMILY if ``name`` is a public model's name of the form FAMILY/FOLDER, otherwise None."""
+    """Return FAMILY if ``name`` has the form FAMILY/FOLDER of a public model, otherwise None."""
     family, _, folder = name.partition("/")
     return family if folder and family in PUBLIC else None
 
 
 def name_of_folder(path: str | Path) -> str | None:
-    """Return the name of the public model in a folder.
+    """Return the name of the public model in a folder of diffusers, or of a run or checkpoint that trains one.
 
-    ``path`` is a folder written by diffusers, or a run or checkpoint that trains a public model. Return None if the
-    folder holds no public model, or can't be read.
+    Return None if the folder holds no public model, or can't be read.
     """
     folder = Path(path).expanduser()
     for inside in (folder / "transformer" / "config.json", folder / "config.json"):
@@ -81,11 +75,8 @@ def name_of_folder(path: str | Path) -> str | None:
 
 
 def commit_of_run(path: str | Path, name: str) -> str | None:
-    """Return the hub commit of the model ``name`` (OWNER/NAME) from which a run started.
-
-    ``path`` is the run's folder, or one of its checkpoints. Return None if the run started from another model, or can't
-    be read.
-    """
+    """Return the hub commit of the model OWNER/NAME from which a run started, given its folder or a checkpoint, or
+    None."""
     folder, asked = Path(path).expanduser(), on_hub(name)
     if asked is None:
         return None
@@ -132,7 +123,6 @@ class Kind:
         sizes: name -> (hidden size, depth, heads, other fields of the configuration).
         patches: common patches, which lists of models show.
         pictures: True if the architecture has models for pictures, whose patch is one number.
-        clips: True if the architecture has models for clips.
         cross_attention: True if the model attends to captions even without --cross_attention.
         revision_1: size -> fields that differ in configurations of revision 1.
         settings: flags for fields of the configuration that no other architecture has.
@@ -188,16 +178,13 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def module_of(kind: str) -> str:
-    """Return an architecture's module name, such as "ecdit" for EC-DiT. Stored configurations use this name, too."""
+    """Return an architecture's module, such as "ecdit" for EC-DiT. Stored configurations use this name, too."""
     return kind.lower().replace("-", "")
 
 
 def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
-    """Split a model's name into kind, size and patch: ("DiT", "XL", 2) for DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) for
-    vDiT-XL/222.
-
-    Raises ValueError for an unknown name.
-    """
+    """Split a model's name: ("DiT", "XL", 2) for DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) for vDiT-XL/222. Raises
+    ValueError."""
     match = re.fullmatch(r"([A-Za-z-]+)-([A-Za-z0-9]+)/(\d+|[1-8]x[1-8]x[1-8])", name, re.ASCII)
     if match:
         kind_name, size, patch = match.groups()
@@ -220,10 +207,7 @@ def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
 
 
 def canonical_name(name: str) -> str:
-    """Return the canonical spelling of a model's name: vDiT-XL/222 for vDiT-XL/2x2x2.
-
-    Raises ValueError for an unknown name.
-    """
+    """Return the canonical spelling: vDiT-XL/222 for vDiT-XL/2x2x2. Raises ValueError for an unknown name."""
     if family_in(name):
         return name
     kind, size, patch = parse_name(name)
@@ -231,22 +215,18 @@ def canonical_name(name: str) -> str:
 
 
 def is_video(name: str) -> bool:
-    """Return True if a model takes clips. Raises ValueError for an unknown model."""
     return not isinstance(patch_size(name), int)
 
 
 def patch_size(name: str) -> int | tuple[int, int, int]:
-    """Return the patch side of a picture model, or (frames, rows, columns) of a clip model. Raises ValueError for an
-    unknown model."""
+    """Return the patch side of a picture model, or (frames, rows, columns) of a clip model. Raises ValueError."""
     family = family_in(name)
     return parse_name(name)[2] if family is None else PUBLIC[family].patch
 
 
 def depth_and_heads(name: str) -> tuple[int, int] | None:
-    """Return the number of blocks of a model, and the number of heads per block.
-
-    Return None for a public model, whose folder has these numbers. Raises ValueError for an unknown model.
-    """
+    """Return the number of blocks and of heads per block; None for a public model, whose folder has them. Raises
+    ValueError."""
     if family_in(name):
         return None
     kind, size, _ = parse_name(name)
@@ -255,10 +235,10 @@ def depth_and_heads(name: str) -> tuple[int, int] | None:
 
 
 def parse_given(text: str) -> int | None:
-    """Parse a value of --given_frames: return the number of conditioning frames at the beginning of a clip.
+    """Return the number of conditioning frames at the beginning of a clip: 1 for "first", K for "prefix:K", None for
+    "random".
 
-    The number is 1 for "first", K for "prefix:K", and None for "random". Raises ValueError, which names the flag, for
-    any other text.
+    Raises ValueError, which names the flag, for any other text.
     """
     if text == "random":
         return None

@@ -35,14 +35,13 @@ def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[s
 
 
 def check_interval(interval: list[float]) -> None:
-    """Check that --cfg_interval consists of two noise levels in ascending order."""
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
         given = " ".join(f"{level:g}" for level in interval)
         raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
 
 
 def check_workers(number: int, asked_for: bool) -> None:
-    """Reject a number of loader processes that the user asked for, if it is too large for this machine's CPU cores."""
+    """Reject more loader processes than suit this machine's CPU cores, if the user asked for them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(16, 4 * cores)
     if asked_for and number > most:
@@ -50,7 +49,6 @@ def check_workers(number: int, asked_for: bool) -> None:
 
 
 def check_loggers(names: list[str]) -> None:
-    """Check that the packages of all loggers are installed."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
@@ -76,17 +74,13 @@ def check_vae(name: str) -> None:
 
 
 def check_no_folder(file: str, flag_name: str) -> None:
-    """Reject an output file that is a folder."""
     if os.path.isdir(file) or file.endswith(os.sep):
         raise OnThisMachine(f"{flag_name} {file}: is a folder; name a file in it")
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Check that an output file can be written.
-
-    The file must be neither a folder nor a link. Its folder must exist, or with ``makes_folder``, it must be possible
-    to create the folder.
-    """
+    """Check that an output file can be written: it is no folder or link, and its folder exists or, with
+    ``makes_folder``, can be created."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
@@ -103,7 +97,7 @@ def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) 
 
 
 def check_can_be_made(folder: Path, flag_name: str) -> None:
-    """Check that a folder exists or can be created, and can be written to. The folder is not created."""
+    """Check that a folder exists or can be created, and can be written to."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -115,12 +109,8 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
 
 
 def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
-    """Check that a path exists.
-
-    Args:
-        what: description of the flag's values, for the message.
-        names: words that the flag also accepts, for a suggestion in the message.
-    """
+    """Check that a path exists. The message describes the flag's values (``what``), and suggests ``names`` that it also
+    takes."""
     try:
         there = Path(path).expanduser().exists()
     except (OSError, RuntimeError) as error:  # for example a name that is too long, or ~ of an unknown user
@@ -130,7 +120,6 @@ def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = 
 
 
 def check_data(path: str | None, flag_name: str) -> None:
-    """Check every source of --data_path: a known name, a well-formed address or a path that exists."""
     for source, _ in inline_sources(path or "") or [(path, "")]:
         if source is not None and is_address(source):
             check_address(source, flag_name)
@@ -147,10 +136,8 @@ def fetched(name: str, flag_name: str, download: bool, commit: str | None = None
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Check that ``path`` may hold weights: it is a file, or a folder with weights or checkpoints.
-
-    pipeline: also accept a folder written by diffusers.
-    """
+    """Check that ``path`` may hold weights: it is a file, a folder with weights or checkpoints, or with ``pipeline`` a
+    folder of diffusers."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)
@@ -164,10 +151,7 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
 
 
 def path_and_weight(text: str) -> tuple[str, float]:
-    """Split PATH[:WEIGHT] into a path and a weight, by default 1.
-
-    If the whole text is an existing path, a colon in the text belongs to the path.
-    """
+    """Split PATH[:WEIGHT] into a path and a weight, by default 1. A colon in an existing path belongs to the path."""
     path, colon, number = text.rpartition(":")
     try:
         weight = float(number)
@@ -180,7 +164,6 @@ def path_and_weight(text: str) -> tuple[str, float]:
 
 
 def check_lora_weight(path: object, weight: float) -> None:
-    """Check the weight by which the output of a LoRA is multiplied."""
     if not -100 <= weight <= 100:
         raise ValueError(f"--lora {path}: its weight {weight:g} is out of range; give one from -100 to 100")
 
@@ -211,17 +194,14 @@ def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
 
 
 def check_file(path: str, flag_name: str, what: str) -> None:
-    """Check that a path exists and is not a folder; see :func:`check_exists`."""
     check_exists(path, flag_name, what)
     if Path(path).expanduser().is_dir():
         raise OnThisMachine(f"{flag_name} {path}: is a folder; give {what}")
 
 
 def _suggestion(path: str, known: Collection[str]) -> str:
-    """Return "did you mean NAME? Or " with the most similar name, or "" if no name is similar.
-
-    The names compared are ``known`` and the entries of the path's folder.
-    """
+    """Return "did you mean NAME? Or " with the most similar of ``known`` or of the entries of the path's folder, or
+    ""."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:
@@ -239,6 +219,5 @@ def _reason(error: Exception) -> str:
 
 
 def check_rate(fps: float | None, given: Collection[str]) -> None:
-    """Reject --fps together with --frame_interval. given: names of the flags that the user has set."""
     if fps is not None and "frame_interval" in given:
         raise ValueError(f"--fps {fps:g}: --frame_interval says which frames are read already; leave one of them out")

@@ -86,10 +86,8 @@ _SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in
 
 
 def counterpart(name: str, flags: Collection[str]) -> str | None:
-    """Return advice for a flag of another program; None if the flag is unknown.
-
-    name: the other program's flag, without dashes. flags: flags of the running program, such as ``--lr``.
-    """
+    """Return advice for a flag of another program, without dashes, or None. flags: those of this program, such as
+    ``--lr``."""
     known = [ours for ours in _NAMES.get(name, ()) if ours in flags]
     return f"here it is {known[0]}" if known else _SENTENCES.get(name)
 
@@ -107,9 +105,7 @@ class HelpEntry:
     """Description of a flag, positional argument or command in --help.
 
     Attributes:
-        name: name without dashes.
         written: form on a command line, with the value's placeholder.
-        about: description.
         values: range and default.
         common: show the entry in the short help, with this text, or with the first clause of ``about`` if True.
     """
@@ -130,13 +126,12 @@ class HelpEntry:
         return first + [" " * LEFT + line for line in wrapped]
 
     def in_short(self) -> "HelpEntry":
-        """Return the entry with its description for the short help."""
         return replace(self, about=self.common if isinstance(self.common, str) else self.about.partition(";")[0])
 
 
 @dataclass
 class Section:
-    """A section of --help: a heading, ``Title: about``, and its entries."""
+    """A heading of --help with its entries."""
 
     title: str
     about: str
@@ -144,7 +139,6 @@ class Section:
 
     @classmethod
     def headed(cls, heading: str) -> "Section":
-        """Create an empty section from the heading ``"Title: about"``."""
         title, _, about = heading.partition(": ")
         return cls(title, about)
 
@@ -166,7 +160,7 @@ def entry(
     nargs: str | None = None,
     required: bool = False,
 ) -> HelpEntry:
-    """Create the entry of a flag. takes: allowed values; None for a switch. nargs: as in argparse."""
+    """Create the entry of a flag. takes: allowed values; None for a switch."""
     bare = name.lstrip("-")
     if takes is None:
         state = "" if default is None else f"[{'on' if default else 'off'}]"
@@ -236,7 +230,6 @@ def started_as(program: str, example: str) -> str:
 
 
 def _topic(topic: str, sections: Sequence[Section], width: int) -> list[str]:
-    """Return the lines of the section with this title, or of the flag with this name."""
     wanted = topic.lstrip("-").lower().replace(" ", "_").replace("-", "_")
     for section in sections:
         if section.title.lower().replace(" ", "_") == wanted:
@@ -256,19 +249,15 @@ NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
 class CommandLine(argparse.ArgumentParser):
     """A parser that, on a mistake, prints one line with the flag and the fix, and ends the program with exit code 2.
 
-    If several ranks see a mistake, only the first rank prints the line. In --help, every flag belongs to a heading.
+    If several ranks see a mistake, only the first prints the line. In --help, every flag belongs to a heading.
 
     Args:
-        prog: the words that started the program, such as "train.py".
-        doc: the program's docstring; the commands in it are the examples of --help.
-        examples: examples of --help that replace those in ``doc``.
-        options: further arguments of argparse.ArgumentParser.
+        doc: the program's docstring; the commands in it are the examples of --help, unless there are ``examples``.
 
     Attributes:
         arguments: (action, allowed values) of every flag and positional argument that takes a value.
-        commands: the parsers of subcommands, by name.
+        commands: the parsers of subcommands.
         defaults: the default of every flag; argparse's result contains only flags that are on the command line.
-        sections: the headings of --help with their flags.
         source: beginning of messages about words that come from a file instead of the command line.
     """
 
@@ -289,7 +278,7 @@ class CommandLine(argparse.ArgumentParser):
     # ------------------------------------------------------------------------------------------------- declaring
 
     def heading(self, heading: str) -> None:
-        """Start a heading of --help for the flags that are added next. heading: "Title: subject"."""
+        """Start a heading of --help, "Title: subject", for the flags that are added next."""
         if not self.sections or self.sections[-1].title != Section.headed(heading).title:
             self.sections.append(Section.headed(heading))
 
@@ -303,10 +292,8 @@ class CommandLine(argparse.ArgumentParser):
         common: bool | str = False,
         **options: Any,
     ) -> None:
-        """Add a flag or a positional argument, with its range and default in --help.
-
-        common: see :func:`opendit.config.flags.flag`. options: further arguments of argparse's add_argument.
-        """
+        """Add a flag or a positional argument. common: see :func:`opendit.config.flags.flag`. options: those of
+        add_argument."""
         shown = {name: options[name] for name in ("nargs", "metavar", "required") if name in options}
         self._show(entry(name, takes, help, default, common=common, alias=alias, **shown))
         options = {"metavar": takes.metavar, "type": takes.read, "help": help.replace("%", "%%"), **options}
@@ -341,10 +328,8 @@ class CommandLine(argparse.ArgumentParser):
         self.sections[-1].entries.append(shown)
 
     def format_help(self, topic: str | None = None) -> str:
-        """Return the text of --help.
-
-        topic: "all", a heading, a flag or a subcommand; None: the short help. Raises ValueError for an unknown topic.
-        """
+        """Return the text of --help for "all", a heading, a flag or a subcommand; None: the short help. Raises
+        ValueError."""
         if topic in self.commands:
             return self.commands[topic].format_help("all")
         entries = [one for section in self.sections for one in section.entries]
@@ -360,7 +345,7 @@ class CommandLine(argparse.ArgumentParser):
     # --------------------------------------------------------------------------------------------------- parsing
 
     def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-        """Parse words. Returns (values of all flags, names of the flags that are among ``words``)."""
+        """Return (values of all flags, names of the flags that are among ``words``)."""
         found = vars(self.parse_args(words))
         chosen = self.commands.get(found.get("command", ""), self)
         return {**chosen.defaults, **found}, set(found)
@@ -437,7 +422,6 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2)
 
     def _describe(self, name: str) -> str:
-        """Describe the allowed values of a flag or positional argument."""
         for action, takes in self.arguments:
             if name in action.option_strings or name == action.metavar:
                 text = takes.kind is str and takes.choices is None
@@ -445,15 +429,11 @@ class CommandLine(argparse.ArgumentParser):
         return "one of " + ", ".join(self.commands)
 
     def _both(self, name: str) -> str:
-        """Return the two forms of a switch, ``--x`` and ``--no_x``, for a message."""
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
-        """Return a message about an unknown flag that suggests a flag of this program.
-
-        If another program has a flag of this name, suggest its counterpart here, otherwise the most similar flag. Other
-        programs' notation ``optim.lr=1e-4`` is also recognised as a flag.
-        """
+        """Return a message about an unknown flag that suggests one of this program: the counterpart of another
+        program's flag, otherwise the most similar. ``optim.lr=1e-4`` is also recognised as a flag."""
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if not word.startswith("-") and not equals:
@@ -467,7 +447,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def underscored(word: str) -> str:
-    """Convert --data-path=x-y to --data_path=x-y. A word that is not a flag is not changed."""
+    """Convert --data-path=x-y to --data_path=x-y. Other words are not changed."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -475,8 +455,6 @@ def underscored(word: str) -> str:
 
 
 class _Help(argparse.Action):
-    """Argparse action that prints the help for --help, --help all or --help TOPIC, and ends the program."""
-
     def __call__(self, parser, namespace, values, option_string=None):
         assert isinstance(parser, CommandLine) and (values is None or isinstance(values, str))
         try:
@@ -498,7 +476,7 @@ class _OneOrMore(argparse.Action):
 
 
 class ProgramFlags(Protocol):
-    """Interface of a program's configuration, which is also a frozen dataclass that inherits from its components."""
+    """Interface of a program's configuration, a frozen dataclass of components."""
 
     program: ClassVar[str]  # the name by which the program is started
     examples: ClassVar[tuple[str, ...]]
@@ -512,10 +490,7 @@ P = TypeVar("P", bound=ProgramFlags)
 
 
 def read_flags(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line and check the flags together, without torch or a GPU.
-
-    A mistake ends the program with exit code 2 and one line.
-    """
+    """Parse a command line and check the flags together, without torch or a GPU."""
     flags = parse(cls, argv)
     try:
         flags.resolve(flags.world_size(), has_gpu=True)
@@ -525,11 +500,10 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def parse(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line into a configuration, whose ``given`` holds the names of the flags that the user has set.
+    """Parse a command line into a configuration.
 
-    These are the flags on the command line and in the file of --config; the command line overrides the file. A recipe's
-    flags are defaults and don't count as given. ``--recipe list`` prints the recipes and ends the program. A mistake
-    ends the program with exit code 2 and one line.
+    Its ``given`` names the flags on the command line and in the file of --config. Those of a recipe are defaults and
+    don't count. ``--recipe list`` prints the recipes and ends the program.
     """
     parser = build_parser(cls)
     values = _values(parser, argv)
@@ -549,8 +523,7 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """Return the parser of a configuration's flags. A parsed result contains only flags that are on the command
-    line."""
+    """Return the parser of a configuration's flags. Its result contains only flags that are on the command line."""
     parser = _parser_of(cls, name_of(cls.program))
     parser.source = ""
     return parser
@@ -586,14 +559,13 @@ def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
 
 
 def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags among ``words``. Unknown words end the program."""
     values = vars(parser.parse_args(list(words)))
     values.pop("yes", None)
     return values
 
 
 def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
-    """Return the values of the flags in a YAML file, whose keys are flags' names. A mistake ends the program."""
+    """Return the values of the flags in a YAML file, whose keys are flags' names."""
     from opendit.common.yaml_file import read_yaml  # imported here, because few command lines need this
 
     parser.source = f"--config {file}: "
@@ -621,7 +593,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
 
 
 def to_yaml(config: Any) -> str:
-    """Return the text of a YAML file for --config that repeats a run: its recipe and the flags that the user gave."""
+    """Return a YAML file for --config that repeats a run: its recipe and the flags that the user gave."""
     import yaml
 
     named = {"recipe": config.recipe} if config.recipe else {}
@@ -631,7 +603,7 @@ def to_yaml(config: Any) -> str:
 
 
 def overridden(config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the flags of a recipe that the user changed, as flag -> (the recipe's value, the value in use)."""
+    """Return the flags of a recipe that the user changed: flag -> (the recipe's value, the value in use)."""
     recipe = parse(type(config), ["--recipe", config.recipe])
     pairs = {name: (getattr(recipe, name), getattr(config, name)) for name in sorted(config.given - NO_CHANGE)}
     return {name: (before, now) for name, (before, now) in pairs.items() if before != now}

@@ -56,11 +56,11 @@ TAKES = "FIRST:LAST:SHARE or FIRST:LAST:SHARE:sprint, as in 2:8:0.5: blocks from
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """A route: blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
+    """Blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
 
-    fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD.
-    until: step from which on these blocks see all tokens; None for never.
-    drop: share of the samples of a training step that do without the result of these blocks, if the route is fused.
+    fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD. until: step from
+    which on these blocks see all tokens; None for never. drop: share of the samples of a training step without the
+    result of these blocks, if the route is fused.
     """
 
     first: int
@@ -71,7 +71,7 @@ class TokenRoute:
     drop: float = 0.0
 
     def kept(self, tokens: int) -> int:
-        """Return how many of a sample's ``tokens`` the routed blocks see; at least one."""
+        """Return how many of a sample's tokens the routed blocks see; at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 
@@ -92,11 +92,8 @@ def parse_route(text: str, flag: str = "route") -> TokenRoute:
 
 
 def parse_target(text: str) -> tuple[str, int | None]:
-    """Split PATTERN[:RANK] of --lora_targets into a pattern of layer names and a LoRA rank (None: the rank of --lora).
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Split PATTERN[:RANK] of --lora_targets into a pattern of layer names and a LoRA rank (None: the rank of
+    --lora)."""
     found = re.fullmatch(r"([\w*]+(?:\.[\w*]+)*)(?::([1-9]\d{0,4}))?", text, re.ASCII)
     if found is None:
         raise ValueError(f"--lora_targets {text}: no layer's name; give one as qkv, attn.*, or fc1:4 for rank 4")
@@ -104,7 +101,6 @@ def parse_target(text: str) -> tuple[str, int | None]:
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
-    """Create a base class for a component, with one flag for each of ``settings``."""
     fields = [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
     title = group.partition(":")[0]
     return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
@@ -158,7 +154,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Values of the flags that change a model's architecture, by name; None keeps the kind's default."""
+        """Flags that change a model's architecture, by name; None keeps the kind's default."""
         names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp", "patch_bottleneck"]
         return {name: getattr(self, name) for name in (*names, *(s.flag for k in KINDS.values() for s in k.settings))}
 
@@ -426,7 +422,7 @@ MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289 its wei
 
 
 def power_widths(text: str) -> list[float]:
-    """Parse the relative widths in a value of --average such as ``power:0.05,0.10``. Raises ValueError."""
+    """Parse the relative widths in ``power:0.05,0.10``, a value of --average. Raises ValueError."""
     kind, _, widths = text.partition(":")
     with suppress(ValueError):
         found = [float(width) for width in widths.split(",")]
@@ -479,7 +475,7 @@ class OptimizerFlags(Flags):
 
     @property
     def ema_decays(self) -> list[float]:
-        """Decays of the averages; with power averages, their relative widths. Raises ValueError for invalid widths."""
+        """Decays of the averages, or relative widths of power averages. Raises ValueError for invalid widths."""
         if self.average is not None:
             return power_widths(self.average)
         return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
@@ -628,7 +624,7 @@ class SpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class ParallelFlags(Flags):
-    """Flags that split one sample over processes, in training and sampling. A class with these flags also needs
+    """Flags that split one sample over processes, in training and sampling, of a class that also has
     :class:`SpeedFlags`."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
@@ -641,7 +637,6 @@ class ParallelFlags(Flags):
     )
 
     def world_size(self) -> int:
-        """Return the number of processes."""
         return environment_world_size()
 
     def check_parallel(self, world_size: int) -> None:
@@ -745,7 +740,6 @@ class RunFlags(Flags):
 
     @property
     def loggers(self) -> list[str]:
-        """The names of ``log_to``."""
         return [self.log_to] if isinstance(self.log_to, str) else list(dict.fromkeys(self.log_to or ()))
 
 

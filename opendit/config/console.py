@@ -19,23 +19,21 @@ LONGEST = 400  # maximum number of characters shown of a message, because a mess
 
 
 class OnThisMachine(ValueError):
-    """Error for a mistake that may exist on this machine only, such as a folder that is missing or can't be written."""
+    """Error for a mistake that may exist on this machine only, such as a missing folder."""
 
 
 def should_print(error: Exception | str) -> bool:
-    """Return True on the rank that should print the error: the first rank of the run, or of this machine for
-    OnThisMachine."""
+    """Return True on the rank that should print: the first of the run, or of this machine for OnThisMachine."""
     rank = "LOCAL_RANK" if isinstance(error, OnThisMachine) else "RANK"
     return os.environ.get(rank, "0") == "0"
 
 
 def print_error(error: Exception | str) -> None:
-    """Print an error as one line on standard error."""
     print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
 
 
 def one_line(message: str) -> str:
-    """Put a message on one line: escape control characters, and cut the middle of a long message."""
+    """Escape control characters, and cut the middle of a long message."""
     message = "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in message)
     if len(message) > LONGEST:
         half = LONGEST // 2
@@ -46,14 +44,10 @@ def one_line(message: str) -> str:
 def prepare_console() -> None:
     """Prepare both streams. Every program calls this first.
 
-    Effects:
-
-    - a character that the encoding of a stream lacks is written as an escape;
-    - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
-    - a stream that is closed at the start is replaced by the null device, so that no other file gets its descriptor;
-    - every complete line is written at once, to files too;
-    - Ctrl-C that no other code handles, for example during imports, ends the program by SIGINT, with one line;
-    - log records of the package from level INFO on appear on standard output, above a progress bar if there is one.
+    - A character that the encoding of a stream lacks is written as an escape. - Output that can't be written, because a
+    disk is full or nobody reads a pipe, is dropped. - The null device replaces a stream that is closed at the start, so
+    that no other file gets its descriptor. - Every complete line is written at once, to files too. - Log records of the
+    package from level INFO on appear on standard output, above a progress bar if there is one.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -75,12 +69,12 @@ def prepare_console() -> None:
 
 
 def answer_interrupts() -> None:
-    """Let Ctrl-C end the program with one line. A script calls this before its other imports, which take a while."""
+    """Let Ctrl-C end the program by SIGINT, with one line. A script calls this before its other imports, which take a
+    while."""
     sys.excepthook = _report
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception. For a KeyboardInterrupt, print one line only; Python then ends itself by SIGINT."""
     if issubclass(kind, KeyboardInterrupt):
         print("\nerror: interrupted", file=sys.stderr, flush=True)
     else:
@@ -88,7 +82,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 class _AboveProgressBar(logging.Handler):
-    """Prints the message of every record with tqdm, which keeps a progress bar below it."""
+    """Prints log records with tqdm, which keeps a progress bar below them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm  # imported late, so that an error about a flag is printed without waiting for this import
@@ -115,7 +109,6 @@ def name_of(program: str) -> str:
 
 
 def print_block(title: str, rows: dict[str, str]) -> None:
-    """Print aligned rows of name and value below a title."""
     print(title)
     width = max(len(name) for name in rows)
     for name, value in rows.items():

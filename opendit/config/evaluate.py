@@ -196,8 +196,7 @@ class EvaluateConfig(
     def check_what(self) -> str | None:
         """Check metrics, networks and reference together. Return --reference, or the default of --features digits.
 
-        Raises:
-            ValueError: metrics, networks and reference don't suit each other, or a path doesn't exist.
+        Raises ValueError if they don't suit each other, or a path doesn't exist.
         """
         reference = self.reference
         if reference is None and self.features == DIGITS:
@@ -234,7 +233,6 @@ class EvaluateConfig(
         return found
 
     def sampling(self) -> SampleConfig:
-        """Return a configuration of sample.py with the values of these flags."""
         names = {item.name for item in dataclasses.fields(SampleConfig)} & {
             item.name for item in dataclasses.fields(self)
         }
@@ -244,5 +242,4 @@ class EvaluateConfig(
 
 
 def rename_for_training(message: str) -> str:
-    """Rename the flags of ``opendit evaluate`` in a message to those of train.py."""
     return re.sub(r"--(?=(?:metrics|reference|features|video_features)\b)", "--evaluate_", message)

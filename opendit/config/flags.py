@@ -46,8 +46,6 @@ class Value:
 
     Attributes:
         kind: int, float or str.
-        at_least, above, at_most, below: bounds of a number.
-        infinite: True to allow inf.
         choices: allowed words.
         counted: the one choice that may be followed by :N, a number from 1 to 99,999.
         free: True to allow any text. Otherwise text must be a valid name, such as a file's.
@@ -118,7 +116,7 @@ class Value:
         return None if self.kind is str else "NUMBER"
 
     def allowed(self) -> str:
-        """Return the range or the words as --help shows them ("1 to 16,384", "above 0", "zero2, ddp"); "" for text."""
+        """Return the range or the words as --help shows them: "1 to 16,384", "above 0", "zero2, ddp"; "" for text."""
         if self.choices is not None:
             return ", ".join(self.choices)
         if self.kind is str:
@@ -128,20 +126,15 @@ class Value:
 
 
 def whole(at_least: int, at_most: int, unit: str | None = None) -> Value:
-    """Return a :class:`Value` that allows whole numbers within a range."""
     return Value(int, at_least=at_least, at_most=at_most, unit=unit)
 
 
 def one_of(choices: tuple[str, ...]) -> Value:
-    """Return a :class:`Value` that allows one of several words."""
     return Value(choices=tuple(choices))
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str:
-    """Return the valid name that is most similar to ``name``, ignoring case, for error messages.
-
-    Return "" if no similarity reaches ``cutoff``, which is between 0 and 1.
-    """
+    """Return the name that is most similar to ``name``, ignoring case; "" if none reaches ``cutoff``, from 0 to 1."""
     spelled = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else ""
@@ -160,10 +153,9 @@ def _problem_of_name(name: str) -> str | None:
 
 
 def _number(kind: type[Any], text: str) -> int | float | None:
-    """Convert text to a number, or return None if it is not a number of this kind.
+    """Convert text to a number, or return None.
 
-    This is stricter than Python's int() and float(), which also accept 1_000, digits of other scripts and surrounding
-    spaces.
+    This is stricter than Python's int() and float(), which also accept 1_000, digits of other scripts and spaces.
     """
     if kind is int:
         return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
@@ -176,15 +168,8 @@ def _number(kind: type[Any], text: str) -> int | float | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag that sets a field in the configuration of an objective or architecture.
-
-    Attributes:
-        flag: name of the flag.
-        default: default of the flag and of the field.
-        help: the flag's line in --help.
-        type: str, int, float or bool; by default the type of ``default``.
-        bounds: allowed values, as fields of :class:`Value`.
-    """
+    """A flag that sets a field in the configuration of an objective or architecture. ``type`` is by default that of
+    ``default``; ``bounds`` are fields of :class:`Value`."""
 
     flag: str
     default: Any
@@ -194,7 +179,7 @@ class Setting:
 
     @property
     def annotation(self) -> Any:
-        """Type of the flag's field: ``float``, for example, or ``float | None`` if the default is None."""
+        """Type of the flag's field: ``float``, or ``float | None`` if the default is None."""
         kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
         return kind | None if self.default is None else kind
 
@@ -248,10 +233,8 @@ def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return the flags of a configuration by their heading in --help.
-
-    Components with the same title share the first component's heading.
-    """
+    """Return the flags of a configuration by their heading in --help. Components with one title share the first's
+    heading."""
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
         heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)
@@ -260,7 +243,6 @@ def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def _components(cls: type[Any]) -> dict[str, type[Any]]:
-    """Return which component declares each field of a configuration."""
     return {name: owner for owner in cls.__mro__ for name in owner.__dict__.get("__annotations__", ())}
 
 
@@ -280,7 +262,6 @@ def value_of(item: dataclasses.Field[Any]) -> Value | None:
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """Return a flag's default; for a list, a new list."""
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
@@ -303,7 +284,7 @@ def check_values(config: Any) -> None:
 def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
     """Reject flags that have no effect. unused: flag -> reason, such as "does nothing without --lora".
 
-    Raises ValueError for the first such flag that the user gave. Returns a note for each such flag that a recipe sets.
+    Raises ValueError for the first such flag that the user gave. Return a note for each that a recipe sets.
     """
     off = {name for name in unused if getattr(config, name, None) is False}
     reject_unused(config.given, unused, off)
@@ -314,10 +295,8 @@ def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
 
 
 def reject_unused(given: Collection[str], unused: dict[str, str], off: Collection[str] = ()) -> None:
-    """Raise ValueError for the first flag of ``unused`` that is in ``given``.
-
-    unused: flag -> reason, see :func:`check_unused`. off: names of flags that the user gave in the form --no_NAME.
-    """
+    """Raise ValueError for the first flag of ``unused`` (flag -> reason) in ``given``. off: flags given as
+    --no_NAME."""
     for name, why in unused.items():
         if name in given:
             fix = "leave one of them out" if " with " in why else "add that, or leave it out"

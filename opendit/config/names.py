@@ -27,13 +27,8 @@ SHIFT: Bounds = {"at_least": 0.01, "at_most": 100, "unit": "factor"}
 
 @dataclass(frozen=True)
 class ObjectiveDescription:
-    """Description of an objective for the command line.
-
-    Attributes:
-        predicts: description of the network's prediction, for --help.
-        sampler: default sampler for the objective's models.
-        settings: field of the objective -> the flag that sets it.
-    """
+    """Description of an objective: what the network predicts, the default sampler, and field of the objective -> its
+    flag."""
 
     predicts: str
     sampler: str
@@ -187,8 +182,7 @@ class Plugin:
     """Facts about a plugin that are needed before its engine is imported.
 
     Attributes:
-        summary: description of what is sharded, for --help.
-        precisions: values of --mixed_precision that the plugin supports.
+        summary: what is sharded, for --help.
         rejects: flags that are an error with the plugin.
         ignores: flag that has no effect with the plugin -> reason, which the run prints.
         sharded_checkpoints: True if the plugin writes sharded checkpoints with --checkpoint_format auto.
@@ -220,12 +214,10 @@ PLUGINS = {
 
 
 def plugin_help() -> str:
-    """Return the help of --plugin: one line that says, for each plugin, what it shards."""
     return "Colossal-AI plugin; " + "; ".join(f"{name}: {plugin.summary}" for name, plugin in PLUGINS.items())
 
 
 def check_precision(plugin: str, precision: str) -> None:
-    """Raise ValueError, which names the flags and the fix, if ``plugin`` does not support ``precision``."""
     works = PLUGINS[plugin].precisions
     if precision not in works:
         other = next(name for name, line in PLUGINS.items() if precision in line.precisions)
@@ -264,13 +256,7 @@ WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
 class Needs(NamedTuple):
-    """Requirements of a metric.
-
-    Attributes:
-        features: name of the features that the metric needs.
-        reference: kind of reference data that the metric needs, "statistics" or "features"; None without a reference.
-        about: one line for lists.
-    """
+    """Requirements of a metric: features, and the kind of reference ("statistics", "features" or None)."""
 
     features: str
     reference: str | None
@@ -305,12 +291,7 @@ _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """Description of a data source for the command line.
-
-    Attributes:
-        name: the source's name in ``--data_path``; None for a source that is recognised by its files.
-        takes: description of the data that the source reads, for lists.
-    """
+    """A data source: its name in ``--data_path``, None if its files identify it, and what it reads, for lists."""
 
     name: str | None
     takes: str
@@ -333,17 +314,15 @@ SOURCES = {
 
 
 def named_sources() -> dict[str, str]:
-    """Return name -> module for the sources that have a name."""
     return {source.name: module for module, source in SOURCES.items() if source.name is not None}
 
 
 def is_address(data_path: str) -> bool:
-    """Return True if ``--data_path`` is an address (http://, s3://, ...) rather than a path or a name."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", data_path) is not None
 
 
 def check_address(address: str, flag: str = "--data_path") -> None:
-    """Raise ValueError, naming the flag, if an address lacks a server, a bucket or a file."""
+    """Raise ValueError if an address lacks a server, a bucket or a file."""
     kind, _, rest = address.partition("://")
     kind, shown = kind.lower(), f"{flag} {printable(address)[:200]}"
     if not address.isprintable():
@@ -370,13 +349,9 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Check a blend that is written as ``A:0.7,B:0.3``.
+    """Check a blend ``A:0.7,B:0.3``. Other texts, and a file's name, are accepted unchecked.
 
-    A file's name and a text without weights are not blends. They are accepted unchecked.
-
-    Raises:
-        ValueError: a source has no weight, or a weight that is not a number above 0; a source occurs twice; a source is
-            random latents or another blend. The message names the flag.
+    Raises ValueError for a source without a weight above 0, twice the same source, mock, or another blend.
     """
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]
@@ -411,6 +386,5 @@ def _is_number(text: str) -> bool:
 
 
 def data_path_help() -> str:
-    """Return a list of all kinds of data for ``--data_path``, such as "a CSV, a folder of pictures, or digits"."""
     *others, last = [source.takes for source in sorted(SOURCES.values(), key=lambda source: source.name is not None)]
     return f"{', '.join(others)}, or {last}"

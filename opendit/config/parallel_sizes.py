@@ -15,14 +15,7 @@ from opendit.config.names import BLOCKS
 
 @dataclass(frozen=True)
 class Place:
-    """Rank and addresses of a process in a run.
-
-    Attributes:
-        rank: rank among all processes of the run.
-        world_size: number of processes of the run.
-        local_rank: rank among the processes on its machine.
-        address, port: address and port of rank 0.
-    """
+    """Rank and addresses of a process in a run. ``address`` and ``port`` are those of rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -32,7 +25,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """Read this process's position from the environment. Raises ValueError, which names the variable and the fix."""
+    """Read this process's place from the environment. Raises ValueError, which names the variable and the fix."""
     world = environment_world_size()
     if "RANK" not in os.environ:
         if world > 1:
@@ -52,15 +45,12 @@ def find_place() -> Place:
 
 
 def environment_world_size() -> int:
-    """Return the number of processes from WORLD_SIZE, by default 1. Raises ValueError if WORLD_SIZE is invalid."""
+    """Return WORLD_SIZE, by default 1. Raises ValueError."""
     return _number("WORLD_SIZE", 1, None, default=1)
 
 
 def environment_node_size() -> int | None:
-    """Return the number of processes that torchrun has started on this machine; None without torchrun.
-
-    Raises ValueError if LOCAL_WORLD_SIZE is invalid.
-    """
+    """Return the number of processes that torchrun has started on this machine; None without it. Raises ValueError."""
     return _number("LOCAL_WORLD_SIZE", 1, None) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
@@ -92,10 +82,11 @@ VIEWS = {  # name of a group -> axes of the mesh that the group spans
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The number of ranks of each kind of parallelism. Ranks are numbered with ``pp`` outermost and ``tp`` innermost.
+    """The number of ranks of each kind of parallelism. Ranks are numbered with ``pp`` outermost and ``tp``
+    innermost.
 
-    The names of groups are those in AXES and VIEWS, ``ep``, and ``ep_shard``. A group of ``ep_shard`` consists of the
-    ranks within dp_shard x sp x tp that hold the same experts.
+    The names of groups are those in AXES and VIEWS, ``ep``, and ``ep_shard``: the ranks within dp_shard x sp x tp that
+    hold the same experts. Raises ValueError if a size is below 1, or ep does not divide dp_shard x sp x tp.
 
     Attributes:
         pp: stages of a pipeline.
@@ -103,10 +94,7 @@ class ParallelDims:
         dp_shard: ranks that see different samples and divide one copy's state.
         sp: ranks that share a sequence.
         tp: ranks that divide a layer.
-        ep: ranks that divide the experts. These are consecutive ranks within dp_shard x sp x tp.
-
-    Raises:
-        ValueError: a size is below 1, or ep does not divide dp_shard x sp x tp.
+        ep: ranks that divide the experts, consecutive within dp_shard x sp x tp.
     """
 
     pp: int = 1
@@ -127,10 +115,7 @@ class ParallelDims:
 
     @classmethod
     def fill(cls, world_size: int, **sizes: int) -> "ParallelDims":
-        """Return a mesh with these sizes, and with all remaining ranks in dp_shard.
-
-        Raises ValueError if the sizes don't divide ``world_size``.
-        """
+        """Return a mesh with these sizes, and all remaining ranks in dp_shard. Raises ValueError."""
         rest = cls(**{**sizes, "ep": 1})
         if world_size % rest.world_size:
             raise ValueError(f"the parallel sizes {rest} do not divide the {world_size} processes")
@@ -138,16 +123,13 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the mesh."""
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError unless the mesh has ``world_size`` ranks."""
         if self.world_size != world_size:
             raise ValueError(f"the parallel sizes {self} need {self.world_size} processes and there are {world_size}")
 
     def size(self, name: str) -> int:
-        """Return the number of ranks in a group called ``name``."""
         sizes, axes = self._grid(name)
         return math.prod(sizes[axis] for axis in axes)
 
@@ -156,7 +138,6 @@ class ParallelDims:
         return grid_groups(*self._grid(name))
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Return the index of ``rank`` within its group called ``name``."""
         sizes, axes = self._grid(name)
         place = 0
         for axis in axes:
@@ -164,8 +145,7 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the grid of all ranks, outermost first, and the axes that the groups called ``name``
-        span."""
+        """Return the sizes of the grid of all ranks, outermost first, and the axes that groups called ``name`` span."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
@@ -179,10 +159,8 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Return groups of ranks. Two ranks are in the same group if their coordinates differ only along ``axes``.
-
-    Ranks are numbered along a grid of these sizes, with the last axis innermost.
-    """
+    """Return groups of ranks whose coordinates differ only along ``axes``. Ranks are numbered with the last axis
+    innermost."""
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def ranks(along: Sequence[int]) -> list[int]:
@@ -194,33 +172,26 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
 
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
-    """Choose the axis along which ranks divide a grid of frames x places; a place is a spatial position.
+    """Choose the axis along which ranks divide a grid of frames x spatial places; return (axis, tokens per rank with
+    padding).
 
-    The axis is 0 (complete frames per rank), or 1 (complete places per rank) if that needs less padding and
-    ``by_frames`` is False. Return (axis, tokens per rank with padding).
+    The axis is 0 (complete frames), or 1 (complete places) if that needs less padding and ``by_frames`` is False.
     """
     rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
     return rows.index(min(rows)), min(rows)
 
 
 def check_sequence_parallel(size: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into sequence groups of ``size``."""
     _check_shares("--sequence_parallel_size", size, {}, world_size)
 
 
 def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into groups of ``sequence_parallel`` * ``size``.
-
-    The ranks of such a group share a sample and divide every layer.
-    """
+    """Raise ValueError unless the processes divide into groups that share a sample and divide every layer."""
     _check_shares("--tensor_parallel_size", size, {"--sequence_parallel_size": sequence_parallel}, world_size)
 
 
 def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into pipelines of ``size`` stages.
-
-    A stage consists of ``sequence_parallel`` * ``tensor_parallel`` processes.
-    """
+    """Raise ValueError unless the processes divide into pipelines of ``size`` stages."""
     inner = {"--tensor_parallel_size": tensor_parallel, "--sequence_parallel_size": sequence_parallel}
     _check_shares("--pipeline_parallel_size", size, inner, world_size)
 
@@ -262,8 +233,8 @@ def check_expert_parallel_size(
 ) -> None:
     """Raise ValueError unless the processes of one stage of one model copy divide into expert groups of ``size``.
 
-    With tensor parallelism, the ranks that divide a layer also divide its experts, so ``size`` must be 1 or
-    ``tensor_parallel``.
+    With tensor parallelism, ``size`` must be 1 or ``tensor_parallel``, because the same ranks divide layers and
+    experts.
     """
     flag = f"--expert_parallel_size {size}"
     if size < 1:
@@ -289,21 +260,16 @@ def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
     """Parse --offload. Return fsdp's state to keep in host memory (one of OFFLOAD), and the number of blocks to keep
     there.
 
-    The number is 0 for no blocks. For all blocks, it is larger than the number of blocks of any model.
-
-    Args:
-        frozen: True if the blocks are frozen (--lora). If blocks are trained, the state is kept there, too.
+    For all blocks, the number is larger than that of any model. The state of trained blocks goes with them; ``frozen``
+    blocks (--lora) have none.
     """
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``.
-
-    A group consists of ``sharing`` processes that process the same samples, and each copy of the model needs complete
-    groups.
-    """
+    """Raise ValueError unless ``copies`` * ``sharing`` divides ``world_size``; ``sharing`` processes have the same
+    samples."""
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
         raise ValueError(
@@ -313,10 +279,7 @@ def check_replicate(copies: int, sharing: int, world_size: int) -> None:
 
 
 def check_cfg_parallel(sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into pairs of groups, one for each half of guidance.
-
-    A group consists of ``sequence_parallel`` * ``tensor_parallel`` processes.
-    """
+    """Raise ValueError unless the processes divide into pairs of groups, one for each half of guidance."""
     ranks = 2 * sequence_parallel * tensor_parallel
     if world_size % ranks:
         sizes = {"--sequence_parallel_size": sequence_parallel, "--tensor_parallel_size": tensor_parallel}

@@ -32,7 +32,6 @@ IN_AND_OUT = "Files: what is read and written"
 
 
 def build_parser(doc: str) -> CommandLine:
-    """Return the parser of preprocess.py. doc: the program's docstring."""
     return _parser_of(doc, name_of("preprocess.py"))
 
 
@@ -213,15 +212,7 @@ def _add_latents(latents: CommandLine) -> None:
 
 
 def check(command: str, options: dict[str, Any], given: set[str]) -> None:
-    """Check the flags of one command together. Convert sizes such as 1GB to numbers, in place.
-
-    Args:
-        options: values of all flags of the command.
-        given: names of the flags on the command line.
-
-    Raises:
-        ValueError: flags can't be combined, or don't work on this machine. The message names the flag and the fix.
-    """
+    """Check the flags of one command together. Convert sizes such as 1GB to numbers, in place. Raises ValueError."""
     if "num_workers" in options:
         check_workers(options["num_workers"], "num_workers" in given)
     check_rate(options.get("fps"), given)
@@ -263,7 +254,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
 
 def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
-    """Set the VAE, the text encoders and the size from a public model's folder, unless the user sets these flags."""
+    """Set the VAE, the text encoders and the size from a public model's folder, unless the user sets them."""
     source = options["pretrained"] = fetched(options["pretrained"], "--pretrained", options["download"])
     check_exists(source, "--pretrained", "a folder of a public model, as diffusers writes it")
     folder, name = Path(source).expanduser(), name_of_folder(source)
@@ -286,11 +277,10 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch of --model, (frames, rows, columns) or (rows, columns), for --bucket_tokens and --repa, which
-    both refer to the model's tokens. Return () without these two flags.
+    """Return the patch of --model, (frames, rows, columns) or (rows, columns), for --bucket_tokens and --repa; ()
+    without both.
 
-    Raises ValueError if the model is missing or unknown, or takes clips instead of pictures or pictures instead of
-    clips.
+    Raises ValueError if the model is missing, unknown or for other media.
     """
     tokens, model = options["bucket_tokens"], options["model"]
     if tokens is None and options["repa"] is None:

@@ -13,13 +13,7 @@ from opendit.config.flags import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe.
-
-    Attributes:
-        about: one line for --recipe list.
-        flags: the flags, as on a command line.
-        follows: name of the recipe whose weights this recipe starts from, or None.
-    """
+    """A recipe: one line for --recipe list, the flags, and the recipe whose weights it starts from."""
 
     about: str
     flags: str
@@ -66,8 +60,8 @@ def _stages(
 ) -> dict[str, Preset]:
     """Return one recipe for each of the three training stages of a model.
 
-    batch: pictures per GPU in the first stage. world: pictures per step on all GPUs in the first stage. more: flags of
-    all stages. joint: flags of the second stage.
+    batch, world: pictures of the first stage, per GPU and per step on all GPUs. more: flags of all stages. joint: flags
+    of the second stage.
     """
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
@@ -154,7 +148,6 @@ RECIPES |= {
 
 
 def find_recipe(name: str) -> Preset:
-    """Return the recipe of this name. Raises ValueError for an unknown name and suggests the most similar name."""
     if name not in RECIPES:
         raise ValueError(
             f"--recipe {name}: no such recipe; did you mean {nearest(name, [*RECIPES, 'list'])}? "
@@ -164,7 +157,6 @@ def find_recipe(name: str) -> Preset:
 
 
 def listing() -> str:
-    """Return the text that ``--recipe list`` prints."""
     rows = [("recipe", "model", "what it trains on")]
     for name, recipe in RECIPES.items():
         if name.startswith("mock_"):

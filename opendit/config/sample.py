@@ -50,7 +50,7 @@ FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 class TaylorCache:
     """TaylorSeers [T]: evaluate the blocks only in every ``every``-th step.
 
-    In the other steps, extrapolate the blocks' addition to the residual stream from the last ``order`` + 1 evaluations.
+    In the other steps, extrapolate their addition to the residual stream from the last ``order`` + 1 evaluations.
     """
 
     every: int
@@ -74,9 +74,8 @@ class TaylorCache:
 class FirstBlockCache:
     """First-block cache [F]: evaluate the first block in every step, and the other blocks only if necessary.
 
-    Compare the first block's addition to the residual stream with that of the last step that evaluated all blocks. If
-    the relative change is less than ``threshold``, reuse what the other blocks added to the residual stream in that
-    step.
+    If the relative change of the first block's addition to the residual stream, since the last step that evaluated all
+    blocks, is less than ``threshold``, reuse what the other blocks added in that step.
     """
 
     threshold: float = THRESHOLD
@@ -88,15 +87,11 @@ class FirstBlockCache:
     def note(self) -> str:
         return f"blocks reused where the first one's output changes by less than {self.threshold:g}, decided per batch"
 
-    def check(self, steps: int) -> None:
-        """Do nothing, because every number of steps is valid for this cache."""
-
 
 Cache = TaylorCache | FirstBlockCache
 
 
 def parse_cache(text: str) -> Cache:
-    """Parse a value of --cache. Raises ValueError for an invalid value."""
     text = str(text)
     name, _, rest = text.partition(":")
     if name == "first_block" and (rest or text == name):
@@ -130,7 +125,7 @@ class Approximations:
     """All approximations of a sampling run; none by default.
 
     guidance_every: N evaluates the unconditional half of guidance only in every N-th step. The other steps reuse the
-    last difference between the conditional and the unconditional half.
+    last difference between the halves.
     """
 
     guidance_every: int = 1
@@ -138,21 +133,16 @@ class Approximations:
 
     @classmethod
     def of(cls, guidance_every: int, cache: str | None, steps: int) -> "Approximations":
-        """Return the approximations for values of --guidance_every and --cache, and a sampler with ``steps`` steps.
-
-        Raises ValueError for an invalid cache, for settings that do not suit the number of steps, and for two
-        approximations that can't be combined.
-        """
+        """Return the approximations for --guidance_every, --cache and a number of steps. Raises ValueError."""
         found = cls(guidance_every, None if cache is None else parse_cache(cache))
         if guidance_every > max(1, steps - 1):
             raise ValueError(f"--guidance_every {guidance_every}: too many; give less than the {steps} sampling steps")
-        if found.cache is not None:
+        if isinstance(found.cache, TaylorCache):
             found.cache.check(steps)
         return found
 
     @property
     def by_batch(self) -> bool:
-        """True if the result for a sample depends on the other samples of its batch."""
         return isinstance(self.cache, FirstBlockCache)
 
     def __post_init__(self) -> None:
@@ -166,7 +156,7 @@ class Approximations:
 
     @property
     def note(self) -> str:
-        """Description of the approximation and its settings; "" without an approximation."""
+        """Description of the approximation and its settings; "" without one."""
         if self.cache is not None:
             return f"{self.cache}: {self.cache.note}"
         every = self.guidance_every
@@ -402,7 +392,6 @@ class SampleConfig(
         return replace(self, model=model, mixed_precision=precision, npz=npz), notes
 
     def _unused(self) -> dict[str, str]:
-        """Return the flags that have no effect in combination with the other flags, as flag -> reason."""
         unused = {}
         if self.cfg_scale == 1:
             unused |= dict.fromkeys(

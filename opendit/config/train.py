@@ -123,22 +123,14 @@ class TrainConfig(
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     def node_size(self, world_size: int) -> int:
-        """Return the number of processes per machine, if the run has ``world_size`` processes."""
         found = environment_node_size() if self.dry_run in (None, 0) else None
         return min(world_size, self.gpus_per_node or found or (8 if self.dry_run is not None else world_size))
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
         """Check the flags together, and fill in values that depend on other flags and on the hardware.
 
-        Args:
-            world_size: number of processes of the run.
-            has_gpu: True if this process has a GPU.
-
-        Returns:
-            The resolved flags, and notes to print.
-
-        Raises:
-            ValueError: a combination that can't work; the message names the flag and the fix.
+        Return the resolved flags, and notes to print. Raises ValueError, with the flag and the fix, for a combination
+        that can't work.
         """
         check_values(self)
         for name in ("data_path", "validate_path"):
@@ -196,10 +188,8 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def _fetched(self) -> "TrainConfig":
-        """Replace --pretrained by the local folder of the model if it is a name on the hub.
-
-        A dry run without --download doesn't need the folder.
-        """
+        """Replace --pretrained by the local folder of the model if it is a name on the hub. A dry run without
+        --download doesn't need it."""
         if self.pretrained is None or (self.dry_run is not None and not self.download):
             return self
         commit = None if self.load in (None, "latest") else commit_of_run(self.load, self.pretrained)
@@ -208,8 +198,8 @@ class TrainConfig(
     def _resolve_public(self) -> "TrainConfig":
         """Fill in the flags of a public model, if --pretrained or --load names its folder or a run that trains it.
 
-        These are the model's name and objective, and also the VAE and text encoders in its folder, unless the command
-        line sets those. Raises ValueError for flags that contradict the model.
+        These are the model's name and objective and, unless the command line sets them, the VAE and text encoders in
+        its folder. Raises ValueError for flags that contradict the model.
         """
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
@@ -245,20 +235,15 @@ class TrainConfig(
         return replace(self, **settings, given=self.given | named)
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
-        """Set --num_frames to a number that a public model's VAE supports, unless the user sets it.
-
-        Returns the flags and notes.
-        """
+        """Set --num_frames to a number that a public model's VAE supports, unless the user sets it."""
         if not self.use_video or family_in(self.model) is None or "num_frames" in self.given:
             return self, []
         note = f"--num_frames {CLIP_FRAMES} of clips that are read, the nearest to 16 that {self.model} takes"
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert).
-
-        With ``--expert both`` it is the high-noise network.
-        """
+        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert). For
+        ``both`` it is the high-noise network."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
             of_both = self.expert == "both" and (folder / "low").is_dir()  # folder of a run that trains both
@@ -270,7 +255,6 @@ class TrainConfig(
         return str(inside["low" if self.expert == "low" else "high"])
 
     def _check_both(self) -> None:
-        """Raise ValueError for flags that do not work if the steps of a run train two networks by turns."""
         clashes = {
             "--pipeline_parallel_size, whose stages are of one network": self.pipeline_parallel_size > 1,
             "--plugin gemini, which keeps the chunks of one network": self.plugin == "gemini",
@@ -281,7 +265,7 @@ class TrainConfig(
         self._reject("expert", clashes)
 
     def evaluating(self) -> EvaluateConfig:
-        """Return the configuration of ``opendit evaluate`` for the evaluations of --evaluate_every."""
+        """Return the configuration of ``opendit evaluate`` for --evaluate_every."""
         how = {
             "features": self.evaluate_features,
             "video_features": self.evaluate_video_features,
@@ -311,10 +295,8 @@ class TrainConfig(
             )
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for sizes that don't suit the model's name.
-
-        Sizes that depend on the data, the VAE or a folder are checked later.
-        """
+        """Raise ValueError for sizes that don't suit the model's name. Others depend on the data, and are checked
+        later."""
         patch = patch_size(self.model)
         side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
         what = f"patch of {self.model}: {side}"
@@ -382,10 +364,8 @@ class TrainConfig(
         self._reject("optimizer", clashes)
 
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
-        """Reject flags that can't be combined with --objective meanflow.
-
-        Set the flags of sampling to two steps without guidance, unless the user sets them.
-        """
+        """Reject flags that can't be combined with --objective meanflow, and sample in two steps without guidance by
+        default."""
         if self.objective != "meanflow":
             return self, []
         clashes = {
@@ -446,7 +426,6 @@ class TrainConfig(
             raise ValueError(f"--ckpt_best {self.ckpt_best}: --no_save keeps no checkpoint; leave one of them out")
 
     def _check_files(self) -> None:
-        """Check the flags that depend on this machine's processors and disks."""
         check_workers(self.num_workers, "num_workers" in self.given)
         if self.load not in (None, "latest"):
             check_exists(self.load, "--load", "latest, a run folder or a checkpoint folder")
@@ -465,7 +444,6 @@ class TrainConfig(
             check_writable(self.outputs, "--outputs")
 
     def _unused(self) -> dict[str, str]:
-        """Return the flags that have no effect in combination with the other flags, as flag -> reason."""
         kind, mock = self.model.rpartition("-")[0], self.data_path == "mock"
         unused = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
@@ -546,10 +524,7 @@ class TrainConfig(
         return [f"{found}, so that --lr {self.lr:g} is never reached"]
 
     def _resolve_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
-        """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples.
-
-        Returns the flags and notes.
-        """
+        """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples."""
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
         # If the user sets --grad_accumulation, it overrides a recipe's --global_batch_size.
@@ -567,10 +542,8 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """Set --batch_size to 1 with --bucket_tokens or --pack_tokens, unless the user sets it.
-
-        With these flags, --batch_size counts packs, or groups of samples with one shape. Returns the flags and notes.
-        """
+        """Set --batch_size, which counts packs or groups of one shape with --bucket_tokens or --pack_tokens, to 1 by
+        default."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -584,7 +557,6 @@ class TrainConfig(
         return replace(self, batch_size=1), [f"batch size: 1; it counts {what} of {self.tokens:,} tokens"]
 
     def _check_packs(self) -> None:
-        """Raise ValueError, with the reason, for flags that can't be combined with --pack_tokens."""
         if self.pack_tokens is None:
             return
         kind, ranks, tokens = self.sequence_parallel_type, self.sequence_parallel_size, self.pack_tokens
@@ -605,7 +577,6 @@ class TrainConfig(
             )
 
     def _check_contrast(self) -> None:
-        """Raise ValueError if --flow_contrast can't pair the samples of a micro-batch."""
         if not (weight := vars(self)["flow_contrast"]):
             return
         asked = f"--flow_contrast {weight:g}"
@@ -637,7 +608,6 @@ class TrainConfig(
         return route if route.share > 0 or route.fused else None
 
     def _check_route(self) -> None:
-        """Raise ValueError, with the reason, for flags that can't be combined with --route."""
         if self.route is None:
             return
         route, kind, sizes = parse_route(self.route), self.model.rpartition("-")[0], depth_and_heads(self.model)
@@ -661,7 +631,6 @@ class TrainConfig(
         return self.repa_block or max(1, round(depth * 2 / 7))  # block 8 of 28, as in REPA's paper
 
     def _check_alignment(self) -> None:
-        """Raise ValueError, with the reason, for flags that can't be combined with --repa."""
         if self.repa is None:
             return
         sizes, at, route = depth_and_heads(self.model), self.aligned_block, self.token_route
@@ -687,7 +656,6 @@ class TrainConfig(
             )
 
     def _check_uncertainty(self) -> None:
-        """Raise ValueError, with the reason, for flags that can't be combined with --uncertainty_weighting."""
         if not self.uncertainty_weighting:
             return
         clashes = {
@@ -712,7 +680,6 @@ class TrainConfig(
             )
 
     def _check_base(self) -> None:
-        """Raise ValueError, with the reason, for flags that --base_precision can't be combined with."""
         if self.base_precision == "bf16":
             return
         if not family_in(self.model):
@@ -740,11 +707,8 @@ class TrainConfig(
     def check_streamed(self, world_size: int, known: bool = False) -> None:
         """Raise ValueError, with the reason, for flags that --offload blocks can't be combined with.
 
-        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does.
-
-        Args:
-            known: True if it is already known whether a resumed run (--load) has a LoRA; without --lora it then has
-                none.
+        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does. ``known``: a resumed
+        run has no LoRA without --lora.
         """
         if not self.streamed_blocks or self.parallel == "auto":
             return

@@ -1,7 +1,7 @@
 """Open the data set that ``--data_path`` names.
 
 A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and an
-entry in ``opendit.config.data_sources.SOURCES``. The function returns None for data of another kind. It raises
+entry in ``opendit.config.names.SOURCES``. The function returns None for data of another kind. It raises
 ValueError, naming the flag and the fix, for data of its kind that can't be used.
 """
 

@@ -53,11 +53,8 @@ MARGIN = 0.01
 
 
 def storages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield pairs (storage of frozen blocks, --offload), from the most exact and fastest to those that need the least
-    memory.
-
-    The storage "one" means one byte per weight.
-    """
+    """Yield (storage of frozen blocks, --offload), from the most exact and fastest to the least memory. "one" is one
+    byte a weight."""
     for base in ("bf16", "one", "nf4"):
         yield base, "none"
         if base != "bf16":  # bf16 blocks are not moved: copying two bytes per weight takes twice as long
@@ -65,7 +62,6 @@ def storages(depth: int) -> Iterator[tuple[str, str]]:
 
 
 def parts_of_blocks(depth: int) -> list[str]:
-    """Return the values of --offload that move more and more blocks to host memory."""
     return [f"{BLOCKS}:{-(-depth * part // PARTS)}" for part in range(1, PARTS + 1)]
 
 
@@ -89,8 +85,7 @@ class Candidate:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """Return the settings that distinguish candidates in the report: all except rematerialization and
-        micro-batch."""
+        """Return the settings that distinguish candidates in the report: all but rematerialization and micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
 
@@ -128,13 +123,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its estimated memory and cost.
-
-    Attributes:
-        memory: estimated bytes of memory of a rank.
-        cost: estimated cost of a step.
-        samples: number of samples in a step.
-    """
+    """A candidate with the estimated bytes of a rank's memory, the cost of a step, and the samples of a step."""
 
     candidate: Candidate
     setup: Setup
@@ -148,7 +137,7 @@ class Priced:
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """Return the name of the largest cost other than matrix products and attention, with its fraction of the step's
+        """Return the name of the largest cost other than products and attention, and its fraction of the step's
         time."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
@@ -164,14 +153,8 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Description of the ranks and machines that run the training.
-
-    Attributes:
-        world: number of ranks.
-        node: number of ranks on one machine.
-        capacity: bytes of memory that a rank may use.
-        has_gpu: see ``TrainConfig.resolve``.
-    """
+    """The ranks (``world``, and ``node`` on each machine) that run the training, and the bytes of memory that each may
+    use."""
 
     world: int
     node: int
@@ -196,13 +179,12 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try for a flag: the flag's value if the command line sets the flag, otherwise
-        ``others``."""
+        """Return the values to try for a flag: its value if the command line sets it, otherwise ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def storages(self) -> list[tuple[str, str]]:
-        """Return the pairs of --base_precision and --offload to try, from the most exact and fastest to the least
-        memory. For full training, blocks in host memory are tried last, together with the state."""
+        """Return the pairs (--base_precision, --offload) to try, from the most exact and fastest to the least memory.
+        For full training, blocks in host memory are tried last, together with the state."""
         flags, depth = self.flags, self.config.depth
         found = [("bf16", offload) for offload in OFFLOADED]
         if flags.lora is None:
@@ -216,12 +198,8 @@ class Search:
         return list(dict.fromkeys(found))
 
     def forms(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> Iterator[Candidate]:
-        """Yield candidates whose micro-batch size is not chosen yet.
-
-        Args:
-            offload, base_precision: the candidates' --offload and --base_precision.
-            pipelines: True to include pipelines with stages on different machines.
-        """
+        """Yield candidates whose micro-batch size is not chosen yet. ``pipelines`` includes pipelines whose stages are
+        on different machines."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
@@ -247,8 +225,7 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Return the values of --expert_parallel_size to try. Each group of expert parallel ranks then lies within one
-        machine."""
+        """Return the values of --expert_parallel_size to try, whose groups lie within one machine each."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -265,10 +242,8 @@ class Search:
                 yield recompute, checkpoint
 
     def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
-        """Yield the pairs (--data_parallel_replicate, --reshard) to try with ``plugin``.
-
-        If there are several copies of the model, each copy occupies complete machines.
-        """
+        """Yield the pairs (--data_parallel_replicate, --reshard) to try. Each copy of the model occupies complete
+        machines."""
         if plugin != "fsdp":
             yield self.flags.data_parallel_replicate, self.flags.reshard
             return
@@ -299,11 +274,8 @@ class Search:
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
-        """Return True if the run would accept the candidate's flags without changing any, except for those named in
-        ``open``.
-
-        :attr:`refusal` stores the first error with which the run refuses flags.
-        """
+        """Return True if the run would accept the candidate's flags unchanged, except for those named in ``open``.
+        Store the first error of a refused candidate in :attr:`refusal`."""
         try:
             settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
             plan_model(settled, self.dataset)
@@ -317,7 +289,7 @@ class Search:
         return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
 
     def price(self, candidate: Candidate) -> Priced | None:
-        """Estimate a candidate's memory and time. Return None if it does not fit in memory or is refused."""
+        """Estimate a candidate's memory and time. Return None if it does not fit or is refused."""
         setup = replace(
             self.setup,
             plugin=candidate.plugin,
@@ -379,8 +351,8 @@ class Search:
         return sorted(found.values(), key=lambda one: one.price)
 
     def takes(self, form: Candidate) -> bool:
-        """Return True if :meth:`accepts` accepts ``form``. The answer is cached, because it does not depend on
-        micro-batches, copies and --reshard."""
+        """Return True if :meth:`accepts` accepts ``form``; cached, because micro-batches, copies and --reshard don't
+        matter."""
         plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
         if plain not in self.taken:
             self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))
@@ -390,15 +362,11 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """Return the best candidates, the fastest first, and the model's configuration. There is one candidate for each of
-    at most ``shown`` values of :attr:`Candidate.product`.
+    """Return the best candidates, the fastest first, at most ``shown`` of different :attr:`Candidate.product`, and the
+    model's configuration.
 
-    The following are tried in this order, each only if nothing before it fits: pipelines, state in host memory
-    (--offload), and frozen blocks in fewer bits (--base_precision) or blocks in host memory.
-
-    Raises:
-        ValueError: no candidate fits in memory, or the flags are impossible on this number of ranks. The message says
-            what to change.
+    Pipelines are tried only if nothing else fits, then state in host memory, then frozen blocks in fewer bits or in
+    host memory. Raises ValueError, which says what to change, if no candidate fits or all are refused.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -421,10 +389,8 @@ def choose(
 
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose and print the best candidate on rank 0. Return the candidate's flags and mesh on every rank. Collective.
-
-    Raises the same errors as :func:`choose`, on every rank.
-    """
+    """Choose and print the best candidate on rank 0. Return its flags and mesh, or raise the error, on every rank.
+    Collective."""
     found = None, None
     where, origin = circumstances(flags, mesh)
     if mesh.is_main:
@@ -441,10 +407,10 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return (description of a run's machines, origin of their hardware figures). Collective.
+    """Return (the run's machines, origin of their hardware figures). Collective.
 
-    The capacity is the memory of the smallest GPU. Without GPUs, it is the host's memory divided by the ranks on the
-    host. Raises ValueError if --hardware is wrong.
+    The capacity is the memory of the smallest GPU, or the host's memory divided by its ranks. Raises ValueError if
+    --hardware is wrong.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -456,15 +422,12 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
 
 
 def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
-    """Open the data set. The flags are resolved first, because --pretrained may set the size of samples.
-
-    Raises the same errors as ``open_data``.
-    """
+    """Open the data set. The flags are resolved first, because --pretrained may set the size of samples."""
     return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
 def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
-    """Return lines that list the best candidates, each with its estimates and the largest cost that limits it."""
+    """Return lines that list the best candidates, with their estimates and the largest cost that limits each."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
         f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
@@ -487,11 +450,8 @@ FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
 def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
-    """Return the hardware to plan for: a known card, or ``hardware`` with ``card`` GiB of memory.
-
-    Raises:
-        ValueError: ``card`` is neither a number nor a known card.
-    """
+    """Return the hardware to plan for: a known card, or ``hardware`` with ``card`` GiB. Raises ValueError for other
+    words."""
     if card == AUTO:
         return hardware
     try:
@@ -506,7 +466,7 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
 
 
 def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
-    """Yield candidates, as values of flags, from the most exact and fastest to those that need the least memory."""
+    """Yield values of flags, from the most exact and fastest to those that need the least memory."""
 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
@@ -544,11 +504,10 @@ def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) 
 
 
 def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the values of the first candidate that fits, and lines that describe the choice and its
-    reasons.
+    """Return the flags with the values of the first candidate that fits, and lines that describe and explain the
+    choice.
 
-    Raises:
-        ValueError: no candidate fits, or the run refuses all candidates. The message says what to change.
+    Raises ValueError, which says what to change, if no candidate fits or the run refuses all.
     """
     search = Search(flags, dataset, where)
     config, setups = search.config, {flags.lora: search.setup}
@@ -620,11 +579,8 @@ def _memory(needs: Estimate, where: Circumstances) -> float:
 
 
 def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
-    """Return the smallest number of recomputed blocks with which a step fits in memory.
-
-    Return the number of all blocks if no number fits, or if the flags leave no choice: for example, blocks in host
-    memory are always recomputed.
-    """
+    """Return the smallest number of recomputed blocks with which a step fits; all blocks if none does or the flags
+    leave no choice (blocks in host memory are always recomputed)."""
     depth = config.depth
     chosen = (
         {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
@@ -642,7 +598,6 @@ def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batc
 
 
 def _words(flags: TrainConfig) -> str:
-    """Return the chosen settings as flags on a command line."""
     found = [f"--lora {flags.lora}", f"--mixed_precision {flags.mixed_precision}", *(["--fp8"] if flags.fp8 else [])]
     if flags.base_precision != "bf16":
         found.append(f"--base_precision {flags.base_precision}")
@@ -660,7 +615,7 @@ ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
 def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
-    """Yield descriptions of the disadvantages of the settings that save memory: less exact, or slower."""
+    """Yield what the settings that save memory cost: accuracy or time."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
@@ -672,10 +627,7 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
 
 
 def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Choose and print the settings on rank 0; return the flags on every rank. Collective.
-
-    Raises the same errors as :func:`fit`, on every rank.
-    """
+    """Choose and print the settings on rank 0. Return the flags, or raise the error, on every rank. Collective."""
     found = None, None
     where, _ = circumstances(flags, mesh)
     if mesh.is_main:

@@ -105,7 +105,6 @@ def build_model_and_engine(run: Run) -> Engine:
 
 
 def muon_settings(run: Run) -> MuonSettings | None:
-    """Return the settings of --optimizer muon; None with AdamW alone."""
     flags = run.flags
     if flags.optimizer != "muon":
         return None
@@ -180,7 +179,7 @@ def open_checkpoints(
 
 
 def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
-    """Find the checkpoint that --ckpt_best keeps. evaluated: see :func:`open_checkpoints`."""
+    """Find the checkpoint that --ckpt_best keeps."""
     name = run.flags.ckpt_best
     if name is None or not run.mesh.is_main:
         return None
@@ -193,10 +192,10 @@ def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
 
 
 def sharded_checkpoints(run: Run, engine: Engine) -> bool:
-    """Return True if every rank writes its own shards (--checkpoint_format). The answer is the same on every rank.
+    """Return True on every rank if every rank writes its own shards (--checkpoint_format).
 
-    "auto" chooses shards if the plugin prefers shards, if the run has pipeline stages, or if a host's memory is too
-    small for buffers of whole tensors.
+    "auto" chooses shards if the plugin prefers them, if the run has pipeline stages, or if a host's memory is too small
+    for buffers of whole tensors.
     """
     asked = run.flags.checkpoint_format
     if asked != "auto":
@@ -233,10 +232,9 @@ def warn_skipped(mesh: Mesh, file: str) -> None:
 
 
 class Evaluation(Protocol):
-    """Interface for evaluating samples drawn with the EMA weights; opendit/evaluation implements it.
+    """Interface of the evaluation of samples drawn with the EMA weights, which opendit/evaluation implements.
 
-    Attributes:
-        of: identifier of everything, except the weights, that determines the results.
+    of: identifier of everything, except the weights, that determines the results.
     """
 
     of: str
@@ -289,8 +287,7 @@ def build_network(
 def _interchangeable(run: Run) -> bool:
     """Return True if any batch of the run can replace any other batch.
 
-    Ranks that share samples or experts exchange tensors of a sample's size. Their batches must have the same shape, so
-    they can be replaced only if all batches of the run have one shape.
+    Ranks that share samples or experts exchange tensors of a sample's size, so their batches must have one shape.
     """
     dims, schedule = run.mesh.dims, run.schedule
     return (run.mesh.sharing == 1 and dims.ep == 1) or (schedule.micro_batches is None and not schedule.packed)
@@ -298,7 +295,6 @@ def _interchangeable(run: Run) -> bool:
 
 @contextlib.contextmanager
 def recorded_end(run: Run, supervisor: Supervisor) -> Iterator[None]:
-    """Context that writes, on rank 0, how the run ended."""
     if not run.mesh.is_main:
         yield
         return
@@ -330,9 +326,7 @@ def build(
 ) -> Iterator[None]:
     """Build a prepared run and print its summary. On exit, close the run, even after an error.
 
-    Args:
-        make_inputs, make_passes: classes ``Inputs`` and ``EagerPasses`` of train.py.
-        evaluation: the evaluation of --evaluate_every; None without that flag.
+    ``make_inputs`` and ``make_passes`` are ``Inputs`` and ``EagerPasses`` of train.py.
     """
     flags, mesh, failures = run.flags, run.mesh, WriteFailures()
     with run.lock:

@@ -29,12 +29,7 @@ from opendit.parallel.mesh import Mesh
 
 
 def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
-    """Open the data set of --data_path. Raises the same errors as ``build_dataset``.
-
-    Args:
-        seed: None for --global_seed.
-        split: "train" or "test".
-    """
+    """Open the data set of --data_path, split "train" or "test". Raises the same errors as ``build_dataset``."""
     return build_dataset(
         flags.data_path,
         flags.image_size,
@@ -66,8 +61,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
     """Return the frame rate of the clips that a model trained on this data set draws, and notes to print.
 
-    The rate is --fps if set, otherwise the median frame rate of the files divided by --frame_interval. The rate is None
-    for pictures, and for files without a frame rate.
+    It is --fps, or the median frame rate of the files divided by --frame_interval; None for pictures and unknown rates.
     """
     rates = [] if not data.use_video or data.fps is not None else dataset.shapes().frame_rates()
     if not rates:
@@ -82,11 +76,10 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 
 
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
-    """Return the training data set and the validation data set (None if the run does not validate).
+    """Return the training data set, and the validation data set or None.
 
-    Raises:
-        ValueError, FileNotFoundError, DataError: --validate_path can't be read, or its samples differ in kind from the
-            training samples, or the held-out fraction leaves no samples to train on. The message names the flag.
+    Raises ValueError, OSError or DataError, which name the flag, if --validate_path can't be read or differs in kind,
+    or if no samples remain to train on.
     """
     if not flags.validates:
         return dataset, None
@@ -96,7 +89,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """Open the data set of --validate_path. If it has a test split, open that split."""
+    """Open the data set of --validate_path, or its test split if it has one."""
     path = flags.validate_path
     theirs = replace(flags, data_path=path, random_flip=False)
     try:
@@ -135,11 +128,8 @@ def _shown(value) -> str:
 
 
 def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
-    """Set the caption flags to fit the data set; return the flags and notes to print.
-
-    For a data set with captions, ``text_encoder`` is set. For a data set with classes, caption flags that come from a
-    recipe return to their defaults. Raises ValueError for caption flags that don't fit the data set.
-    """
+    """Set ``text_encoder`` for data with captions. For data with classes, reset the caption flags of a recipe. Return
+    the flags and notes. Raises ValueError for caption flags that don't fit the data."""
     path = flags.data_path
     about = dataset.describe()
     encoder = (flags.text_encoder or about.text_encoder or "bytes") if about.conditioning == "text" else "bytes"
@@ -165,10 +155,8 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
 
 
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
-    """Return the caption settings of the model that the run resumes (``resume``) or starts from (--pretrained).
-
-    Return None if there is no such model, or if the model's file can't be read; a later check reports the faulty file.
-    """
+    """Return the caption settings of the model that the run resumes or starts from, or None. A later check reports a
+    file that can't be read."""
     if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):
@@ -180,16 +168,11 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Set the number of tokens of the ``bytes`` encoder. Return the flags, and notes on captions that will be cut or
-    are empty.
+    """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on captions that are cut or
+    empty.
 
-    The number of tokens is the first of these that exists: --max_text_tokens; the number in ``keeps``; a number that
-    fits the data (``fitting_tokens``). With another encoder, or without captions, the flags stay the same.
-
-    Call on every rank of ``mesh``; rank 0 counts the captions. Raises the same errors as :func:`resolve_captions`.
-
-    Args:
-        keeps: caption settings of the weights that the run resumes or starts from.
+    The number is --max_text_tokens, that of the weights to start from (``keeps``), or one that fits the data.
+    Collective: rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
     resolved, _ = resolve_captions(flags, dataset)
@@ -214,14 +197,8 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Return notes on empty captions, and on captions that the encoder cuts, or has cut when their embeddings were
-    cached.
-
-    Args:
-        text: the model's caption settings; None for a model of classes.
-        encoder: the frozen text encoder, if it is loaded.
-        name: the first words of each note.
-    """
+    """Return notes, which begin with ``name``, on captions that are empty, or that the encoder cuts or has cut when
+    their embeddings were cached."""
     if text is None or isinstance(dataset, MockDataset):
         return []
     if text.inside:
@@ -236,16 +213,13 @@ def caption_notes(
 
 
 def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
-    """Return the step at which --epochs or --max_steps ends the run."""
     steps = schedule.steps(batch.epochs)
     return min(steps, batch.max_steps or steps)
 
 
 def check_classes(num_classes: int | None, data_path: str, about: Description) -> None:
-    """Raise ValueError if a label of the data set is not below ``num_classes``.
-
-    The message names a sample with such a label, if it can be found.
-    """
+    """Raise ValueError if a label is not below ``num_classes``. The message names a sample with such a label, if
+    possible."""
     if not num_classes or num_classes >= about.num_classes:
         return
     found = about.largest_label()
@@ -257,11 +231,9 @@ def check_classes(num_classes: int | None, data_path: str, about: Description) -
 
 
 def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
-    """Resize the samples of the data set for --bucket_tokens or --pack_tokens. Without these flags, return the data set
-    unchanged.
+    """Resize the samples of the data set for --bucket_tokens or --pack_tokens, if given.
 
-    Raises:
-        ValueError: the model or the data set can't be used with the flag. The message names the flag and the fix.
+    Raises ValueError, with the flag and the fix, if the model or the data can't be used with it.
     """
     if flags.tokens is None:
         latents = dataset.shapes().latents
@@ -319,13 +291,9 @@ def make_schedule(
     config: DiTConfig,
     parts: int | None = None,
 ) -> BatchSchedule:
-    """Return the order in which the run trains on the samples of :func:`shape_samples`.
+    """Return the order in which the run trains on its shaped samples. Raises the same errors as ``build_schedule``.
 
-    Raises the same errors as ``build_schedule``.
-
-    Args:
-        parts: number of parts into which a step is divided; all samples of a part have one shape. None for the number
-            of micro-batches.
+    All samples of one of a step's ``parts`` have one shape; None for as many parts as micro-batches.
     """
     return build_schedule(
         dataset,
@@ -340,14 +308,10 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """Return the number of parts in a step of a resumed run, as its checkpoint records it. All samples of a part have
-    one shape.
+    """Return the number of parts in a step of a resumed run, as its fingerprint (``stored``) records it.
 
-    Return None if the number is unknown, or if a micro-batch of a rank would contain samples of two parts.
-
-    Args:
-        stored: the checkpoint's fingerprint.
-        experts: number of ranks that divide the experts. Their micro-batches must have one shape.
+    Return None if it is unknown, or if a rank's micro-batch would contain samples of two parts. The ``experts`` ranks
+    that divide the experts need micro-batches of one shape.
     """
     split = str(stored.get("split", "")).split(" x ")
     # Older checkpoints have no "parts"; in these, the number of parts equals the number of micro-batches.
@@ -364,8 +328,7 @@ def attention_length(config: DiTConfig) -> float:
 
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
-    """Return the number of samples of the configured size, rounded up, that together have as many tokens as a rank's
-    micro-batch."""
+    """Return how many samples of the configured size, rounded up, have as many tokens as a rank's micro-batch."""
     if flags.tokens is None:
         return flags.batch_size
     tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)

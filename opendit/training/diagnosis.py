@@ -29,7 +29,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MakesMicroBatches(Protocol):
-    """Interface for converting a batch to a micro-batch. The class ``Inputs`` in train.py implements it."""
+    """Interface of ``Inputs`` in train.py, which converts a batch to a micro-batch."""
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
@@ -37,11 +37,8 @@ class MakesMicroBatches(Protocol):
 class Diagnosis:
     """Search for the cause of non-finite numbers in a step. Construct and call on every rank.
 
-    Args:
-        runner: repeats the passes of a micro-batch.
-        inputs: turns a batch of the loader into a micro-batch.
-        dataset, schedule: give the names of a batch's samples.
-        micro_batches: number of micro-batches in a step.
+    ``runner`` repeats the passes, ``inputs`` makes the micro-batches, and ``dataset`` and ``schedule`` name the
+    samples.
     """
 
     def __init__(
@@ -60,12 +57,10 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """True if an error in one rank's search, for example for lack of memory, would not leave other ranks
-        waiting."""
+        """True if an error in one rank's search, such as a lack of memory, would not leave other ranks waiting."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
-        """Keep a reference to a micro-batch of the current step."""
         if self._batches and self._batches[-1].step != batch.step:
             self._batches.clear()
         self._batches.append(batch)
@@ -73,9 +68,8 @@ class Diagnosis:
     def find(self, gradients: bool) -> str:
         """Describe the first tensor that was not finite, and name the samples. Collective.
 
-        Args:
-            gradients: if the forward passes were finite, also search the backward pass. This overwrites the engine's
-                gradients.
+        With ``gradients``, also search the backward pass if the forward passes were finite; this overwrites the
+        engine's gradients.
         """
         try:
             found = self._look_forward()
@@ -107,8 +101,7 @@ class Diagnosis:
         return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
-        """Repeat this rank's forward passes, and describe the first non-finite tensor; return None if all are
-        finite."""
+        """Repeat this rank's forward passes; describe the first non-finite tensor, or return None."""
         found = None
         for batch in list(self._batches):
             micro_batch = self.inputs.of(batch)
@@ -134,10 +127,8 @@ class Diagnosis:
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
     def _look_backward(self) -> set[str] | None:
-        """Return the names of parameters whose gradient on this rank (possibly a shard) is not finite.
-
-        Return None if the engine gives no access to its gradients.
-        """
+        """Return the names of parameters whose gradient on this rank is not finite; None if the engine gives no access
+        to it."""
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
@@ -155,10 +146,8 @@ def _eagerly() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
-    """Yield a list, to which hooks add the name of the first module with a non-finite output and the samples concerned.
-
-    Inner modules end before the modules that contain them, so an inner module is found first.
-    """
+    """Yield a list to which hooks add the name of the first module with a non-finite output, and the samples concerned.
+    Inner modules end first, so they are found first."""
     found: list[tuple[str, list[int]]] = []
 
     def hook(name: str):
@@ -192,10 +181,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
-    """Return the indices of the samples in which a tensor is not finite; None if the tensor is finite.
-
-    Return all indices if the tensor has no dimension for samples.
-    """
+    """Return the indices of samples that are not finite in a tensor; all if it has no dimension for samples; None if
+    finite."""
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()
@@ -205,17 +192,13 @@ def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> 
 
 
 class SkippedSteps:
-    """Detector of skipped steps. It logs the cause once, and ends the run after too many skipped steps in a row.
-
-    Call on every rank.
-
-    Args:
-        most: number of skipped steps in a row that ends the run.
+    """Detector of skipped steps. It logs the cause once, and ends the run after ``most`` skipped steps in a row. Call
+    on every rank.
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.
-        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale is above 1: the scale
-            was too large, and the skip lowers it.
+        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale, which it lowers, is
+            above 1.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):
@@ -223,10 +206,9 @@ class SkippedSteps:
         self.skipping = self.failing = False
 
     def look(self, done: int, result: StepResult) -> None:
-        """Check whether the last step, number ``done``, was skipped. The host waits for the device.
+        """Check whether the last step was skipped. The host waits for the device.
 
-        Raises:
-            FloatingPointError: too many steps in a row were skipped.
+        Raises FloatingPointError after too many skipped steps in a row.
         """
         told = self.failing
         in_a_row = int(self._engine.skipped_in_a_row)

@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EMASampler:
-    """Sampler that uses a run's EMA weights while the run trains. Call on every rank.
-
-    Attributes:
-        at_once: number of samples to draw at a time.
-    """
+    """Sampler that uses a run's EMA weights while the run trains, ``at_once`` samples at a time. Call on every rank."""
 
     at_once = 32
 
@@ -47,9 +43,9 @@ class EMASampler:
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
         """Yield a model with the EMA weights. Collective. Its memory is excluded from the training's peak memory.
 
-        If ``everywhere`` is True, all ranks get the model; otherwise only rank 0 and the ranks that share its samples.
-        Other ranks get None, and only help to gather the weights. The model is the training module with its weights
-        replaced for the duration of the block, or a second module if the plugin has sharded the training module.
+        Only rank 0 and the ranks that share its samples get it, or all ranks with ``everywhere``; others get None and
+        help to gather the weights. It is the training module with its weights replaced for the duration of the block,
+        or a second module if the plugin has sharded the training module.
         """
         run, trained = self._run, monitoring.allocated_gib()
         model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
@@ -92,12 +88,11 @@ class EMASampler:
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for batches of samples. Collective over the ranks that share samples.
+        """Yield (index, latents) for batches of samples with the conditions ``y``. Collective over the ranks that share
+        samples.
 
-        Args:
-            y: conditions of the samples.
-            index: (N,) indices of the samples, which key their noise.
-            cfg_scale: guidance scale as the model's own pipeline defines it, see ``guidance_of``.
+        The (N,) ``index`` keys the samples' noise. ``cfg_scale`` is the scale of the model's own pipeline, see
+        ``guidance_of``.
         """
         run, seed = self._run, self._run.flags.global_seed
         null, y = same_length(run.conditioner.null(), y)
@@ -117,8 +112,7 @@ class EMASampler:
 
 
 class SampleGrids:
-    """Draws sample grids, samples/NNNNNNN.png, with the EMA weights. Nothing is drawn if the latents' VAE is
-    missing."""
+    """Draws sample grids, samples/NNNNNNN.png, with the EMA weights, unless the latents' VAE is missing."""
 
     def __init__(self, run: Run, sampler: EMASampler):
         self._run, self._sampler = run, sampler

@@ -136,7 +136,7 @@ def recomputed(flags: TrainConfig) -> str:
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """Return the fingerprint of a run as JSON values. Call on one rank, because this reads some of the data's files."""
+    """Return the fingerprint of a run as JSON values. Call on one rank; it reads some of the data's files."""
     flags, mesh, dataset, ops = run.flags, run.mesh, run.dataset, run.kernels.ops
     data, about = dataset.fingerprint(), dataset.describe()
     cuda = mesh.device.type == "cuda"
@@ -179,10 +179,8 @@ def by_value(objective: str) -> list[str]:
 
 
 def _encoders(run: Run) -> dict[str, str | None]:
-    """Return hashes and paths of the run's frozen networks: VAE, text encoder, and base weights of a LoRA.
-
-    If a network processes no training samples, its hash is None.
-    """
+    """Return hashes and paths of the frozen networks: VAE, text encoder, and base weights of a LoRA. The hash of a
+    network that processes no training samples is None."""
     vae = text = None
     about = run.dataset.describe()
     if about.kind == "pixels":
@@ -204,8 +202,7 @@ def _encoders(run: Run) -> dict[str, str | None]:
 
 
 def _origin(run: Run) -> dict[str, Any] | None:
-    """Return repository, commit and file hashes of the hub model from which the run started; None without such a
-    model."""
+    """Return repository, commit and file hashes of the hub model from which the run started, or None."""
     if run.flags.pretrained is not None and (found := origin(run.flags.pretrained)):
         return found
     return stored_fingerprint(run.resume.state).get("hub") if run.resume else None
@@ -228,11 +225,8 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """Return the versions of this package and of the libraries that it computes with.
-
-    The package's version includes a hash of its source files, because the source may change without a new version
-    number.
-    """
+    """Return the versions of this package, with a hash of its source files, and of the libraries that it computes
+    with."""
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)
@@ -271,8 +265,7 @@ def _installed(package: str) -> str | None:
 
 
 def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint in a checkpoint's state.json. For a checkpoint too old to have one, return the entries
-    that are known."""
+    """Return the fingerprint in a checkpoint's state.json, or the entries that are known of an older checkpoint."""
     found = state.get("fingerprint")
     if found is None:
         old = ("world_size", "plugin", "precision", "fp8", "attention", "sequence_parallel", "global_batch", "seed")
@@ -289,23 +282,15 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
-    """Return the warm-up of a checkpoint's averages, as the argument of :class:`opendit.checkpoint.ema.EMA`.
-
-    Early versions had no warm-up and stored nothing. Later versions stored a bool.
-    """
+    """Return the warm-up of a checkpoint's averages, as EMA takes it. The first releases had none; later ones stored a
+    bool."""
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """Return one line for each difference between a checkpoint's fingerprint (``stored``) and the present one
-    (``now``).
-
-    Each line says what the difference means for the loss curve.
-
-    Args:
-        step: step of the checkpoint.
-    """
+    """Return one line for each difference between a checkpoint's fingerprint (``stored``) and the present one, with its
+    meaning for the loss curve after the checkpoint's ``step``."""
     told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
     gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
     lines = [line for line in told if line]
@@ -315,7 +300,7 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
 
 
 def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe settings that can't be compared because the checkpoint doesn't record them."""
+    """Describe settings that can't be compared, because the checkpoint doesn't record them."""
     compared = set(by_value(now["objective"]))
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in compared}
     missing = [name for name in values if name not in stored]
@@ -330,8 +315,7 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return one line for all differences of the data set; None if there are none. No other line compares entries about
-    data."""
+    """Return one line for all differences of the data, or None."""
     if "data" not in stored:
         return None
     if stored.get("samples") != now["samples"]:
@@ -364,7 +348,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
 
 
 def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
-    """Return True if the difference in --warmup_steps changes no learning rate from this step on."""
+    """Return True if another --warmup_steps changes no learning rate from this step on."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
         constant
@@ -399,7 +383,7 @@ def _called(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a user would write it, on one line."""
+    """Return a value as a user would write it."""
     if isinstance(value, list):
         value = " ".join(_shown(item) for item in value)
     text = "none" if value in (None, "") else str(value)
@@ -410,10 +394,8 @@ CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
 def write_config(run: Run) -> None:
-    """Add this start to the run's config.json, and write config.yaml, a file for --config that repeats the run.
-
-    Both files are replaced atomically. Call on one rank. Raises OSError.
-    """
+    """Add this start to the run's config.json, and write config.yaml, which repeats the run with --config. Both are
+    replaced atomically. Call on one rank. Raises OSError."""
     path, start = run.folder / CONFIG, describe_start(run)
     starts = _earlier_starts(path, run.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
@@ -430,8 +412,7 @@ def write_config(run: Run) -> None:
 
 
 def describe_start(run: Run) -> dict[str, Any]:
-    """Return the entry of a start in config.json: time, machine, versions, flags, first step, changes since the
-    checkpoint."""
+    """Return the entry of a start in config.json."""
     flags, found = run.flags, run.fingerprint
     return {
         "time": _iso(datetime.now(timezone.utc).timestamp()),
@@ -449,10 +430,8 @@ def describe_start(run: Run) -> dict[str, Any]:
 
 
 def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the starts recorded in a config.json. An old file without a list of starts counts as one start.
-
-    A damaged file is renamed, and a note is added to ``notes``.
-    """
+    """Return the starts in a config.json; an old file without a list counts as one. Rename a damaged file, and add a
+    note."""
     if not os.path.lexists(path):
         return []
     from opendit.checkpoint.schema import RUN_CONFIG  # imports pydantic, which only this function needs

@@ -30,25 +30,21 @@ _GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
 class NoData(DataError):
-    """Error on all ranks if a rank can't read its data. All ranks drop the current step."""
+    """Error on all ranks if one can't read its data. All ranks drop the current step."""
 
 
 class Interrupt:
     """Context manager that notes the first of the ``SIGNALS``. A second signal ends the process at once.
 
-    Use it in the main thread, on every rank. Ranks receive signals at different moments, so all ranks agree in every
-    step: call :meth:`ask` before the optimizer's step and :meth:`answer` after it. The ranks exchange messages over
-    gloo while the device computes, and the host does not wait for the device.
+    Use it in the main thread of every rank. Ranks receive signals at different moments, so they agree in every step:
+    call :meth:`ask` before the optimizer's step and :meth:`answer` after it. Their messages travel over gloo while the
+    device computes, and the host does not wait for the device.
 
-    Args:
-        hours: age of this process, in hours, at which the run must have ended. The run stops when one more step and a
-            save would exceed this age.
-        save_seconds: function that returns how long a save takes.
+    The run also stops when one more step and a save (``save_seconds()``) would exceed the process's age of ``hours``.
 
     Attributes:
         alone: True if there are no other ranks.
-        lost: the error if this rank could not read its data for the current step and used an earlier batch instead. The
-            next :meth:`ask` informs all ranks.
+        lost: the error if this rank could not read its data for the current step and used an earlier batch instead.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None, save_seconds: Callable[[], float] = lambda: 0.0):
@@ -78,9 +74,8 @@ class Interrupt:
     def ask(self) -> None:
         """Ask whether any rank got a signal or lacks data.
 
-        Raises:
-            NoData: raised on all ranks if any rank lacks data. That rank's gradients are part of the sum, so the
-                optimizer's step must wait for the answers.
+        Raises NoData on all ranks if any rank lacks data. That rank's gradients are part of the sum, so the optimizer's
+        step must wait for the answers.
         """
         word = _HOURS_UP if self._out_of_time() else _GO_ON
         word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else word
@@ -89,21 +84,16 @@ class Interrupt:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Return True if, at the last :meth:`ask`, any rank had received a signal or reached its limit of hours.
-
-        The answer is the same on all ranks.
-        """
+        """Return True on all ranks if any rank had received a signal or reached its hours at the last :meth:`ask`."""
         assert self._answer is not None, "ask first"
         return self._answer() in (_HOURS_UP, _STOP)
 
     @property
     def why(self) -> str | None:
-        """The reason, as of the last :meth:`ask`, why the run ends: "stopped" (by a signal) or "hours_up"; None if it
-        continues."""
+        """Why the run ends: "stopped" (by a signal) or "hours_up"; None if it continues."""
         return self._answer and {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(self._answer())
 
     def _out_of_time(self) -> bool:
-        """Return True if one more step (as long as the last step) and a save would exceed the run's hours."""
         now, before = time.monotonic(), self._asked_at
         self._asked_at = now
         if self._deadline is None or now + (now - before) + self._save_seconds() <= self._deadline:
@@ -113,8 +103,7 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved. Call this method after catching NoData and before raising NoData again.
-        Collective."""
+        """Wait until all ranks have saved. Call between catching NoData and raising it again. Collective."""
         self._channel.gather(None)  # this gather waits until all ranks have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
@@ -148,10 +137,8 @@ RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 
 
 def begin_run(folder: Path) -> None:
-    """Remove the ended.json of an earlier start, and write the run's folder to the file of ``RUN_FOLDER_FILE``.
-
-    Call on one rank. Raises OSError.
-    """
+    """Remove the ended.json of an earlier start, and write the folder's path to the file of ``RUN_FOLDER_FILE``. Call
+    on one rank. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         remove(folder / ENDED, root=folder)
     if path := os.environ.get(RUN_FOLDER_FILE):
@@ -159,21 +146,14 @@ def begin_run(folder: Path) -> None:
 
 
 def write_end(folder: Path, step: int, **how: bool) -> None:
-    """Write ended.json. Raises OSError.
-
-    Args:
-        step: last step done.
-        how: ``done`` (the last step is done), ``stopped`` (by a signal), ``hours_up`` (by --max_hours), ``failed`` (an
-            error ended the run, or a file could not be written).
-    """
+    """Write ended.json: the last step, and whether the run is ``done``, or ended because it was ``stopped`` by a
+    signal, its ``hours_up``, or it ``failed``. Raises OSError."""
     write_whole(folder / ENDED, (json.dumps({"step": step, **how}) + "\n").encode(), root=folder)
 
 
 def exit_code(folder: Path) -> int:
-    """Return the exit code of a program whose run has ended without an error: 75 if steps are left, else 0.
-
-    With torchrun the code is always 0, because torchrun treats any other code as a failure.
-    """
+    """Return 75 if steps are left after a run without an error, else 0. torchrun takes any other code for a failure, so
+    with torchrun it is 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return 0
     try:

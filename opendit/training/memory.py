@@ -51,36 +51,21 @@ LIBRARIES = 0.18 * GIB
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a run that determine its memory, in addition to the model and the batch.
-
-    Attributes:
-        fused: True if one kernel computes LayerNorm and modulation.
-        compiled: True if blocks are compiled.
-        averages: number of EMAs.
-        accumulate: True if a step has several micro-batches.
-        recompute_blocks: number of blocks that are recomputed. None for all.
-        lora: the trained LoRA. None if all weights are trained.
-        base_precision: value of --base_precision.
-        replicate: copies of a model that fsdp shards.
-        reduce_dtype: precision in which fsdp sums gradients over ranks.
-        reshard: value of --reshard. "auto" is estimated as the choice that needs less memory; :func:`resolve_sharding`
-            replaces it.
-        keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once. None has the
-            meaning of "auto" for ``reshard``.
-        offload: value of --offload.
-        pipeline_parallel, schedule, micro_batches: number of ranks of a pipeline, --pipeline_schedule, and number of
-            micro-batches in a step.
-        absent: number of parameters outside of the blocks that a pipeline stage does not have.
-        trained: number of LoRA weights that a pipeline stage has.
-        held_micro_batches: number of micro-batches whose activations a stage holds at once.
-        encoders: bytes of frozen encoders that stay on the GPU during training.
-        muon: precision in which Muon orthogonalises the matrices of blocks, which then have only one moment. None for
-            AdamW.
-        eight_bits: True if AdamW's moments are kept in 8 bits.
-        networks: number of networks of which each step trains one; all of their states are kept.
+    """Settings of a run that determine its memory, in addition to the model and the batch. Most are flags.
 
     Attention needs no setting: all of torch's kernels except ``math`` keep q, k, v, the output and one number for each
     query and head.
+
+    Attributes:
+        fused: True if one kernel computes LayerNorm and modulation.
+        reshard, keep_gradients: "auto" and None count the choice with less memory; see :func:`resolve_sharding`.
+        keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once.
+        absent: parameters outside of the blocks that a pipeline stage does not have.
+        trained: LoRA weights of a pipeline stage.
+        held_micro_batches: micro-batches whose activations a stage holds at once.
+        encoders: bytes of frozen encoders that stay on the GPU during training.
+        muon: precision of Muon's orthogonalisation; its matrices have only one moment. None for AdamW.
+        networks: number of networks that a run trains by turns and keeps the state of.
     """
 
     plugin: str = "zero2"
@@ -134,7 +119,7 @@ class Setup:
 
     @property
     def streamed(self) -> int:
-        """Number of blocks in host memory. A number above the model's depth means all blocks."""
+        """Number of blocks in host memory; above the model's depth for all."""
         return parse_offload(self.offload, self.lora is not None)[1]
 
     @property
@@ -144,7 +129,7 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Number of ranks that hold the same part of every layer, and divide the state of this part among them."""
+        """Number of ranks that hold the same part of every layer, and divide its state among them."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
@@ -153,7 +138,6 @@ class Setup:
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
-        """Return the number of blocks, out of ``depth``, that are not recomputed completely."""
         if not self.recomputes_blocks:
             return depth
         return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
@@ -167,18 +151,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated memory of one rank, in bytes.
+    """Estimated bytes of one rank: ``states`` are always allocated; ``host`` are states in host memory.
 
-    Attributes:
-        states: bytes that are always allocated, by name.
-        activations: bytes of activations when the backward pass begins.
-        gradients, gradients_at_the_end: bytes of gradients when the backward pass begins and ends, if ``states`` does
-            not include the gradients.
-        gathered, gathered_at_the_end: bytes of gathered weights when the backward pass begins and ends.
-        last_block: bytes that the model's first block, which comes last in the backward pass, needs in addition to
-            ``gradients_at_the_end``.
-        host: bytes of states that are in host memory, by name. ``total`` is the peak of the device, ``host_total`` that
-            of the host.
+    The other fields count the beginning and the end of the backward pass: activations, gradients that ``states`` does
+    not include, gathered weights, and what the first block, which comes last, needs beyond ``gradients_at_the_end``.
     """
 
     states: dict[str, float]
@@ -192,8 +168,7 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes needed at the peak in addition to the states, by name. The peak is at the beginning or the end of the
-        backward pass."""
+        """Bytes needed in addition to the states, by name, at the beginning or the end of the backward pass."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {
             "activations": self.last_block,
@@ -212,13 +187,12 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate the peak memory of one rank for micro-batches of ``batch`` samples on a GPU. For a pipeline, return the
-    highest peak of its ranks.
+    """Estimate the peak memory of one rank for micro-batches of ``batch`` samples on a GPU; the highest of a pipeline's
+    ranks.
 
-    LoRA's trained weights are counted in addition to the model's. Embedders that LoRA trains in full are not counted.
-    Activations are estimated as if all weights were trained, except that a public model whose gates are frozen does not
-    keep what only their gradients need. With LoRA of other models, activations take up to a fifth less than estimated
-    if no embedder is trained.
+    LoRA's weights are counted in addition to the model's, without embedders that LoRA trains in full. Activations are
+    counted as if all weights were trained, except for frozen gates of public models; with LoRA of other models, they
+    take up to a fifth less.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -267,8 +241,7 @@ def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
 
 
 def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
-    """Return the number of weights that --base_precision stores, their bytes, and the number of weights of the largest
-    tensor."""
+    """Return the number of weights that --base_precision stores, their bytes, and the numbers of the largest tensor."""
     return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
 
 
@@ -293,8 +266,7 @@ def muon_flops(config: DiTConfig) -> int:
 
 
 def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Remove the second moments of matrices from an estimate, and add the buffers of Muon's step: buffers that ranks
-    exchange, and intermediate results."""
+    """Remove the second moments of matrices from an estimate, and add the buffers of Muon's step."""
     ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
     matrices = matrix_count(config)
     copies = 1 if setup.plugin == "ddp" else ranks
@@ -310,15 +282,14 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
 
 
 def in_eight_bits(setup: Setup) -> Setup:
-    """Return the setup with AdamW's moments in 8 bits. Return the setup unchanged if the plugin, the optimizer,
-    --offload or LoRA do not allow 8 bits."""
+    """Return the setup with AdamW's moments in 8 bits, or unchanged where the other settings do not allow it."""
     possible = setup.plugin != "gemini" and setup.muon is None and setup.offloaded != "state" and setup.lora is None
     return replace(setup, eight_bits=True) if possible else setup
 
 
 def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Reduce the moments of an estimate to 8 bits, and add the fp32 buffer for the moments of a few tensors at a time.
-    ddp frees this buffer after the step."""
+    """Reduce the moments of an estimate to 8 bits, and add the fp32 buffer for a few tensors' moments, which ddp frees
+    after the step."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
     copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
@@ -332,10 +303,8 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return the numbers of parameters of the model and of one block that a rank holds.
-
-    For parameters that tensor parallelism divides, only the rank's slice is counted.
-    """
+    """Return the numbers of parameters of the model and of one block that a rank holds, with tensor parallelism only
+    its slice."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
         model, block = held_parameters(config, setup.tensor_parallel)
@@ -344,13 +313,10 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: PipelineStages | None = None) -> int:
-    """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds.
+    """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds, of all layers or of a pipeline's
+    ``stages``.
 
-    If the ranks divide a layer's inputs, each rank holds a part of A and all of B. If they divide its outputs, each
-    rank holds all of A and a part of B.
-
-    Args:
-        stages: count only the layers of these stages of a pipeline; None for all layers.
+    Ranks that divide a layer's inputs divide A; ranks that divide its outputs divide B.
     """
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
@@ -366,7 +332,6 @@ def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, stages: Pipel
 
 
 def trained_count(config: DiTConfig, setup: Setup) -> int:
-    """Return the number of trained parameters that a rank holds, counted as in :func:`held_counts`."""
     if setup.lora is None:
         return held_counts(config, setup)[0]
     if setup.trained is not None:
@@ -382,10 +347,9 @@ GATHERED = 3
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate the memory of FSDP2.
 
-    A rank holds fp32 shards of weights, gradients, moments and averages. In addition, it holds the complete weights of
-    gathered units, the complete gradients of the current block, and the buffer that reduces the previous block's
-    gradients. A weight that is gathered in float8 takes one byte in the gathered unit, and one more byte per weight of
-    the shard.
+    A rank holds fp32 shards of weights, gradients, moments and averages, the complete weights of gathered units, the
+    complete gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that
+    is gathered in float8 takes one byte in the gathered unit, and one more byte per weight of the shard.
     """
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
@@ -435,7 +399,6 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "
 
 @functools.cache
 def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
-    """Return the bytes of each block's weights in the storage format ``kind`` of --base_precision."""
     found = [0] * config.depth
     for name, shape in model_shapes(config)[0].items():
         if name.startswith("blocks."):
@@ -447,11 +410,8 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
-    """Return (bytes of the blocks, or shards of blocks, that a rank keeps in host memory; bytes of the ring buffer on
-    the device through which they pass).
-
-    Under fsdp, the ring buffer holds the shards of AHEAD blocks before they are gathered.
-    """
+    """Return (bytes of blocks, or of their shards, in host memory; bytes of the ring buffer on the device through which
+    they pass, with fsdp the shards of AHEAD blocks)."""
     if not setup.streamed:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
@@ -462,8 +422,8 @@ def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of host memory for the gradients of blocks in host memory. torch's allocator of page-locked
-    memory rounds every tensor up to a power of 2."""
+    """Return the bytes of host memory for the gradients of blocks there. torch's allocator of page-locked memory rounds
+    every tensor up to a power of 2."""
     ranks, numbers = setup.alike // setup.replicate, spread_numbers(config.depth, setup.streamed)
     prefixes = tuple(f"blocks.{number}." for number in numbers)
     shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
@@ -471,7 +431,7 @@ def _host_gradients(config: DiTConfig, setup: Setup) -> float:
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
-    """Move the blocks that --offload keeps in host memory from the device's bytes to the host's bytes."""
+    """Move the blocks that --offload keeps in host memory from the device's bytes to the host's."""
     blocks, ring = of_streamed(config, setup)
     if not blocks:
         return needs
@@ -483,7 +443,7 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    """Move the states that --offload keeps in host memory from the device's bytes to the host's bytes."""
+    """Move the states that --offload keeps in host memory from the device's bytes to the host's."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
@@ -491,11 +451,8 @@ def _offloaded(needs: Estimate, offload: str) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Replace the settings of fsdp that are "auto" by the values with the least traffic for which a step fits in
-    ``capacity`` bytes.
-
-    Keeping weights gathered is preferred to keeping complete gradients. If ``capacity`` is None, memory is not limited.
-    """
+    """Replace "auto" settings of fsdp by those with the least traffic for which a step fits in ``capacity`` bytes; None
+    for no limit. Keeping weights gathered is preferred to keeping complete gradients."""
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -510,8 +467,7 @@ def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: floa
 
 
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
-    """Return the maximum number of samples of a micro-batch that fit in ``capacity`` bytes; 0 if the states alone do
-    not fit."""
+    """Return how many samples of a micro-batch fit in ``capacity`` bytes; 0 if the states alone do not."""
     if setup.pipeline_parallel > 1:
         return min(largest_batch(*stage, capacity) for stage in stage_setups(config, setup))
     if estimate(config, setup, 0).total > capacity:
@@ -524,16 +480,12 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 
 def block_float8(config: DiTConfig, setup: Setup) -> float:
-    """Return the number of weights of a block that are read in float8. This is also their size in bytes."""
     return plan_of(config).kept(config, setup.execution).weights
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
-    """Return the bytes of activations when the backward pass begins, computed from the terms of the architecture's
-    plan.
-
-    The first number is for all blocks except one. The second is for the remaining block, including its backward pass.
-    """
+    """Return the bytes of activations when the backward pass begins, by the plan's terms: of all blocks except one, and
+    of the remaining block with its backward pass."""
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
     execution = replace(setup.execution, frozen_gates=frozen)
@@ -564,11 +516,10 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """Suggest a change for a step that needs more memory than ``capacity``; return None if the step fits.
+    """Suggest the first of several changes with which a step fits in ``capacity`` bytes; None if it fits already.
 
-    The suggestion is the first of these changes that suffices: recompute parts of blocks, recompute complete blocks,
-    keep averages (or also moments, or also blocks) in host memory (fsdp), use smaller micro-batches, keep moments in 8
-    bits, share samples between ranks, use more ranks.
+    In order: recompute parts of blocks, or blocks; move state to host memory (fsdp); smaller micro-batches; 8-bit
+    moments; share samples between ranks; more ranks.
     """
 
     def fits(**changes) -> bool:
@@ -627,7 +578,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
-    """Describe the parts of an estimate in words. On a GPU, the parts add up to the total."""
+    """Describe the parts of an estimate in words."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
@@ -637,8 +588,7 @@ def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
 
 
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
-    """Return the line on memory that train.py prints before it builds the model. capacity: bytes of the GPU; None on a
-    CPU."""
+    """Return the line on memory that train.py prints. capacity: bytes of the GPU; None on a CPU."""
     settled = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     needs = estimate(config, settled, batch)
     if capacity is None:  # a CPU run has no ring buffer
@@ -663,10 +613,8 @@ if TYPE_CHECKING:
 
 
 def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
-    """Return, for every rank of a pipeline, the configuration of its part of the model, and its setup.
-
-    A rank holds the layers of its own stages, and the activations of all micro-batches that are in flight at once.
-    """
+    """Return the configuration and setup of each rank of a pipeline: the layers of its stages, and the activations of
+    all micro-batches that are in flight at once."""
     ranks, found = setup.pipeline_parallel, []
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
@@ -686,7 +634,6 @@ def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Se
 
 @functools.cache
 def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel: int) -> int:
-    """Count the parameters outside the blocks that a rank of a pipeline does not hold."""
     (shapes, _), plan = model_shapes(config), plan_of(config)
     rules, absent = plan.rules(config), 0
     for name, shape in shapes.items():
@@ -703,10 +650,7 @@ USABLE_OF_A_HOST = 0.8
 
 def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory of this machine, or of this process's container (control group) if it has less.
-
-    Args:
-        root: root of the file system.
-    """
+    ``root`` is the root of the file system."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # the file is missing or does not have Linux's format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -725,11 +669,8 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
-    """Check that ``ranks`` processes that train on this machine's CPUs fit into its memory.
-
-    Raises:
-        ValueError: the processes do not fit. Linux would kill them without a message.
-    """
+    """Raise ValueError if ``ranks`` processes on this machine's CPUs don't fit into its memory: Linux would kill them
+    silently."""
     needs = estimate(config, setup, batch)
     needed, there = ranks * (needs.total + needs.host_total), host_memory()
     if needed > there:
@@ -740,23 +681,15 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 
 
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of a rank's buffer for saves. Masters, averages and moments are divided evenly among the
-    ranks."""
+    """Return the bytes of a rank's buffer for saves: its even share of masters, averages and moments."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
     squares = trained - (0 if setup.muon is None else matrix_count(config))
     return 4 * setup.networks * (trained * (2 + setup.averages) + squares) / setup.world
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
-    """Check that this machine's memory can hold the state that --offload moves and the buffers for saves.
-
-    Args:
-        ranks: processes on this machine.
-        saves: True if the run writes checkpoints.
-
-    Raises:
-        ValueError: the memory is too small.
-    """
+    """Raise ValueError if this machine can't hold, for its ``ranks`` processes, what --offload moves and the buffers
+    for saves."""
     state = estimate(config, setup, batch).host_total
     buffers = save_buffers(config, setup) if saves else 0
     needed, there = ranks * (state + buffers), host_memory()

@@ -35,14 +35,11 @@ class MicroBatch(NamedTuple):
     Attributes:
         x0, noise: latents and their noise, (B, C, ...) fp32.
         t: (B,) times drawn by the objective.
-        condition: condition of the B samples.
-        given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/given_frames.py. None
-            without conditioning frames.
-        in_place: True if the conditioning frames replace frames of x_t. Frames that are replaced have no loss.
-        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None means
-            all tokens.
+        given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/given_frames.py.
+        in_place: True if the conditioning frames replace frames of x_t, which then have no loss.
+        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None for all.
         dropped: (B,) bool, samples whose routed blocks' result is dropped; None without a fused route.
-        alignment: features that tokens are aligned with (opendit/models/alignment.py); None without alignment.
+        alignment: features that tokens are aligned with (opendit/models/alignment.py).
         uncertain: True if the model learns weights for the losses (opendit/models/uncertainty.py).
     """
 
@@ -58,7 +55,7 @@ class MicroBatch(NamedTuple):
     uncertain: bool = False
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the micro-batch, in the same order for every micro-batch of a run."""
+        """Return all tensors, in the same order for every micro-batch of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         features = None if self.alignment is None else self.alignment.features
@@ -75,8 +72,7 @@ class MicroBatch(NamedTuple):
         return self.t
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Return the positional and keyword arguments of the network for noised samples x_t at the network's times
-        (B,)."""
+        """Return the network's arguments for noised samples x_t at the network's times (B,)."""
         more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
         more |= {} if self.dropped is None else {"dropped": self.dropped}
         more |= {} if self.alignment is None else {"aligned": True}
@@ -84,13 +80,12 @@ class MicroBatch(NamedTuple):
         return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
-        """Return the times that the network takes: ``timestep`` (B,), or the times of the frames, (B, T), if
-        conditioning frames are in place."""
+        """Return the network's times: ``timestep`` (B,), or (B, T) for each frame if conditioning frames are in
+        place."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,), from the network's output. Conditioning frames in place have no
-        loss."""
+        """Return the loss of each sample, (B,), from the network's output."""
         output, *more = output if isinstance(output, tuple) else (output,)
         losses = self._losses(objective, output, prepared)
         if self.uncertain:
@@ -110,10 +105,8 @@ class MicroBatch(NamedTuple):
         return losses.mean()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples that have a True element in the bool tensor ``marked``.
-
-        Return all indices if the first dimension of ``marked`` is not a multiple of the number of samples.
-        """
+        """Return the indices of the samples with a True element in ``marked``; all if its rows are not those of
+        samples."""
         count = len(self.x0)
         if marked.dim() == 0 or marked.shape[0] % count:
             return list(range(count))
@@ -139,10 +132,8 @@ class MicroBatch(NamedTuple):
         return cls(x0, t, noise, condition, given, in_place, kept, dropped, alignment, uncertain)
 
     def clone(self) -> "MicroBatch":
-        """Return a copy of the micro-batch with all tensors copied.
-
-        The copy's captions are marked as full (not padded) only if all captions of this micro-batch are full.
-        """
+        """Return a copy with all tensors copied. Its captions are marked as full (not padded) only if all are full
+        here."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
         dropped = None if self.dropped is None else y.pop()
@@ -160,14 +151,13 @@ class PackedMicroBatch:
 
     Attributes:
         x0, noise: (N, C, *patch) fp32 patches.
-        t: (S,) times of the segments.
-        condition: condition of the S segments.
+        t, condition: times (S,) and conditions of the segments.
         shares: (S,) fp32 weight of each segment in the loss. With these weights, the mean loss over all micro-batches
-            and ranks of a step equals the mean over the step's samples.
+            and ranks
+        of a step equals the mean over the step's samples.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
         kept: (1, n) int64 indices of the tokens that routed blocks see; ``segments.kept`` counts them.
-        dropped: (S,) bool, see :class:`MicroBatch`.
-        uncertain: see :class:`MicroBatch`.
+        dropped, uncertain: (S,) bool, and a bool, see :class:`MicroBatch`.
     """
 
     x0: Tensor
@@ -187,11 +177,11 @@ class PackedMicroBatch:
 
     @property
     def row_times(self) -> Tensor:
-        """The time of each token, (N,). The objective treats each token as a sample at the time of its segment."""
+        """The time of each token, (N,). The objective treats each token as a sample."""
         return self.t[self._placed.sample_of_row]
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Return the positional and keyword arguments of the network, which takes one time for each segment, (S,)."""
+        """Return the network's arguments, with one time for each segment, (S,)."""
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
         more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
         more |= {} if self.dropped is None else {"dropped": self.dropped}
@@ -209,11 +199,8 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples that have a True element in ``marked``, which has one row per token or
-        segment.
-
-        Return all indices if ``marked`` has another form.
-        """
+        """Return the indices of the samples with a True element in ``marked``, whose rows are tokens or segments;
+        otherwise all."""
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]
@@ -229,9 +216,8 @@ def _rows_of(marked: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Converts samples to latents, by encoding pixels or by sampling from cached moments.
-
-    The VAE's noise is keyed by (seed, step, sample).
+    """Converts samples to latents, by encoding pixels or by sampling from cached moments. (seed, step, sample) key the
+    noise.
 
     Args:
         codec: the VAE, or the codec that returns pixels unchanged. Not used for cached latents.
@@ -245,11 +231,10 @@ class Latents:
     seed: int
 
     def of(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """Return latents (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
+        """Return latents (B, C, h, w) or (B, C, t, h, w) fp32 of pixels or cached moments x, (B, ...), all on the
+        device.
 
-        Args:
-            x: (B, ...) pixels or cached moments of the data set, on the device.
-            index: (B,) indices in the global batch.
+        ``index``: (B,) indices in the global batch.
         """
         if self.cached is not None:
             return sample_moments(x, self._noise(x, step, index), *self.cached)
@@ -262,12 +247,9 @@ class Latents:
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def of_first_frames(self, x: Tensor) -> Tensor:
-        """Return mask and latents of the first frames, encoded without noise, for an image-to-video model; see
-        :func:`give_beside`.
+        """Return mask and latents of first frames, encoded without noise (:func:`give_beside`).
 
-        Args:
-            x: clips (B, 3, T, H, W), whose frames after the first one are replaced by grey; or cached means (B, C, t,
-                h, w) of such clips.
+        x: clips (B, 3, T, H, W), whose other frames become grey; or cached means (B, C, t, h, w) of such clips.
         """
         if self.cached is not None:
             return give_beside(
@@ -286,15 +268,11 @@ class Latents:
 def condition_on_first_frames(
     y: Condition, batch: Batch, x: Tensor, latents: Latents, conditioner: Conditioner
 ) -> tuple[Condition, Tensor]:
-    """Condition an image-to-video model on the first frames of clips.
+    """Condition an image-to-video model on the first frames of clips x, (B, 3, T, H, W), or on those cached in
+    ``batch``.
 
-    Args:
-        y: the conditions of the B clips.
-        x: the clips (B, 3, T, H, W) on the device, used unless ``batch`` has cached first frames.
-
-    Returns:
-        The conditions, with tokens of the first frames if the model attends to such tokens, and the mask and latents of
-        the clips in which all frames except the first are grey.
+    Return the conditions y, with tokens of the first frames if the model attends to such, and mask and latents of the
+    clips in which all frames except the first are grey.
     """
     if batch.first is None:
         pixels = to_pixels(x)
@@ -304,8 +282,7 @@ def condition_on_first_frames(
 
 
 class SampleInputs(Protocol):
-    """Interface for making the inputs of samples that have one shape. The class ``Inputs`` in train.py implements and
-    documents these methods."""
+    """Interface of ``Inputs`` in train.py, which documents these methods."""
 
     @property
     def objective(self) -> Objective: ...
@@ -325,24 +302,16 @@ class SampleInputs(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Packing of a run's samples into sequences.
-
-    Args:
-        patch: the model's patch size.
-        tokens: number of tokens of a micro-batch, which is one sequence.
-        micro_batches: number of micro-batches of a step, over all data-parallel ranks.
-    """
+    """Packing of samples into sequences of ``tokens`` tokens, one for each of a step's ``micro_batches`` over all
+    ranks."""
 
     patch: tuple[int, ...]
     tokens: int
     micro_batches: int
 
     def micro_batch(self, inputs: SampleInputs, batch: Batch, index: Tensor) -> PackedMicroBatch:
-        """Convert a batch, which has tensors of different shapes, to one sequence of packs on the device.
-
-        Args:
-            index: (S,) positions of the samples in the global batch, on the device.
-        """
+        """Convert a batch with tensors of different shapes to one sequence of packs. index: (S,) positions in the
+        global batch."""
         samples, x0, noise, given = cast(tuple[Tensor, ...], batch.x), [], [], []
         for part in same_size(samples):
             x = torch.stack([sample.to(inputs.device, non_blocking=True) for sample in samples[part]])
@@ -387,29 +356,20 @@ class Packing:
         return replace(segments, kept=tuple(counts)), torch.cat(kept).unsqueeze(0), every
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
-        """Return the segments of a sequence in which latents with these sizes are packed."""
         return Segments.of(list(sizes), self.patch, self.tokens)
 
     def patches(self, latents: Sequence[Tensor]) -> Tensor:
-        """Cut latents into patches (tokens, C, *patch), padded with zeros at the end.
-
-        Args:
-            latents: groups (k, C, ...) of consecutive samples of one size.
-        """
+        """Cut latents, groups (k, C, ...) of samples of one size, into patches (tokens, C, *patch), padded with
+        zeros."""
         found = [to_patches(group, self.patch).flatten(0, 1) for group in latents]
         left = self.tokens - sum(map(len, found))
         return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
 
     def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
-        """Return the weight of each segment in the micro-batch's loss, (S,) float32 on the device of ``weights``.
+        """Return the weight of each segment in the micro-batch's loss, (S,) float32.
 
-        With these weights, the mean over ranks and micro-batches equals the mean over all samples of the step, even if
-        micro-batches have different numbers of samples.
-
-        Args:
-            weights: (S,) weights of the samples' losses; None for 1.
-            samples: S.
-            segments_in_step: number of segments of the whole step.
+        With these weights, the mean over ranks and micro-batches is the mean over all samples of the step, even if
+        micro-batches have different numbers of samples. ``weights``: (S,) weights of the samples' losses; None for 1.
         """
         weights = torch.ones(samples) if weights is None else weights.float()
         return weights * (self.micro_batches / segments_in_step)

@@ -47,13 +47,9 @@ from opendit.training.memory import USABLE, Setup, resolve_sharding
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model to train on a data set, and its objective.
+    """The model to train on a data set, its objective, and its flags with the caption flags resolved.
 
-    Attributes:
-        flags: the flags, with the caption flags resolved.
-        config: the model's configuration, in the newest revision. Weights that the run starts from may have an earlier
-            revision (:func:`check_pretrained`).
-        vae: the VAE's name.
+    ``config`` is of the newest revision; weights to start from may have an earlier one (:func:`check_pretrained`).
     """
 
     flags: TrainConfig
@@ -67,13 +63,10 @@ FORWARD_MODE = ("dit", "vdit")  # architectures for MeanFlow: every operation ha
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:
-    """Choose the model's configuration and its objective, and check them against the flags and the data set.
+    """Choose the model's configuration and objective, and check them against the flags and the data set.
 
-    Args:
-        resume: the checkpoint to resume from, if any. A public model takes its configuration from this checkpoint.
-
-    Raises:
-        ValueError, OSError: sizes, conditions and options don't fit together; the message names the flag and the fix.
+    A public model takes its configuration from the checkpoint to ``resume``, if any. Raises ValueError or OSError, with
+    the flag and the fix.
     """
     flags, notes = resolve_captions(flags, dataset)
     vae, channels, size, frames = _latent_geometry(flags, dataset)
@@ -125,8 +118,8 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
 
 
 def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | None:
-    """Return the alignment settings of --repa; None without --repa. Raises ValueError for data or an encoder that
-    --repa can't use."""
+    """Return the alignment settings of --repa, or None. Raises ValueError for data or an encoder that --repa can't
+    use."""
     if flags.repa is None:
         return None
     about, make = dataset.describe(), "make latents with preprocess.py latents --repa FOLDER"
@@ -140,14 +133,13 @@ def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | N
 
 
 def check_features(config: DiTConfig, features: CachedFeatures | None) -> None:
-    """Raise ValueError if the grid of cached features is not the grid of the model's tokens."""
     if config.alignment is not None and features is not None and features.grid != config.grid:
         there, here = (" x ".join(map(str, grid)) for grid in (features.grid, config.grid))
         raise ValueError(f"--repa {CACHED_FEATURES}: has features of {there} tokens, the model {here}; make others")
 
 
 def lora_of(flags: StartFlags, base: str = "") -> Lora | None:
-    """Return the LoRA settings of the flags; None without --lora. base: path of the weights that the LoRA adds to."""
+    """Return the LoRA settings of the flags, or None. base: path of the weights that the LoRA adds to."""
     if flags.lora is None:
         return None
     return Lora(flags.lora, flags.lora_alpha or flags.lora, base, tuple(flags.lora_targets))
@@ -167,14 +159,11 @@ def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> N
 def _public_model(
     flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
-    """Return the configuration and the objective of the public model whose weights are at ``source``.
+    """Return the configuration and objective of the public model at ``source``, for latents of these channels and this
+    size.
 
-    Args:
-        channels, size: channels and size of the data's latents.
-        cached_tokens: tokens of each cached caption embedding; 0 if no embeddings are cached.
-
-    Raises:
-        ValueError: the weights are not of a public model, or the data's latents or captions don't fit the model.
+    Cached caption embeddings have ``cached_tokens`` tokens; 0 without. Raises ValueError if the data don't fit the
+    model.
     """
     info = read_info(source)
     found = config_from_dict(info["config"]) if "config" in info else None
@@ -218,10 +207,7 @@ def _public_model(
 
 
 def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: MediaDataset) -> None:
-    """Raise ValueError for data or flags that an image-to-video model can't use.
-
-    An image-to-video model takes the first frame of every clip as input, so a cache must also contain first frames.
-    """
+    """Raise ValueError for data or flags that an image-to-video model, which takes first frames as input, can't use."""
     about, width = dataset.describe(), config.spec.text.picture
     if about.kind == "latents" and about.first_frames != width and not isinstance(dataset, MockDataset):
         raise ValueError(f"--data_path {flags.data_path}: these cached latents lack first frames as {flags.model} is "
@@ -231,7 +217,7 @@ def _check_first_frames(flags: TrainConfig, config: PublicConfig, dataset: Media
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
-    """Raise ValueError if the cached caption embeddings don't have the shapes that a public model takes."""
+    """Raise ValueError if cached caption embeddings don't have the shapes that a public model takes."""
     if about.empty_caption is None:
         return
     assert config.text is not None
@@ -246,14 +232,10 @@ def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Descripti
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
-    """Return --given_frames (``asked``) converted from frames to latent frames.
+    """Return --given_frames converted to latent frames, for clips of ``num_frames`` frames and ``latent`` latent
+    frames.
 
-    Args:
-        num_frames: frames of a clip.
-        latent: latent frames of a clip; None for pictures.
-
-    Raises:
-        ValueError: the given frames do not fill a whole number of latent frames.
+    Raises ValueError if they do not fill a whole number of latent frames.
     """
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked
@@ -272,12 +254,8 @@ def check_pretrained(
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
     """Find the weights of --pretrained and check that the model can start from them. Call on every rank of ``mesh``.
 
-    Returns:
-        The weights, not yet read from their file; the configuration of the model that they belong to; and ``config`` in
-        the revision of the weights (or ``config`` itself if the run is ``resumed``).
-
-    Raises:
-        ValueError, FileNotFoundError: there are no weights that this model can start from.
+    Return the weights, not yet read; the configuration of their model; and ``config`` in their revision, or unchanged
+    for a ``resumed`` run. Raises ValueError or FileNotFoundError.
     """
     weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:
@@ -293,7 +271,6 @@ def check_pretrained(
 
 
 def saved_by_adaln_lora(config: DiTConfig) -> str:
-    """Return a note on how many weights --adaln_lora saves."""
     full, low = (made.parameters() / 1e6 for made in (replace(config, adaln_lora=None), config))
     share = (full - low) / full
     return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"
@@ -339,10 +316,8 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
 
 
 def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
-    """Return the bytes that a public model's text encoders (--text_precision) and VAE (fp32) take on every GPU.
-
-    Only encoders that stay on the GPU are counted. If the folder does not exist, as is possible in a dry run, return 0.
-    """
+    """Return the bytes of a public model's text encoders (--text_precision) and VAE (fp32) that stay on every GPU; 0 if
+    their folder does not exist, as in a dry run."""
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
         return 0
     found, about = 0, dataset.describe()
@@ -371,7 +346,6 @@ def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
 
 
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
-    """Raise ValueError if the latents of the VAE --vae differ in shape from the latents of --data_path."""
     theirs, downscale = video_geometry(data.vae, 3)[:2] if data.use_video else codec_geometry(data.vae, 3)
     if (theirs, data.image_size // downscale) != (channels, side):
         raise ValueError(
@@ -382,8 +356,11 @@ def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
 
 
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
-    """Return the VAE's name, the number of latent channels, the latent height and width, and the number of latent
-    frames (None for pictures). Raises ValueError if --image_size or --num_frames does not divide into patches."""
+    """Return the VAE's name, the number of latent channels, (height, width), and the number of latent frames or
+    None.
+
+    Raises ValueError if --image_size or --num_frames does not divide into patches.
+    """
     patch, about = patch_size(flags.model), dataset.describe()
     if about.kind == "latents":
         channels, *frames, height, width = about.sample_shape
@@ -414,13 +391,8 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """Choose the sharding. Settings that the flags leave open get the values with the least traffic with which, by the
-    estimate, a step fits in memory.
-
-    Args:
-        batch: samples of a micro-batch on a rank.
-        capacity: bytes of a GPU's memory; None on a CPU, where everything is assumed to fit.
-    """
+    """Choose the sharding. Settings that the flags leave open get the values with the least traffic with which a step
+    of ``batch`` samples fits in ``capacity`` bytes; None on a CPU, where everything is assumed to fit."""
     resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     return Sharding(
         reduce_dtype=PRECISIONS[resolved.reduce_dtype],
@@ -432,14 +404,9 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
-    """Check that the run can resume from a checkpoint. Return notes to print.
+    """Check that the run, which trains a LoRA if ``adds``, can resume from a checkpoint. Return notes to print.
 
-    Args:
-        adds: True if the run trains only the layers of ``--lora``.
-
-    Raises:
-        ValueError: the checkpoint contains another model, a model trained with another objective, or weights that don't
-            fit the checkpoint's configuration.
+    Raises ValueError for a checkpoint of another model or objective, or with weights that don't fit its configuration.
     """
     folder, info = checkpoint.folder, read_info(checkpoint.model)
     if "config" not in info:
@@ -474,10 +441,7 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
 
 
 def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
-    """Raise ValueError if the files of weights and averages don't have the shapes of the model ``config``.
-
-    Only the headers of the files are read.
-    """
+    """Raise ValueError if the files of weights and averages, by their headers, don't have the shapes of the model."""
     own = model_shapes(config)[0]
     for name in (checkpoint.model.name, *checkpoint.state["ema"]["files"]):
         with checkpoint.open(name) as tensors:

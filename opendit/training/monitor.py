@@ -30,11 +30,9 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 class Board:
     """Writer of curves and pictures for TensorBoard, in a new event file for each start of a run.
 
-    Args:
-        folder: folder of the event files.
-        first_step: first step of this start. TensorBoard hides the points that earlier starts wrote for this and later
-            steps, because this start repeats these steps.
-        root: argument of :class:`RecordFile`.
+    TensorBoard hides points that earlier starts wrote from ``first_step`` on, because this start repeats those steps.
+    ``root`` is that of :class:`RecordFile`. Methods raise OSError if a write fails; the points are then written with
+    the next ones.
     """
 
     def __init__(self, folder: Path, first_step: int, root: Path | None = None):
@@ -48,15 +46,11 @@ class Board:
 
     @property
     def complete(self) -> bool:
-        """True if at least one record was written, and no record is lost or still waits to be written."""
+        """True if at least one record was written, and none is lost or still waits."""
         return self._written and not self._file.waiting and not self._file.lost
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Add one point to each named curve.
-
-        Like all methods of this class, this raises OSError if the write fails. The points are then written together
-        with the next ones.
-        """
+        """Add one point to each named curve."""
         Summary = _messages("summary").Summary
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
 
@@ -78,7 +72,6 @@ class Board:
 
 
 def _messages(of: str) -> Any:
-    """Import a module of TensorBoard's protocol buffers. The import creates the module's classes."""
     return import_module(f"tensorboard.compat.proto.{of}_pb2")
 
 
@@ -99,19 +92,14 @@ PROJECT = "opendit"
 
 
 class RunLogger(ABC):
-    """Interface of loggers that get the same values as TensorBoard. All methods may raise errors of the logger's
+    """Interface of loggers that get the same values as TensorBoard. Methods may raise errors of the logger's
     library."""
 
     where: str  # one line that tells the user how to view the log
 
     @abstractmethod
     def __init__(self, folder: Path, config: dict[str, Any]):
-        """Start or continue the log of a run.
-
-        Args:
-            folder: the run's folder. A resumed run continues the log that this folder names.
-            config: the run's flags.
-        """
+        """Start the log of a run with the flags ``config``, or continue the log that the run's folder names."""
 
     @abstractmethod
     def scalars(self, values: dict[str, float], step: int) -> None: ...
@@ -124,10 +112,7 @@ class RunLogger(ABC):
 
 
 class WandbLogger(RunLogger):
-    """Logger for Weights & Biases. It writes files under the run's folder unless WANDB_MODE is set.
-
-    WANDB_PROJECT names the project.
-    """
+    """Weights & Biases, in files under the run's folder unless WANDB_MODE is set. WANDB_PROJECT names the project."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
@@ -166,10 +151,8 @@ class WandbLogger(RunLogger):
 
 
 class MlflowLogger(RunLogger):
-    """Logger for MLflow. It writes a database next to the run folders unless MLFLOW_TRACKING_URI is set.
-
-    MLFLOW_EXPERIMENT_NAME names the experiment.
-    """
+    """MLflow, in a database next to the run folders unless MLFLOW_TRACKING_URI is set. MLFLOW_EXPERIMENT_NAME names the
+    experiment."""
 
     def __init__(self, folder: Path, config: dict[str, Any]):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # turns off usage reports to MLflow's makers
@@ -189,7 +172,7 @@ class MlflowLogger(RunLogger):
         self.where = f"mlflow ui --backend-store-uri {uri}"
 
     def _find(self, folder: Path, artifacts: str | None) -> str:
-        """Return the id of the MLflow run for this folder. If there is none, create an MLflow run."""
+        """Return the id of the MLflow run for this folder, a new one if there is none."""
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)
@@ -223,20 +206,14 @@ def _image(png: bytes):
 
 
 def allocation_retries() -> int:
-    """Return how often torch's allocator ran out of memory, freed its cached blocks and tried again; 0 without a GPU.
-
-    In each such case, the host has to wait for the device.
-    """
+    """Return how often torch's allocator ran out of memory, freed its cached blocks and tried again, while the host
+    waited."""
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 class MemoryPressure:
-    """Detector of steps that wait for GPU memory. ``note`` returns a note once, after allocations were retried before
-    each of ``LINES`` consecutive calls.
-
-    Args:
-        retries: function that returns how often this process has retried an allocation so far.
-    """
+    """Detector of steps that wait for GPU memory, which retries allocations before ``LINES`` lines of the log in a
+    row."""
 
     LINES = 2  # A single retry is normal in the first steps, or when a sample grid is drawn.
 
@@ -244,7 +221,7 @@ class MemoryPressure:
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """Return a note if memory is nearly full, else None. Call after every ``steps`` steps."""
+        """Return a note, once, if memory is nearly full. Call after every ``steps`` steps."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:
@@ -277,7 +254,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak of one device in FLOP/s; None if the peak is unknown (CPUs, fp32, other GPUs)."""
+    """Return the peak of one device in FLOP/s; None if it is unknown (CPUs, fp32, other GPUs)."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -285,12 +262,11 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Context manager that logs a run. Ranks other than 0 write nothing; they only take part in sums over ranks.
+    """Context manager that logs a run. Ranks other than 0 write nothing, and only take part in sums over ranks.
 
     Args:
-        folder: the run's folder.
         failures: counts failed writes and errors of a logger's library.
-        loggers: constructors of further loggers, by name. Each logger gets the same values as TensorBoard.
+        loggers: constructors of further loggers, by name.
     """
 
     def __init__(
@@ -334,28 +310,20 @@ class Monitor:
         self.close()
 
     def loader_wait(self, seconds: float) -> None:
-        """Add the seconds that a step waited for its batch."""
         self.data_wait += seconds
 
     def count(self, samples: int, flops: float) -> None:
-        """Add the number of samples of all ranks, and the FLOPs of this rank's samples.
-
-        Ranks that share samples count the same FLOPs; the log divides by the number of such ranks.
-        """
+        """Add the samples of all ranks, and the FLOPs of this rank's samples; ranks that share samples count the same
+        FLOPs."""
         self._samples += samples
         self._flops += flops
 
     def count_bytes(self, count: int) -> None:
-        """Add the number of bytes that all ranks read from files and tars for their samples."""
         self._bytes += count
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
-        """Add one step's mean loss on this rank, unless the step was skipped. The host does not wait for the device.
-
-        Args:
-            loss: 0-dim, on the device.
-            finite: 0-dim bool on the device; False if the step was skipped.
-        """
+        """Add one step's mean loss on this rank, 0-dim, unless ``finite`` is False. The host does not wait for the
+        device."""
         self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
         self._steps += 1
         if self.mesh.is_main:
@@ -364,10 +332,8 @@ class Monitor:
     def forget_drawing(self, trained: float) -> None:
         """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing.
 
-        The peak before the drawing is kept, because a CUDA graph allocates its memory only once, when it is recorded.
-
-        Args:
-            trained: ``allocated_gib()`` before the drawing.
+        ``trained``, the peak before the drawing, is kept, because a CUDA graph allocates its memory only when it is
+        recorded.
         """
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
@@ -375,8 +341,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, really: bool = True) -> Iterator[None]:
-        """Exclude the time of the block from the training time, after waiting for the device. If ``really`` is False,
-        do nothing."""
+        """Exclude the time of the block from the training time, after waiting for the device, if ``really``."""
         if not really:
             yield
             return
@@ -389,8 +354,8 @@ class Monitor:
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
         """Write one line of the log, and return its fields. Collective.
 
-        The loss is the mean over all ranks and over all steps since the last line that were not skipped. It is None if
-        all these steps were skipped.
+        The loss is the mean over all ranks and all steps since the last line that were not skipped; None without such a
+        step.
         """
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
@@ -467,8 +432,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Count and suppress any exception, like ``failures.survive``, which handles only OSError. Other loggers may
-        raise any error."""
+        """Count and suppress any exception: other loggers may raise any error."""
         with self.failures.survive(name, step):
             try:
                 yield
@@ -479,15 +443,13 @@ class Monitor:
 
 
 def describe_hours(seconds: float) -> str:
-    """Format a duration: 9000 -> "about 2.5 hours"; durations below an hour are in minutes."""
+    """Format a duration: 9000 -> "about 2.5 hours"."""
     return f"about {seconds / 3600:,.1f} hours" if seconds >= 3600 else f"about {max(1, round(seconds / 60))} min"
 
 
 def keep_up_to(log: Path, step: int) -> None:
-    """Remove an incomplete last line of the log, and all lines after ``step``. Raises OSError.
-
-    A killed run may have logged steps after its last checkpoint. The resumed run logs these steps again.
-    """
+    """Remove an incomplete last line of the log, and the lines after ``step``, which a resumed run logs again. Raises
+    OSError."""
     refuse_links(log.parent, [log.name])
     if not log.is_file():
         return
@@ -508,12 +470,10 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def allocated_gib() -> float:
-    """Return the peak memory of tensors on this GPU in GiB; 0 without a GPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def resident_gib() -> float:
-    """Return the peak resident memory of this process in GiB (CPU runs)."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -530,10 +490,10 @@ TIMED = 32  # number of micro-batches before each line of the log whose forward 
 class Pace:
     """Timer of each rank's own work, to find a slow rank. With one rank it does nothing.
 
-    All ranks take the same time for a step, because they wait for each other. But two things differ between ranks: the
-    wait for data, and the forward pass before the first communication. If the forward pass itself waits for other ranks
-    (Gemini's gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data is compared. The host
-    reads the GPU's timers only when it logs a line, because it then waits for the GPU anyway.
+    All ranks take the same time for a step, because they wait for each other. But two things differ: the wait for data,
+    and the forward pass before the first communication. If the forward pass itself waits for other ranks (Gemini's
+    gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data is compared. The host reads the
+    GPU's timers only when it logs a line, because it then waits for the GPU anyway.
     """
 
     def __init__(self, mesh: Mesh):
@@ -547,7 +507,7 @@ class Pace:
         self._named, self._lines = None, 0  # rank that the last warning named, and number of lines since then
 
     def begin(self, waited: float) -> None:
-        """Start timing a micro-batch. waited: seconds that the rank waited for its data."""
+        """Start timing a micro-batch, for whose data the rank ``waited`` seconds."""
         if self._channel is None:
             return
         self._data += waited
@@ -555,21 +515,15 @@ class Pace:
         self._begun = self._now()
 
     def end(self) -> None:
-        """Stop timing. Call when the forward pass has ended, or on a GPU when it has been enqueued."""
+        """Stop timing, when the forward pass has ended, or on a GPU when it has been enqueued."""
         if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         begun, now, self._begun = self._begun, self._now(), None
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for a line of the log: the slowest rank, and the ratio of that rank's work to the median of the
-        other ranks.
-
-        Collective. Call after the host has waited for the device.
-
-        Args:
-            steps: number of steps since the last line.
-        """
+        """Return fields for a line of the log, ``steps`` steps after the last one: the slowest rank, and the ratio of
+        its work to the median of the others. Collective. Call after the host has waited for the device."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards
@@ -605,11 +559,6 @@ class Pace:
 class StepLog:
     """Writer of the lines of a run's log. Call on every rank.
 
-    Args:
-        engines: the engines of the run's networks.
-        first_step: first step of this start of the run.
-        skipped_before: number of steps that the run skipped before this start.
-
     Attributes:
         skipped: number of skipped steps of the whole run, up to the last line.
         logged: step of the last line.
@@ -636,11 +585,7 @@ class StepLog:
         self._bytes_read = 0  # bytes read by all ranks, up to the last line
 
     def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
-        """Write the log's line for step ``done``. The host waits for the device.
-
-        Args:
-            measured: results of validation and evaluation at this step.
-        """
+        """Write the log's line for step ``done``, with the results ``measured``. The host waits for the device."""
         mesh = self._engines[0].mesh
         self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
         if (of := measured.get("eval_of")) is not None:

@@ -79,11 +79,8 @@ USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, Floating
 def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     """Check everything that can be wrong with a run, and load its data set and VAE.
 
-    Args:
-        flags, notes: the resolved flags and the notes of ``TrainConfig.resolve``.
-
-    Raises:
-        ValueError, OSError, DataError: the message names the flag and the fix.
+    ``flags`` and ``notes`` are those of ``TrainConfig.resolve``. Raises ValueError, OSError or DataError, whose message
+    names the flag and the fix.
     """
     check_installed()
     if flags.deterministic:
@@ -226,13 +223,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
-    """Return the warm-up of the averages; 0 for none.
-
-    A resumed run uses the warm-up of its checkpoint, unless the command line turns warm-up on or off.
-
-    Args:
-        stored: the fingerprint of the checkpoint; None for a new run.
-    """
+    """Return the warm-up of the averages, 0 for none. A resumed run keeps its checkpoint's (``stored``), unless the
+    command line turns warm-up on or off."""
     if stored is None:
         return WARMUP if flags.ema_warmup else 0
     if "ema_warmup" not in flags.given:
@@ -241,11 +233,10 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 
 
 def make_deterministic() -> None:
-    """Make torch use operations that give the same bits in every run on the same GPU and libraries (--deterministic).
+    """Make torch give the same bits in every run on the same GPU and libraries (--deterministic).
 
     An operation without a deterministic implementation raises RuntimeError. ``warn_only`` is not used, because torch's
-    attention would then only warn and sum dq in any order. cuBLAS needs a workspace of fixed size, which must be set
-    before its first use.
+    attention would then only warn and sum dq in any order. cuBLAS needs a workspace of fixed size before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -258,7 +249,6 @@ def make_deterministic() -> None:
 def _sequence(
     flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
-    """Choose how ranks divide the tokens of every sample; return None without sequence parallelism."""
     parallel, keep_gathered = flags, flags.keep_gathered
     precision = flags.mixed_precision
     how = (parallel, flags.attention, precision)
@@ -272,7 +262,6 @@ def _sequence(
 
 
 def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Checkpoint | None:
-    """Return the checkpoint of --load; None without --load, or if "latest" finds no run."""
     resume = find_checkpoint(save.load, save.outputs, model, mesh) if save.load else None
     if save.load and resume is None:
         notes.append(f"--load latest: no run of {model} under {save.outputs}, starting afresh")
@@ -280,7 +269,6 @@ def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Ch
 
 
 def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
-    """Return the folder of the resumed run, or the path of a new run folder."""
     folder = resume.run if resume else None
     if folder is not None and save.save:
         check_writable(str(folder), f"--load {save.load}:")
@@ -301,7 +289,6 @@ def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | No
 
 
 def _why_not_compiled(asked: bool, plugin: str) -> str | None:
-    """Return the reason why blocks are not compiled; None if they are compiled."""
     if not asked:
         return "off (--compile is)"
     why = PLUGINS[plugin].ignores.get("compile")
@@ -323,14 +310,11 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Choose the same attention kernel on every rank: the kernel of rank 0. Collective.
+    """Choose the attention kernel of rank 0 on every rank. Collective.
 
-    A resumed run uses the attention kernel of its checkpoint if this kernel runs on the current machine. Attention
-    kernels round differently, so ranks would otherwise disagree, and a resumed run would deviate a little from its loss
-    curve.
-
-    --deterministic uses torch's FlashAttention, which has a deterministic mode. This avoids cuDNN, which torch might
-    choose otherwise, and which sums the parts of dq in any order.
+    Attention kernels round differently, so a resumed run uses that of its checkpoint if it runs on this machine.
+    --deterministic uses torch's FlashAttention, which has a deterministic mode, and not cuDNN, which sums the parts of
+    dq in any order.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
@@ -351,10 +335,8 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """Load the VAE; return None if nothing needs it.
-
-    If only sample grids need the VAE and it can't be loaded, add the reason to ``notes`` and return None.
-    """
+    """Load the VAE; None if nothing needs it, or if only sample grids do and it can't be loaded, which a note then
+    says."""
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
@@ -379,10 +361,9 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """Return the flags that the user must add to load the VAE and text encoder that the index of cached latents names.
+    """Return the flags that the user must add to load the encoders that only the index of cached latents names.
 
-    An encoder that only the index names is not loaded, because an index may come from a stranger, unless its name is
-    well known.
+    They are not loaded unless their names are well known, because an index may come from a stranger.
     """
     about = dataset.describe()
     if about.kind != "latents" or isinstance(dataset, MockDataset):
@@ -396,11 +377,8 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
 
 
 def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
-    """Make the conditioner, with a text encoder only if one is needed.
-
-    Args:
-        drawn: True if samples are drawn for captions whose embeddings may not be cached.
-    """
+    """Make the conditioner, with a text encoder only if one is needed, as when samples of uncached captions are
+    ``drawn``."""
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
     name = cast(str, flags.text_encoder)
@@ -425,7 +403,7 @@ def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, m
 
 
 def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None, world_size: int) -> TrainConfig:
-    """Set LoRA flags that are not on the command line to the LoRA settings and base weights of the resumed run."""
+    """Set LoRA flags that are not on the command line to those of the resumed run."""
     stored = read_info(resume.model).get("lora") if resume else None
     if stored is None:
         if flags.lora is not None and flags.pretrained is None:
@@ -464,8 +442,7 @@ def _both_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
 
 
 def _low_noise(high: Run) -> Run:
-    """Return the specification of the low-noise network of --expert both. It differs from that of the high-noise
-    network in weights, configuration, times and folder."""
+    """Return the low-noise network of --expert both, with other weights, configuration, times and folder."""
     flags, resume, mesh = high.flags, high.resume, high.mesh
     if getattr(high.model_config, "expert", None) != "high":
         raise ValueError(f"--expert both: {flags.pretrained} has one network; leave the flag out")
@@ -489,7 +466,6 @@ def _low_noise(high: Run) -> Run:
 
 
 def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:
-    """Return the captions of --sample_prompts and their condition; None if there are no captions to draw."""
     if not flags.sample_prompts or not isinstance(conditioner, CaptionConditioner):
         return None
     captions = read_prompts(flags.sample_prompts, "--sample_prompts")
@@ -499,7 +475,7 @@ def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], C
 def _lora(
     start: StartFlags, config: DiTConfig, initial: Weights | None, resume: Checkpoint | None, notes: list[str]
 ) -> Lora:
-    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has another rank, alpha or other layers."""
+    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has others."""
     assert initial is not None, "--lora adds to --pretrained"
     lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
     if resume is not None:

@@ -45,17 +45,12 @@ class Work(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work (a key of ``KINDS``) of the kernel or operator ``name``."""
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Return a table of a step's time by kind of work, followed by the kernels or operators that take the most time.
-
-    Args:
-        steps: number of recorded steps.
-        longest: number of kernels or operators to list.
-    """
+    """Return a table of a step's time by kind of work, and of the ``longest`` kernels or operators, of ``steps``
+    steps."""
     works = list(works)
     total = sum(work.time for work in works) or 1.0
 
@@ -73,14 +68,11 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 
 
 class StepProfiler:
-    """Context manager that profiles a few steps and writes trace.json.gz and table.txt into ``folder``.
+    """Context manager that profiles a few steps and writes trace.json.gz and table.txt into ``folder``, if
+    ``wanted``.
 
-    Call :meth:`step` after every step. If the run ends before all steps are recorded, a warning replaces the files. The
-    constructor warns if ``steps`` is too small; :meth:`close` warns if the run ends early.
-
-    Args:
-        wanted: False to do nothing.
-        steps: number of steps that the run will take.
+    Call :meth:`step` after every step. A run of too few ``steps``, or one that ends too early, warns and writes
+    nothing.
     """
 
     def __init__(
@@ -154,7 +146,7 @@ class StepProfiler:
 
 
 def works_of(recorded: profile, cuda: bool) -> list[Work]:
-    """Return the kernels of a profile if ``cuda``, else its operators with their self time."""
+    """Return a profile's kernels if ``cuda``, else its operators with their self time."""
     events = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     if cuda:
         events = [event for event in events if event.device_type == DeviceType.CUDA]

@@ -56,11 +56,8 @@ from opendit.training.step_cost import training_flops
 
 @dataclass(frozen=True)
 class Due:
-    """The work that is due after a step.
-
-    Attributes:
-        refuse: True if the run ends with this step but must not save its state, because a fault caused skipped steps.
-    """
+    """The work that is due after a step. ``refuse``: the run ends, but must not save its state, because a fault skipped
+    steps."""
 
     log: bool
     save: bool
@@ -71,10 +68,10 @@ class Due:
 
 
 class PeriodicWork:
-    """Decides which work is due after a step. The decisions are the same on every rank.
+    """Decides which work is due, the same on every rank. Call ``step_done``, then ``due``, after every step.
 
-    Call ``step_done``, then ``due``, after every step. While steps are being skipped, nothing is saved, because the run
-    may be about to fail. A save that falls due in this time is made after the next step that is not skipped.
+    While steps are being skipped, nothing is saved, because the run may be about to fail. Such a save is made after the
+    next step that is not skipped.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):
@@ -84,12 +81,8 @@ class PeriodicWork:
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
-        """Return True if the host must now wait for the device, to check for skipped steps.
-
-        Args:
-            done: number of steps done.
-            stopping: True if a signal ends the run with this step.
-        """
+        """Return True if the host must now wait for the device, to check for skipped steps. A signal may be
+        ``stopping`` the run."""
         flags = self._flags
         self._done, self._stopping = done, stopping
         self._last = stopping or done == self._last_step
@@ -99,12 +92,8 @@ class PeriodicWork:
         return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
-        """Return the work that is due after this step.
-
-        Args:
-            skipping: True if the last step examined was skipped.
-            failing: True if that step was skipped because of a fault.
-        """
+        """Return the work that is due. The last step examined was skipped if ``skipping``, because of a fault if
+        ``failing``."""
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
@@ -134,15 +123,8 @@ def _every(steps: int, done: int) -> bool:
 
 
 class Batches:
-    """Source of the batches of each step.
-
-    Args:
-        count: number of batches in a step.
-        monitor, pace: record how long the step waited for each batch.
-        diagnosis: keeps the batches of the step.
-        interrupt: is informed when data are missing.
-        interchangeable: True if any batch of the run can replace any other batch.
-    """
+    """Source of the ``count`` batches of each step. If ``interchangeable``, any batch of the run can replace any
+    other."""
 
     def __init__(
         self,
@@ -160,12 +142,12 @@ class Batches:
         self._last: Batch | None = None
 
     def of_next_step(self) -> Iterator[Batch]:
-        """Yield the batches of the next step. Each batch is read when it is requested, so that reading overlaps with
+        """Yield the batches of the next step. Each is read when it is requested, so that reading overlaps with
         computing.
 
-        If this rank can't read its data any more, the other ranks still wait for this rank in the current step. If
-        batches are interchangeable, the last batch therefore replaces the missing ones, and ``Interrupt.ask`` then
-        drops the step on all ranks.
+        If this rank can't read its data any more, the other ranks still wait for it in the current step. The last batch
+        therefore replaces missing ones, if batches are interchangeable, and ``Interrupt.ask`` then drops the step on
+        all ranks.
 
         Raises:
             NoData: the data can't be read, and there are no other ranks.
@@ -197,17 +179,13 @@ class Batches:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Return distinct captions, spread evenly over the data set. Sample grids show these captions if the user gives no
-    captions.
-
-    Rows that can't be read are left out; the data loader replaces and counts such rows.
-    """
+    """Return distinct captions, spread evenly over the data set, for sample grids. Rows that can't be read are left
+    out."""
     return list(_example_rows(dataset, count))
 
 
 def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
-    """Return the captions for :func:`example_captions`. Each caption is mapped to the index of a row with this
-    caption."""
+    """Return each of the captions for :func:`example_captions` with the index of a row that has it."""
     if dataset.describe().conditioning != "text":
         return {}
     found: dict[str, int] = {}
@@ -218,7 +196,7 @@ def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
 
 
 def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str], Embedding]:
-    """Return the captions of :func:`example_captions` and their embeddings, for a data set with cached embeddings."""
+    """Return the captions of :func:`example_captions` and their cached embeddings."""
     found: dict[str, Embedding] = {}
     for caption, row in _example_rows(dataset, count).items():
         with suppress(BadSample):
@@ -227,19 +205,15 @@ def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """Return an encoder's path or name as it is stored in checkpoints: a folder's path becomes absolute, and a name
-    does not change."""
+    """Return an encoder's name, or the absolute path of its folder, as checkpoints store it."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate that rises linearly to ``peak``, then stays constant or follows a cosine to zero at the last step.
-
-    Args:
-        schedule: "constant" or "cosine".
-    """
+    """Learning rate that rises linearly to ``peak``, then is "constant" or follows a "cosine" to zero at the last
+    step."""
 
     peak: float
     warmup_steps: int
@@ -256,11 +230,7 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """Counter of the FLOPs of a model's training passes over latents of any size.
-
-    Args:
-        lora: the trained LoRA; None for full training.
-    """
+    """Counter of the FLOPs of a model's, or its LoRA's, training passes over latents of any size."""
 
     def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
@@ -269,7 +239,7 @@ class TrainingFlops:
         )
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
-        """Return the FLOPs of the forward and backward pass over this rank's micro-batch, without a pack's padding."""
+        """Return the FLOPs of the passes over this rank's micro-batch, without a pack's padding."""
         routed = micro_batch.kept is not None
         if isinstance(micro_batch, PackedMicroBatch):
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
@@ -279,7 +249,7 @@ class TrainingFlops:
 
 
 class TrainedNetwork(NamedTuple):
-    """A network that a run trains, with the objects that train it. skipped: detects the network's skipped steps."""
+    """A network that a run trains, with the objects that train it."""
 
     engine: Engine
     ema: EMA
@@ -292,29 +262,22 @@ class TrainedNetwork(NamedTuple):
 class Run:
     """The state of a training run.
 
-    prepare() makes it, with everything that can be checked before the model exists. build() sets the fields that have
-    no value in the constructor.
+    prepare() makes it, with everything that can be checked before the model exists. build() sets the fields that the
+    constructor does not take.
 
     Attributes:
         vae: name of the VAE.
         codec: None for cached latents whose VAE can't be loaded.
-        stages: this rank's stages of the pipeline; None without a pipeline.
         why_not_compiled: the reason; None if blocks are compiled.
-        sharding: settings by which --plugin fsdp divides the model.
-        lock: lock on the run's folder, held while the run writes to the folder.
         initial, initial_config: weights that the run starts from, and the configuration of their model.
-        ema_warmup: warm-up of the averages, see opendit.checkpoint.ema.EMA.
-        samples_at_once: number of samples of the configured size that together have as many tokens as a rank's
-            micro-batch.
+        samples_at_once: number of samples of the configured size with as many tokens as a rank's micro-batch.
         teacher: frozen vision encoder of --repa, or its cached features.
         validation: samples on which the loss is measured, but which are not trained on.
         prompts: captions for sample grids, instead of captions from the data set, and their condition.
         clip_fps: frames per second of the clips that the model draws; None if unknown.
-        fingerprint: see opendit/training/fingerprint.py.
         low: the low-noise network of --expert both; the other fields then describe the high-noise network.
         networks: the networks of the run. engine, ema, runner, inputs and skipped are those of the step's network.
         validate, evaluate: measure the held-out loss, or samples, after a step; return fields for the log. Collective.
-        draw_grid: draws a grid of samples after a step. Collective.
         done: number of steps done since the run's first start.
         result: result of the last step; None before the first step since this start.
     """
@@ -393,10 +356,8 @@ class Run:
 
     @property
     def given_frames(self) -> str | None:
-        """Conditioning frames of the training clips, as in --given_frames.
-
-        A model with conditioning frames in place can also train without them, so for such a model the flag decides.
-        """
+        """Conditioning frames of the training clips, as in --given_frames. A model with frames in place can also train
+        without them, so for such a model the flag decides."""
         config = self.model_config
         return self.flags.given_frames if config.given_in_place else config.given_frames
 
@@ -408,11 +369,8 @@ class Run:
         return Latents(self.codec, cached, self.vae != "none", seed)
 
     def first_values(self, model: DiT) -> Values:
-        """Return the values of ``model``'s parameters before training: weights from --pretrained where they fit,
-        otherwise random initial values.
-
-        With --lora, also add the LoRA matrices to the model.
-        """
+        """Return the parameters' values before training: weights from --pretrained where they fit, otherwise random
+        values. With --lora, also add the LoRA matrices to the model."""
         seed = self.flags.global_seed
         initial = InitialValues(model, seed)
         if self.initial is None or self.initial_config is None:
@@ -447,24 +405,21 @@ class Run:
         }
 
     def begin(self, step: int) -> None:
-        """Choose the network that a step trains. A run of several networks (--expert both) trains them by turns."""
+        """Choose the network that a step trains; those of --expert both train by turns."""
         if len(self.networks) > 1:
             self.engine, self.ema, self.runner, self.inputs, self.skipped = self.networks[self.network_of(step)]
             self.batches.diagnosis = self.skipped.diagnosis
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
-        """Count the samples and the work of a micro-batch for the log."""
         # number of samples of the whole step, which only the first micro-batch counts
         samples = batch.segments_in_step if batch.micro == 0 else 0
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:
-        """Return the work that is due after the step; the answer is the same on every rank.
+        """Return the work that is due after the step, the same on every rank.
 
-        The host waits for the device only before it logs, saves or draws, to see whether the step was skipped.
-
-        Raises:
-            FloatingPointError: too many steps in a row were skipped.
+        The host waits for the device only before it logs, saves or draws, to see whether the step was skipped. Raises
+        FloatingPointError after too many skipped steps in a row.
         """
         if self.periodic.step_done(self.done, stopping):
             assert self.result is not None, "a step has been made"
@@ -481,7 +436,6 @@ class Run:
             return measured | (self.evaluate(self.done) if due.evaluate else {})
 
     def save(self) -> None:
-        """Start saving the run's state."""
         with self.monitor.paused():
             epoch = self.schedule.epoch(self.done - 1)
             state = {"step": self.done, "epoch": epoch, "skipped": self.log.skipped, "fingerprint": self.fingerprint}
@@ -489,13 +443,12 @@ class Run:
             self.checkpoints.save(state | self.log.figures)
 
     def draw(self) -> None:
-        """Draw a grid of samples."""
         with self.monitor.paused():
             self.draw_grid(self.done)
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """Context that logs and saves the last step's state if its block raises NoData, unless that is already done.
+        """Context that logs and saves the last step's state, unless that is done, if its block raises NoData.
         Collective."""
         try:
             yield
@@ -517,6 +470,6 @@ class Run:
         self.interrupt.leave()
 
     def failed_writes(self) -> int:
-        """Return the number of saves and other writes that failed, the same on every rank. Collective."""
+        """Return the number of failed saves and other writes, the same on every rank. Collective."""
         # Rank 0 counts the failed writes, and every rank adds this count.
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)

@@ -35,11 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class EagerPasses(Protocol):
-    """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel.
-
-    Attributes:
-        micro_batches: number of micro-batches in a step. The loss of a step is the mean of their losses.
-    """
+    """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel. A step has ``micro_batches``
+    of them, and its loss is the mean of theirs."""
 
     @property
     def engine(self) -> Engine: ...
@@ -53,17 +50,14 @@ class EagerPasses(Protocol):
         ...
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients. Return the micro-batch's contribution to the
-        step's loss, 0-dim, detached."""
+        """Add the gradients of a micro-batch to the engine's gradients. Return its contribution to the step's loss,
+        0-dim."""
         ...
 
 
 class Runner(ABC):
-    """Runs the passes of training steps. In training, only runners call the model.
-
-    Attributes:
-        note: states whether CUDA graphs are used and, if not, the reason.
-    """
+    """Runs the passes of training steps. In training, only runners call the model. ``note`` states whether CUDA graphs
+    are used and, if not, the reason."""
 
     engine: Engine
     note: str
@@ -72,20 +66,12 @@ class Runner(ABC):
     def passes(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> Tensor:
         """Run the forward and backward passes of a step. The host does not wait for the device.
 
-        Args:
-            micro_batches: the micro-batches of the step. Each is requested only after the passes of the previous
-                micro-batch have been enqueued.
-
-        Returns:
-            The step's mean loss on this rank, 0-dim. In a pipeline only the last stage has the loss, and other stages
-            return 0.
-
-        Raises:
-            ValueError: the number of micro-batches is wrong.
+        Each micro-batch is requested only after the passes of the previous one have been enqueued. Return the step's
+        mean loss on this rank, 0-dim; in a pipeline, 0 except on the last stage. Raises ValueError for a wrong number
+        of micro-batches.
         """
 
     def train_step(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> StepResult:
-        """Run the passes of a step and the optimizer's update."""
         loss = self.passes(micro_batches)
         return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
 
@@ -118,14 +104,8 @@ class EagerRunner(Runner):
         return loss
 
     def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's gradients. Return the micro-batch's contribution to the
-        step's loss.
-
-        The result is 0-dim and detached; the next call may overwrite it.
-
-        Args:
-            first, last: True for the step's first or last micro-batch.
-        """
+        """Add the gradients of the ``first``, ``last`` or another micro-batch of a step. Return its contribution to the
+        step's loss, 0-dim and detached; the next call may overwrite it."""
         return self.forward_backward(micro_batch, last=last)
 
     def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
@@ -151,17 +131,13 @@ class Recording:
 
 
 class CUDAGraphRunner(EagerRunner):
-    """Runner that records one micro-batch after a warm-up, and replays it for later micro-batches of the same shapes.
+    """Runner that records one micro-batch after a warm-up, and replays it for later micro-batches of the same
+    shapes.
 
     There are two graphs: one for the first micro-batch of a step, which sets the gradients, and one for all later
-    micro-batches, which add to the gradients. A micro-batch that can't be recorded or replayed runs kernel by kernel,
-    with the same result.
-
-    Args:
-        eager: the passes to record, also used for micro-batches that run kernel by kernel. Its objective and model must
-            not wait for the device. They must not depend on anything that changes after the recording, except for the
-            micro-batch.
-        recorder: records the graphs.
+    micro-batches, which add to them. A micro-batch that can't be recorded or replayed runs kernel by kernel, with the
+    same result. The objective and model of ``eager`` must not wait for the device, or depend on anything but the
+    micro-batch that changes after the recording.
     """
 
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
@@ -215,14 +191,16 @@ class CUDAGraphRunner(EagerRunner):
 
 
 class PipelineRunner(Runner):
-    """Runner for pipelines, which runs the micro-batches of a step according to a pipeline schedule. The engine's model
-    must consist of this rank's ``stages``.
+    """Runner of the pipeline schedule of this rank's ``stages``, of which the engine's model consists.
 
-    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent. Every stage needs
-    the times and conditions, the first stage needs x_t, and the last stage needs the inputs of the loss.
+    Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent: every stage needs
+    the times and conditions, the first stage x_t, and the last the inputs of the loss. To create the ``links`` to other
+    stages here is collective.
 
-    Args:
-        links: connections to other stages. None to create them here, which is collective over all ranks of the mesh.
+    torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
+    tensor, but the loss needs everything that the objective has prepared. Its stages call autograd directly, but here
+    an engine runs the backward passes, because it scales the loss and reduces gradients in buckets (zero2) or only in
+    the last pass (fsdp).
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -257,15 +235,11 @@ class PipelineRunner(Runner):
 
 
 class Passes:
-    """The forward and backward passes of this rank's chunks of the model, for the micro-batches of a step.
-
-    Args:
-        number: number of micro-batches.
-        last: True if the optimizer's step follows the last micro-batch.
+    """The passes of this rank's chunks of the model for the ``number`` micro-batches of a step.
 
     Attributes:
         loss: the step's loss so far on the last stage; 0 on other ranks.
-        losses: losses of each micro-batch's samples, by the micro-batch's index, on the last stage.
+        losses: losses of each micro-batch's samples, by its index, on the last stage.
     """
 
     def __init__(self, runner: PipelineRunner, micro_batches: Iterable[MicroBatch], number: int, last: bool = True):
@@ -280,11 +254,7 @@ class Passes:
         self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
-        """Return a micro-batch by its index, and the result of the objective's ``prepare`` for it. The first call
-        fetches the micro-batch.
-
-        Raises ValueError if the step has too few micro-batches.
-        """
+        """Return a micro-batch, fetched at the first call, and the result of the objective's ``prepare`` for it."""
         while len(self._given) <= number:
             micro_batch = next(self._coming, None)
             if micro_batch is None:
@@ -294,19 +264,16 @@ class Passes:
         return self._given[number]
 
     def check_number(self) -> None:
-        """Raise ValueError unless the step had the right number of micro-batches."""
         number = len(self._given) + sum(1 for _ in self._coming)
         if number != self._number:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        """Return the sizes that determine the number of tokens of a micro-batch: those of the latents and of the
-        captions."""
+        """Return the sizes that determine a micro-batch's number of tokens: of the latents and of the captions."""
         micro_batch = self._micro_batch(number)[0]
         return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
 
     def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
-        """Run one pass for :func:`opendit.parallel.pipeline.executor.execute`."""
         return self._forward(action, value) if action.forward else self._backward(action, value)
 
     def _forward(self, action: Action, tokens: Tensor | None) -> Tensor:
@@ -340,13 +307,8 @@ class Passes:
 
 
 def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
-    """Choose the runner of a training run.
-
-    Args:
-        graph: True for CUDA graphs (``--enable_cuda_graph``). If graphs can't be used, the runner's ``note`` states the
-            reason.
-        packs: True if micro-batches are packs (``--pack_tokens``).
-    """
+    """Choose the runner of a run: with CUDA graphs if ``graph`` and they can be used, for ``packs`` or samples of one
+    size. Its ``note`` states the reason."""
     engine = eager.engine
     if engine.mesh.pp_size > 1:
         return PipelineRunner(engine, eager.objective, eager.micro_batches)
@@ -362,8 +324,7 @@ def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False
 
 @contextmanager
 def torch_operations(model: DiT) -> Iterator[None]:
-    """Context in which a model uses plain torch operations instead of kernels, because these have forward-mode
-    derivatives."""
+    """Context in which a model uses torch's operations, which have forward-mode derivatives, instead of kernels."""
     parts = (model, *model.blocks, model.final_layer)
     attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
     before = [part.ops for part in parts], [module.attend for module in attentions]
@@ -382,11 +343,10 @@ def torch_operations(model: DiT) -> Iterator[None]:
 
 
 class TargetNetwork:
-    """Implementation of :class:`opendit.diffusion.objectives.meanflow.Network` with the trained model.
+    """The trained model, whole on every rank, as a :class:`opendit.diffusion.objectives.meanflow.Network` without
+    gradients.
 
-    Args:
-        engine: engine of the model. Every rank must hold the whole model.
-        labels: (B,) int64 labels of the micro-batch.
+    labels: (B,) int64 labels of the micro-batch.
     """
 
     dropped: Tensor

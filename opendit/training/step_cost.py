@@ -52,12 +52,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives in a step by one kind of communication.
-
-    Attributes:
-        seconds: time of the transfer alone.
-        exposed: seconds of the transfer that computation does not hide.
-    """
+    """Data that a rank receives in a step by one kind of communication. ``seconds``: of the transfer alone;
+    ``exposed``: not hidden by computation."""
 
     bytes: float = 0
     seconds: float = 0
@@ -72,14 +68,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Estimated time of a rank's step.
-
-    Attributes:
-        work: seconds of each kind of computation, in all micro-batches.
-        traffic: traffic of each kind of communication.
-        waiting: seconds that the device waits for the host to launch kernels.
-        sequence: strategy of sequence parallelism; None without it.
-    """
+    """Estimated seconds of a rank's step: ``work`` by kind, ``traffic`` by kind, and ``waiting`` for the host's
+    launches."""
 
     work: dict[str, float]
     traffic: dict[str, Traffic]
@@ -88,7 +78,6 @@ class StepCost:
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that computation does not hide."""
         return sum(kind.exposed for kind in self.traffic.values())
 
     @property
@@ -114,13 +103,11 @@ def span(ranks: int, stride: int, node: int) -> Span:
 
 
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
-    """Return the cost of an all-gather or reduce-scatter of ``size`` bytes in total.
+    """Return the traffic of an all-gather or reduce-scatter of ``size`` bytes in total, and the fraction that
+    computation hides.
 
-    Every machine receives the other machines' data once, over the links of all its ranks at the same time, and
-    distributes the data to its ranks. The slower of these two transfers determines the time.
-
-    Returns:
-        The traffic without overlap, and the fraction of it that computation of the same duration would hide.
+    Every machine receives the others' data once, over the links of all its ranks at the same time, and distributes it
+    to its ranks. The slower of these two transfers determines the time.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -132,17 +119,14 @@ def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, f
 
 
 def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
-    """Return the traffic of a transfer that overlaps with ``work`` seconds of computation."""
     traffic, hidden = transfer
     return replace(traffic, exposed=traffic.seconds - hidden * min(traffic.seconds, work))
 
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Return (count, FLOPs of one sample's forward pass, keys of attention) for each of the plan's terms with FLOPs.
-
-    The number of keys is None for linear layers.
-    """
+    """Return (count, FLOPs of one sample's forward pass, keys of attention or None) for each of the plan's terms with
+    FLOPs."""
     found = []
     for term in plan_of(config).flops:
         count = config.depth if term.per_block else 1
@@ -151,13 +135,10 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
-    """Return the FLOPs of one sample's forward and backward pass.
+    """Return the FLOPs of one sample's forward and backward pass, with the ``route`` of --route.
 
     With LoRA, gradients of frozen weights are not counted. LoRA's products are counted as if all layers except the
     modulations processed the media's tokens.
-
-    Args:
-        route: settings of ``--route``.
     """
     whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
     if lora is None:
@@ -171,8 +152,6 @@ def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRout
 
 
 class _FewerTokens:
-    """Wrapper of a configuration that reports a smaller number of tokens to the terms of a plan."""
-
     def __init__(self, config: DiTConfig, tokens: int):
         self._config, self.tokens = config, tokens
 
@@ -181,7 +160,6 @@ class _FewerTokens:
 
 
 def saved_flops(config: DiTConfig, route: TokenRoute) -> int:
-    """Count the FLOPs of one sample's forward pass that a route saves."""
     plan, routed = plan_of(config), cast(DiTConfig, _FewerTokens(config, route.kept(config.tokens)))
     return (route.last - route.first) * (plan.flops_at(config, "block") - plan.flops_at(routed, "block"))
 
@@ -211,7 +189,6 @@ class _Step:
         return total, first
 
     def attention(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's attention kernels in the forward pass and in the backward pass."""
         forward = backward = 0.0
         for count, flops, keys in _terms(self.config):
             if keys is not None:
@@ -255,7 +232,7 @@ class _Step:
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
-        """Return the seconds that the optimizer and the averages take for this rank's shard of the state."""
+        """Return the seconds of the optimizer and the averages for this rank's shard of the state."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = trained_count(self.config, setup)
@@ -274,11 +251,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield the traffic of weights and gradients between ranks that hold the same part of every layer.
-
-        Args:
-            work: seconds of a micro-batch's computation.
-        """
+        """Yield the traffic of weights and gradients between ranks that hold the same part of every layer, beside
+        micro-batches of ``work`` seconds."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
@@ -326,10 +300,8 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Return the traffic of attention between ranks that share tokens, and the strategy of sequence parallelism.
-
-        Raises ValueError if the ranks can't share the tokens.
-        """
+        """Return the traffic of attention between ranks that share tokens, and their strategy. Raises ValueError if
+        they can't."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None
@@ -356,10 +328,8 @@ class _Step:
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Return the traffic of tokens to and from the ranks of their experts, in both passes.
-
-        The transfer to the experts overlaps with the shared MLP.
-        """
+        """Return the traffic of tokens to the ranks of their experts, which overlaps with the shared MLP, and back, in
+        both passes."""
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()
@@ -374,8 +344,7 @@ class _Step:
         return (there + back) * ((2 + self.setup.recomputes_blocks) * config.depth)
 
     def tensor(self) -> Traffic:
-        """Return the traffic of tensor parallelism: gathers and sums of a micro-batch's tokens
-        (docs/parallelism.md)."""
+        """Return the traffic of tensor parallelism: gathers and sums of tokens (docs/parallelism.md)."""
         ranks, config = self.setup.tensor_parallel, self.config
         if ranks == 1:
             return Traffic()
@@ -387,10 +356,8 @@ class _Step:
 
 
 def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
-    """Return the data that a rank receives in a layer, forward and backward, in units of N x D (tokens x width).
-
-    docs/sequence_parallel.md derives the amounts of the forward pass.
-    """
+    """Return the data that a rank receives in a layer, forward and backward, in units of N x D.
+    docs/sequence_parallel.md derives the amounts."""
     here, ring = ranks, 1
     if plan.kind == AXIAL:
         return 0
@@ -423,9 +390,8 @@ def step_cost(
     Args:
         setup: a setup without "auto" settings; see ``resolve_sharding``.
         batch: samples of a micro-batch, which the ranks of a sequence or tensor group share.
-        micro_batches: number of micro-batches in a step.
         node: number of ranks of a machine.
-        sequence_types: strategies that the model and --attention allow; None for all strategies of the model.
+        sequence_types: strategies that the model and --attention allow; None for all of the model.
         graph: True if forward and backward are replayed as a CUDA graph.
 
     Raises:
@@ -455,11 +421,8 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Return the cost of a step of a pipeline, given the cost of its slowest rank.
-
-    This adds the rank's idle time at the first and last micro-batches (the bubble, Narayanan et al. 2021) and the
-    transfer of tokens between stages.
-    """
+    """Add to the cost of a pipeline's slowest rank its idle time (the bubble, Narayanan et al. 2021) and the transfer
+    of tokens between stages."""
     ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
     computing = slowest.total - slowest.work["update"]
     bubble = (ranks - 1) / chunks * computing / setup.micro_batches
@@ -474,7 +437,7 @@ def _pipelined(
 
 
 def tokens_per_second(config: DiTConfig, setup: Setup, batch: int, micro_batches: int, seconds: float) -> float:
-    """Return the number of tokens that one rank processes per second, for a step of ``seconds``; 0 if unknown."""
+    """Return how many tokens one rank processes per second, for a step of ``seconds``; 0 if unknown."""
     sharing = setup.sequence_parallel * setup.tensor_parallel * setup.pipeline_parallel
     if not math.isfinite(seconds) or seconds <= 0:
         return 0.0

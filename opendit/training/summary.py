@@ -63,9 +63,9 @@ CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB"
 def dry_run(flags: TrainConfig) -> None:
     """Print parameters, tokens, FLOPs, GPU memory and steps of a run on the number of GPUs that --dry_run gives.
 
-    Without a number, plan for torchrun's number of processes, or for the number of ranks that share a sequence. A
-    missing data set is reported and replaced by random latents of the same kind. Flags that the run would refuse end
-    the program with one line and exit code 2, as in the run.
+    Without a number, plan for torchrun's processes, or for the ranks that share a sequence. A missing data set is
+    reported and replaced by random latents. Flags that the run would refuse end the program with one line and exit code
+    2.
     """
     try:
         _dry_run(flags)
@@ -139,13 +139,13 @@ def _dry_run(flags: TrainConfig) -> None:
 
 
 def work(flop: float) -> str:
-    """Format a number of FLOPs: 711.7e9 -> "711.7 GFLOP"."""
+    """Format FLOPs: 711.7e9 -> "711.7 GFLOP"."""
     power = max(2, min(6, int(math.log10(flop)) // 3))
     return f"{flop / 1000**power:,.1f} {' kMGTPE'[power]}FLOP"
 
 
 def describe_recipe(flags: TrainConfig) -> str:
-    """Return the recipe's name, and the recipe's flags that the command line changes."""
+    """Return the recipe's name, and its flags that the command line changes."""
     assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
@@ -160,7 +160,7 @@ def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
 
 
 def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> tuple[str, int | None]:
-    """Return a description of the run's steps, and the number of the last step if it is known."""
+    """Return a description of the run's steps, and the last step if it is known."""
     if dataset is None:
         ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
         return f"{ends}; {flags.epochs:,} epochs of data that can't be found", flags.max_steps
@@ -176,12 +176,8 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
-    """Return the report's rows about sequence parallelism, and about the time, communication and hours that the cost
-    model predicts.
-
-    Args:
-        last: number of the last step, if it is known.
-    """
+    """Return the report's rows on sequence parallelism, and on the time, communication and hours up to the step
+    ``last``."""
     size = flags.sequence_parallel_size
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
@@ -243,7 +239,6 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
 
 
 def budget(cost: StepCost) -> str:
-    """Describe the bytes that a rank receives in a step, for each kind of communication."""
 
     def words(kind: str, traffic: Traffic) -> str:
         alone, exposed = 1e3 * traffic.seconds, 1e3 * traffic.exposed
@@ -253,8 +248,8 @@ def budget(cost: StepCost) -> str:
 
 
 def announce_memory(run: Run) -> None:
-    """Print the estimated memory of a step. If the GPU has less, also print the cheapest change that makes the step
-    fit. Call before building the model."""
+    """Print the estimated memory of a step, and the cheapest change that makes it fit. Call before building the
+    model."""
     if not run.mesh.is_main:
         return
     config, batch = run.model_config, run.samples_at_once
@@ -267,7 +262,7 @@ def announce_memory(run: Run) -> None:
 
 
 def announce(run: Run, failures: WriteFailures) -> None:
-    """Write config.json, and print a summary of the run's settings and of the implementations that it uses."""
+    """Write config.json, and print the run's settings and the implementations that it uses."""
     if not run.mesh.is_main:
         return
     with failures.survive("config.json"):
@@ -316,7 +311,6 @@ def announce(run: Run, failures: WriteFailures) -> None:
 
 
 def _blocks(run: Run) -> str:
-    """Describe the precision of frozen blocks, and how many blocks are in host memory; empty if there is neither."""
     flags, engine, found = run.flags, run.engine, []
     if engine.stored or engine.streamed:
         kind = flags.base_precision if engine.stored else flags.mixed_precision
@@ -329,7 +323,6 @@ def _blocks(run: Run) -> str:
 
 
 def _optimizer(engine: Engine) -> str:
-    """Describe the optimizer, and the number of weights that Muon updates, if any."""
     if engine.muon is None:
         return engine.optimizer_name
     weights = sum(math.prod(engine.shapes[name]) for name in engine.muon.names) / 1e6
@@ -375,7 +368,7 @@ def summarise(run: Run) -> None:
 
 
 def what_next(run: Run, step: int, newest: Path | None) -> str | None:
-    """Return a command that resumes the run or samples from its newest checkpoint; None without a checkpoint."""
+    """Return a command that resumes the run or samples from its newest checkpoint, or None."""
     if newest is None:
         return None
     if step < run.last_step:
@@ -401,7 +394,6 @@ def what_next(run: Run, step: int, newest: Path | None) -> str | None:
 
 
 def quote(path: str | Path) -> str:
-    """Quote a path so that a shell reads it as one word."""
     return shlex.quote(str(path))
 
 

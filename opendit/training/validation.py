@@ -38,17 +38,14 @@ SHARE_OF_SAMPLES = 0.015
 
 
 def steps_between(run: Run) -> int:
-    """Return the number of steps between validations; the total number of steps if the run validates only at its
-    end."""
+    """Return the steps between validations; all steps if the run validates only at its end."""
     flags = run.flags
     return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or run.last_step
 
 
 def number_of_losses(run: Run) -> int:
-    """Return the number of losses to average: --validate_samples, or a number that costs little compared to training.
-
-    The number is smaller for pipelines, because during validation all ranks of a pipeline except one are idle.
-    """
+    """Return --validate_samples, or a number of losses that costs little compared to training, fewer for pipelines,
+    where all ranks except one are idle."""
     if run.flags.validate_samples is not None:
         return run.flags.validate_samples
     trained_on = steps_between(run) * run.schedule.global_batch
@@ -56,17 +53,16 @@ def number_of_losses(run: Run) -> int:
 
 
 class FixedSamples:
-    """Assignment of a data set row, a time and a micro-batch to each of ``count`` losses.
+    """Assignment of a row, a time and a micro-batch to each of ``count`` losses.
 
-    The row of loss i is drawn once for the whole run; every row is drawn equally often. The noise of loss i is keyed by
-    (``SEED``, i). The times are a stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in
-    training, and every k from 0 to count - 1 occurs once.
+    Every row is drawn equally often. (``SEED``, i) keys the noise of loss i. The times are a stratified sample: loss i
+    has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to count - 1 occurs once.
 
     Attributes:
-        quantiles: (count,) float64 in (0, 1); element i belongs to loss i.
+        quantiles: (count,) float64 in (0, 1).
         micro_batches: for each micro-batch, the indices of its ``size`` losses, whose samples have one shape.
-        new: for each micro-batch, the number of its leading losses that are in no earlier micro-batch. The last
-            micro-batch of a shape is filled up with repeated losses, so that all micro-batches have ``size`` losses.
+        new: for each micro-batch, how many of its first losses are in no earlier one. Repeated losses fill the last
+        micro-batch of a shape.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -84,7 +80,6 @@ class FixedSamples:
             self.new += [min(size, len(numbers) - first) for first in range(0, len(numbers), size)]
 
     def keys(self, number: int) -> list[SampleKey]:
-        """Return the keys of the samples of micro-batch ``number``."""
         return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]
 
 
@@ -95,10 +90,7 @@ MOST = 20  # upper end of the heat map's scale, in % above a noise level's lowes
 class LossHistory:
     """Validations of a run, oldest first. A loss that was not finite is None.
 
-    Attributes:
-        noise: sigma of each noise level, in ascending order.
-        steps, losses: step and mean loss of each validation.
-        by_noise: for each validation, the mean loss at each noise level.
+    ``noise``: sigma of each noise level, ascending. ``by_noise``: for each validation, the mean loss at each level.
     """
 
     noise: list[float]
@@ -108,7 +100,7 @@ class LossHistory:
 
     @classmethod
     def read(cls, log: Path, noise: list[float]) -> "LossHistory":
-        """Read from log.jsonl the validations that have the noise levels ``noise``. Skip unreadable lines. Raises
+        """Read from log.jsonl the validations with the noise levels ``noise``. Skip unreadable lines. Raises
         OSError."""
         history = cls(noise)
         for line in log.read_bytes().splitlines() if log.is_file() else []:
@@ -119,7 +111,7 @@ class LossHistory:
         return history
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the log if it contains a validation that has the noise levels ``self.noise``."""
+        """Add a line of the log if it has a validation with these noise levels."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
             self.steps.append(step)
@@ -127,8 +119,7 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the step of the lowest loss if the last ``RISING`` losses came after it in ascending order; else
-        None."""
+        """Return the step of the lowest loss if the last ``RISING`` losses rose since then; else None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]
@@ -137,11 +128,10 @@ class LossHistory:
 
 
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
-    """Write a PNG with three plots over the steps of training. Raises OSError.
+    """Write a PNG with plots over the steps of the mean loss, and the loss at each noise level. Raises OSError.
 
-    The plots show the mean loss, the loss at each noise level, and a heat map. For each level, the heat map shows how
-    far the loss lies above the lowest loss at this level. The heat map reveals where the model still learns and where
-    it begins to memorise its training samples.
+    A heat map shows how far each level's loss lies above its lowest: where the model still learns, and where it begins
+    to memorise its training samples.
     """
     import numpy as np
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure in memory and needs a display
@@ -179,7 +169,6 @@ def _colours(count: int) -> list[Any]:
 
 
 def _edges(steps: list[int]) -> list[float]:
-    """Return the edges of a heat map's columns. Each column contains one step."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
     middle = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]
@@ -194,11 +183,8 @@ class FixedBatch(NamedTuple):
 
     Attributes:
         numbers: (B,) indices of the losses.
-        new: number of leading losses that count; 0 if this rank computes the micro-batch only because other ranks
-            compute one.
-        x0: (B, C, ...) float32 latents.
-        condition: condition of the B samples.
-        given: mask and latents of first frames for an image-to-video model; None for other models.
+        new: number of leading losses that count; 0 if only other ranks have a micro-batch.
+        given: mask and latents of first frames for an image-to-video model.
     """
 
     numbers: Tensor
@@ -211,9 +197,9 @@ class FixedBatch(NamedTuple):
 class Validation:
     """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
-    For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: every
-    micro-batch is computed by one rank, and the losses are summed in the order of their indices. The constructor reads
-    and encodes the samples; their latents then stay in host memory. Construct and call on every rank.
+    For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: one rank
+    computes each micro-batch, and the losses are summed in order. The constructor reads and encodes the samples; their
+    latents stay in host memory. Construct and call on every rank.
     """
 
     def __init__(self, run: Run):
@@ -242,10 +228,8 @@ class Validation:
             )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """Read and encode the micro-batches with the indices ``turns``.
-
-        For an index beyond the last micro-batch, use a copy of the first micro-batch, whose losses don't count.
-        """
+        """Read and encode the micro-batches with the indices ``turns``; beyond the last, the first, whose losses don't
+        count."""
         run, flags, device = self._run, self._run.flags, self._run.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = run.latents_of(dataset, SEED)
@@ -290,11 +274,8 @@ class Validation:
         return MicroBatch.of(x0, t, noise, condition, given, self._run.model_config.given_in_place)
 
     def after(self, step: int) -> dict[str, Any]:
-        """Validate after ``step``; return the fields for the step's line in the log. Collective.
-
-        The fields are the mean loss, the mean loss at each noise level, sigma of each noise level, and the seconds that
-        the validation took. A mean that is not finite is None.
-        """
+        """Validate after ``step``; return the fields for the step's line in the log. Collective. A mean that is not
+        finite is None."""
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()
@@ -329,14 +310,13 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Return sigma (noise over signal) at the middle of each of ``LEVELS`` intervals of the training times that have
-    equal probability."""
+    """Return sigma (noise over signal) in the middle of each of ``LEVELS`` intervals of the training times of equal
+    probability."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()
 
 
 def _mean(losses: list[float]) -> float | None:
-    """Return the mean of the losses; None if it is not finite. The sum is exact, so it does not depend on the order of
-    the losses."""
+    """Return the mean, or None if it is not finite. The sum is exact, so the order does not matter."""
     return math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
