@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when
 from benchmarks.faults.lab import differing, newest_step
 from benchmarks.faults.processes import Program, Programs, Starter, free_port
 from benchmarks.results import append
-from opendit.checkpoint.files import damage
 from opendit.checkpoint.run_folders import newest_checkpoint
+from opendit.checkpoint.tensor_set import damage
 
 WORLD = 2
 RUN = "000-DiT-Ti-2"

@@ -40,9 +40,8 @@ from opendit.data import build_dataset
 from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.loader import build_schedule
-from opendit.data.order.packs import SAMPLED, PackSchedule
-from opendit.data.order.schedule import WINDOW, BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
-from opendit.data.order.sequences import RowsByKey
+from opendit.data.order import WINDOW, BatchSchedule, BlendSchedule, BucketSchedule, RowsByKey, SourceRows
+from opendit.data.packs import SAMPLED, PackSchedule
 from opendit.data.row_arrays import FOLDER
 from opendit.data.shaped import Lengths, ShapedDataset, TokenSize, shape_media, shape_table
 from opendit.data.shards.index import ROW, empty_header, index_of, write_index

@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks.bench_train import SEED, engine_step, measure
 from benchmarks.results import add_flags, record
 from opendit.config.components import SpeedFlags
-from opendit.data.order.packs import PackSchedule
+from opendit.data.packs import PackSchedule
 from opendit.diffusion.objectives import DDPMObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels

@@ -19,8 +19,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports when this file is run as a script
 
 from benchmarks import results
-from opendit.data.order.packs import PackSchedule, work_of
-from opendit.data.order.schedule import BatchSchedule
+from opendit.data.order import BatchSchedule
+from opendit.data.packs import PackSchedule, work_of
 
 WIDTH = 1152  # of DiT-XL; attention takes as long as the linear layers at 6 x WIDTH tokens
 SAMPLES = 100_000

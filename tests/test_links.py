@@ -17,20 +17,18 @@ import torch
 import preprocess
 import sample
 import train
-from opendit.checkpoint.files import write_manifest
-from opendit.checkpoint.lock import FolderLock, lock_folder
 from opendit.checkpoint.run_folders import WRITTEN as WRITTEN_RUN
-from opendit.checkpoint.run_folders import point_to, step_folder
+from opendit.checkpoint.run_folders import FolderLock, lock_folder, point_to, step_folder
 from opendit.checkpoint.save import incomplete, prune, put_in_place, tidy
-from opendit.checkpoint.tensor_set import write_weights
+from opendit.checkpoint.tensor_set import write_manifest, write_weights
 from opendit.common.safe_files import LinkRefused, RecordFile, WriteFailures, make_folder
 from opendit.common.tensor_files import write_file, write_tensors
 from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo
+from opendit.data.latents import CachedSample, write_shard
 from opendit.data.latents_index import index_locked
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.row_arrays import kept_file
-from opendit.data.shards.latents import CachedSample, write_shard
 from opendit.data.shards.program import index_tars, make_shards
 from opendit.data.shards.store import FileCache
 from opendit.encoders.pictures import save_animation, save_contact_sheet, save_grid
@@ -285,26 +283,6 @@ def test_a_lock_that_is_a_hard_link_out_of_the_folder(tmp_path, outside):
     with FolderLock(tmp_path, "--load", "wait") as lock:
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == PID and lock.note is None
     os.utime(outside / "file", ns=(10**18, 10**18))
-
-
-@pytest.mark.parametrize("future", [False, True])
-def test_the_file_of_a_locks_removal(future, tmp_path, outside, monkeypatch):
-    """It keeps nobody waiting for ever, whatever its time is; a link is refused."""
-    from opendit.checkpoint import lock as locking
-
-    def none(*_):
-        raise OSError(95, "not supported")
-
-    monkeypatch.setattr(locking.fcntl, "flock", none)
-    monkeypatch.setattr(locking, "EMPTY_S", 0.01)
-    (tmp_path / ".lock").write_text("")
-    (tmp_path / ".lock.removal").symlink_to(outside / "nothing")
-    with pytest.raises(LinkRefused, match="lock.removal is a symbolic link"):
-        FolderLock(tmp_path, "--load", "wait")
-    (tmp_path / ".lock.removal").unlink()
-    (tmp_path / ".lock.removal").touch()
-    os.utime(tmp_path / ".lock.removal", (2**33, 2**33) if future else (1, 1))
-    FolderLock(tmp_path, "--load", "wait").release()
 
 
 def test_a_cache_with_links_keeps_nothing(tmp_path, outside, monkeypatch, capsys):

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.faults.lab import RUN, Lab, add, differing, fault
-from opendit.checkpoint.files import write_manifest
 from opendit.checkpoint.run_folders import MANIFEST
+from opendit.checkpoint.tensor_set import write_manifest
 
 MODEL, AVERAGE, MOMENTS, STATE = "model.safetensors", "ema.safetensors", "optimizer_000.safetensors", "state.json"
 

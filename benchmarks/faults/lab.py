@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from benchmarks.faults import GROUPS
 from benchmarks.faults.processes import Program, Programs, Starter, TimedOut, free_port, living_in
-from opendit.checkpoint.files import damage
 from opendit.checkpoint.run_folders import newest_checkpoint
+from opendit.checkpoint.tensor_set import damage
 
 STEPS, HALF = 40, 12  # steps of an undisturbed run, and of a prepared run
 RUN = "000-DiT-Ti-2"

@@ -1,12 +1,28 @@
-"""Exponential moving averages of the fp32 master weights, with the same shards as the master weights."""
+"""Averages of the fp32 master weights: exponential ones, and power-function averages with any width after training.
+
+Power averages are those of T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models"
+(EDM2), arXiv 2312.02696, sec. 3 and appendix C. The average after t updates is a weighted mean of the weights after
+each update i <= t, with factors proportional to i^exponent. The factors as a function of i are the average's profile.
+The standard deviation of this distribution over i is a constant fraction of t; this fraction is the ``width``
+(sigma_rel).
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opendit.checkpoint.power_averages import exponent_of
+from opendit.checkpoint.pretrained import METADATA_KEY, find_weights, read_weights
+from opendit.checkpoint.run_folders import AVERAGES, CHECKPOINTS, step_folder
+from opendit.checkpoint.tensor_set import AVERAGE_SET, STATE, kinds_of, read_state, write_weights
+from opendit.common.safe_files import make_folder
+from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
 # With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP. A run that
@@ -25,7 +41,7 @@ class EMA:
         engine: the engine with the masters. The averages start as copies of the masters.
         decays: the decay of each average. The first average is the one to sample from.
         warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
-        power: True if ``decays`` are the widths of power averages instead (opendit/checkpoint/power_averages.py).
+        power: True if ``decays`` are the widths of power averages instead (opendit/checkpoint/ema.py).
 
     Attributes:
         snapshots: with power averages, the steps of the checkpoints that this run has saved.
@@ -55,17 +71,12 @@ class EMA:
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of the next update, (K,) float64.
+        """Return the decays of the next update, (K,) float64. With a warm-up, the decay after n updates is min(decay, 1
+        - 10 / (n + 10)). The first update, n = 0, copies the weights, so that the average contains nothing of the
+        initial weights. The average of n updates spans about the last n / 10 updates, until 10 / (n + 10) is less than
+        1 - decay. The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
 
-        With a warm-up, the decay after n updates is min(decay, 1 - 10 / (n + 10)). The first update, n = 0, copies the
-        weights, so that the average contains nothing of the initial weights. The average of n updates spans about the
-        last n / 10 updates, until 10 / (n + 10) is less than 1 - decay.
-
-        The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
-
-        Args:
-            updates: n, 0-dim int64. Skipped steps do not count.
-        """
+        updates: n, 0-dim int64. Skipped steps do not count."""
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:
@@ -74,13 +85,10 @@ class EMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Update average += (1 - decay) * (master - average), unless the step was skipped. Call after every step.
+        """Update average += (1 - decay) * (master - average), unless the step was skipped. Call after every step. With
+        zero2 and fsdp, the optimizer's step has already made this update.
 
-        With zero2 and fsdp, the optimizer's step has already made this update.
-
-        Args:
-            finite: the field of the StepResult; False for a skipped step.
-        """
+        finite: the field of the StepResult; False for a skipped step."""
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
@@ -108,11 +116,9 @@ class EMA:
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
         """Exchange the engine's weights for one average's weights inside the context. Works with every plugin.
-        Collective.
-
-        Afterwards the engine has its own weights again, bit for bit. The average and the masters are swapped, so no
-        extra copy of the weights is needed. Don't take a training step and don't save inside the context.
-        """
+        Collective. Afterwards the engine has its own weights again, bit for bit. The average and the masters are
+        swapped, so no extra copy of the weights is needed. Don't take a training step and don't save inside the
+        context."""
         self._exchange(which)
         try:
             yield
@@ -138,8 +144,7 @@ class EMA:
         ranks that only help to gather. With tensor parallelism, ``model`` is this rank's part of the model. The
         replaced weights are kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device
         needs memory for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be
-        the training module.
-        """
+        the training module."""
         own: dict[str, Tensor] = {}
         try:
             for name, full in self.gather(which):
@@ -152,3 +157,110 @@ class EMA:
             for name, weight in own.items():
                 assert model is not None  # a rank without a model does not fill ``own``
                 model.get_parameter(name).data.copy_(weight)
+
+
+MOST_BYTES = 50 * 10**9  # maximum size of one weights file in bytes
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The profile of a power average: its width, and the number of updates so far."""
+
+    updates: int
+    width: float
+
+
+def exponent_of(width: float) -> float:
+    """Return the exponent (gamma) of the power function whose profile has the given ``width``. The exponent is the
+    largest root of EDM2's eq. 127.
+
+    width: above 0 and below 0.288, where the exponent is 0."""
+    inverse = width**-2
+    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+
+
+def correlation(one: Profile, other: Profile) -> float:
+    """Return the inner product of two profiles, a sum over all updates, in the limit of many updates (EDM2, eq.
+    149)."""
+    early, late = sorted((one, other), key=lambda profile: profile.updates)
+    a, b = exponent_of(early.width), exponent_of(late.width)
+    return (a + 1) * (b + 1) * (early.updates / late.updates) ** b / ((a + b + 1) * late.updates)
+
+
+def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
+    """Compute factors of stored averages whose weighted sum approximates the wanted average. The factors are the
+    least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to the sum 1. Return (n,) float64."""
+    matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
+    found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
+    return found / found.sum()
+
+
+class _Sum(Mapping[str, Tensor]):
+    """A mapping whose tensors are weighted sums of other mappings' tensors, computed on access."""
+
+    def __init__(self, parts: Sequence[Mapping[str, Tensor]], factors: Sequence[float]):
+        self._parts, self._factors = parts, factors
+        self.kinds = kinds_of(parts[-1])
+
+    def __getitem__(self, name: str) -> Tensor:
+        last = self._parts[-1][name]
+        if not last.is_floating_point():
+            return last
+        terms = [factor * part[name].double() for part, factor in zip(self._parts, self._factors, strict=True)]
+        return torch.stack(terms).sum(0).to(last.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts[-1])
+
+    def __len__(self) -> int:
+        return len(self._parts[-1])
+
+
+def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
+    """Return (profile, file or index) of every power average that a run has stored at the given steps."""
+    found = []
+    for step in steps:
+        folders = (step_folder(run / name, step) for name in (CHECKPOINTS, AVERAGES))
+        folder = next((folder for folder in folders if (folder / STATE).is_file()), None)
+        if folder is not None:
+            state = read_state(folder)["ema"]
+            found += [(Profile(state["updates"], width), folder / name) for name, width in state["files"].items()]
+    return [(profile, file) for profile, file in found if profile.updates > 0]
+
+
+def reconstruct(path: Path, width: float) -> Path:
+    """Reconstruct the power average with this width at a checkpoint, from all averages stored until then. The result is
+    written to the run's folder ``averages``. An existing file that is at least as new as the checkpoint is used
+    instead.
+
+    path: a run's or checkpoint's folder that ``find_weights`` accepts. Return the weights file, or the index of several
+    files. Raises ValueError if the checkpoint has no power averages, or a stored average is damaged. Raises OSError if
+    the file can't be written."""
+    stored = find_weights(path, AVERAGE_SET)
+    folder, state = stored.parent, _state(stored)
+    if (steps := state.get("snapshots")) is None:
+        raise ValueError(
+            f"--ema {width:g}: {folder} has no power averages; train with --average power:0.05,0.10, or leave it out"
+        )
+    for name, own in state["files"].items():
+        if own == width:
+            return folder / name
+    run = folder.parent.parent
+    output = run / AVERAGES / f"{AVERAGE_SET}_{width:g}_{folder.name}{WHOLE}"
+    if output.is_file() and output.stat().st_mtime >= (folder / STATE).stat().st_mtime:
+        return output
+    found = snapshots_of(run, steps)
+    factors = coefficients([profile for profile, _ in found], Profile(state["updates"], width))
+    read = [read_weights(file) for _, file in found]
+    make_folder(run / AVERAGES, root=run)
+    # The last snapshot is that of the checkpoint itself and has its configuration.
+    total = _Sum([weights.state for weights in read], factors.tolist())
+    metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
+    return write_weights(output, total, metadata, MOST_BYTES)[0]
+
+
+def _state(stored: Path) -> dict[str, Any]:
+    try:
+        return read_state(stored.parent)["ema"]
+    except ValueError:  # the weights belong to no checkpoint
+        return {}

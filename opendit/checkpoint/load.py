@@ -8,33 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.files import (
-    AVERAGE_SET,
-    MODEL_SET,
-    STATE,
-    VERSIONS,
-    AnotherVersion,
-    FileId,
-    file_id,
-    intact_before,
-    not_finite,
-    read_state,
-    verified_files,
-)
 from opendit.checkpoint.run_folders import (
     MANIFEST,
     checkpoints_in,
     named_checkpoint,
     newest_run,
-    root_of,
     run_of,
     step_of,
 )
-from opendit.checkpoint.tensor_set import ShardedTensors, TensorSet, open_set
-from opendit.common.tensor_files import open_safetensors
+from opendit.checkpoint.tensor_set import (
+    AVERAGE_SET,
+    MODEL_SET,
+    STATE,
+    VERSIONS,
+    AnotherVersion,
+    ShardedTensors,
+    TensorSet,
+    intact_before,
+    not_finite,
+    open_set,
+    read_state,
+    verified_files,
+)
 from opendit.config.names import SHARDS, WHOLE
 from opendit.data.base import DataError
 from opendit.parallel.engines import MOMENTS, Engine
@@ -55,14 +51,14 @@ class Checkpoint:
     Attributes:
         folder: the checkpoint's folder, as a path without symbolic links.
         state: the content of state.json.
-        files: name -> identity of the verified files, which are the files in the manifest.
+        files: the verified files, which are those in the manifest.
         damaged: a message for each newer checkpoint of the run that was skipped because of damage.
         run: the run's folder, if the run may be written to (see ``run_of``).
     """
 
     folder: Path
     state: dict[str, Any]
-    files: dict[str, FileId]
+    files: list[str]
     damaged: tuple[str, ...] = ()
     run: Path | None = None
 
@@ -82,32 +78,15 @@ class Checkpoint:
         return self.folder / (AVERAGE_SET + VERSIONS[self.state["version"]])
 
     def open(self, name: str) -> TensorSet:
-        """Return the tensors of one of the checkpoint's files or indices.
-
-        Raises Unloadable, now or when a tensor is read, if a file has changed after its verification.
-        """
-        self._same(self.folder / name)
-        return open_set(self.folder / name, self._open_file)
-
-    def _same(self, path: Path) -> None:
-        if path.name not in self.files or file_id(path, root_of(self.folder)) != self.files[path.name]:
-            raise Unloadable(f"--load: {path} was changed after it had been verified; start the run again")
-
-    def _open_file(self, path: Path) -> safe_open:
-        self._same(path)
-        return open_safetensors(path)
+        """Return the tensors of one of the checkpoint's files or indices."""
+        return open_set(self.folder / name)
 
 
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
     """Find and verify the checkpoint that ``--load`` names; None for ``latest`` if no run exists yet. Collective.
-
     ``latest`` or a run's folder names the newest intact checkpoint of the run. A checkpoint's folder names this one
-    checkpoint.
-
-    Raises:
-        ValueError: no checkpoint exists, the named one is damaged, none is intact, or the checkpoint belongs to another
-            model. Raised on every rank.
-    """
+    checkpoint. Raises ValueError if no checkpoint exists, the named one is damaged, none is intact, or the checkpoint
+    belongs to another model. Raised on every rank."""
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
         raise ValueError(problem)
@@ -137,11 +116,8 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """Find the folders that --load may name.
-
-    Returns:
-        The folders in the order to try them, True if only the first may be used, and an error message or None.
-    """
+    """Find the folders that --load may name. Return the folders in the order to try them, True if only the first may be
+    used, and an error message or None."""
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -165,13 +141,9 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
     return [], True, f"--load {load}: no checkpoint there ({looked_for})"
 
 
-def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, Any], str | None, bool]:
-    """Verify this rank's part of a checkpoint.
-
-    Returns:
-        The identities of the files, the state, an error message or None, and True if earlier checkpoints of the run
-        can't be loaded either.
-    """
+def _verified(folder: Path, mesh: Mesh) -> tuple[list[str], dict[str, Any], str | None, bool]:
+    """Verify this rank's part of a checkpoint. Return the files, the state, an error message or None,
+    and True if earlier checkpoints of the run can't be loaded either."""
     try:
         files = verified_files(folder, mesh.rank, mesh.world_size)
         state = read_state(folder)
@@ -188,11 +160,11 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, An
                 tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
         other = _another_version(folder)  # checked before the manifest, which may have another form in another version
-        return {}, {}, other or str(error), other is not None
+        return [], {}, other or str(error), other is not None
     return files, state, None, False
 
 
-def _check_listed(folder: Path, names: Iterable[str], files: dict[str, FileId]) -> None:
+def _check_listed(folder: Path, names: Iterable[str], files: list[str]) -> None:
     for name in names:
         if name not in files:
             raise ValueError(f"{folder} is damaged: {MANIFEST} does not list {name!r:.80}, which is needed")
@@ -212,16 +184,11 @@ def _another_version(folder: Path) -> str | None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Load a checkpoint into the engine and the averages. Collective.
-
-    Each rank reads only verified files, and only the slices that the rank holds. The number of ranks and the plugin
-    that wrote the checkpoint do not matter. An average whose decay is not in the checkpoint starts from the
-    checkpoint's first average.
-
-    Raises:
-        Unloadable: the checkpoint does not hold the tensors that the engine needs. Raised on every rank.
-        FloatingPointError: a stored tensor is not finite. Raised on every rank.
-    """
+    """Load a checkpoint into the engine and the averages. Collective. Each rank reads only verified files, and only the
+    slices that the rank holds. The number of ranks and the plugin that wrote the checkpoint do not matter. An average
+    whose decay is not in the checkpoint starts from the checkpoint's first average. Raises Unloadable if the checkpoint
+    does not hold the tensors that the engine needs. Raised on every rank. Raises FloatingPointError if a stored tensor
+    is not finite. Raised on every rank."""
     state = checkpoint.state
     with contextlib.ExitStack() as stack:
 
@@ -286,9 +253,7 @@ def _load(
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
     """Map prefix + name to (set, name in the set) for every tensor of ``files``, a list of (prefix, set of tensors).
-
-    Raises Unloadable unless each name in ``shapes`` is found exactly once, with this shape.
-    """
+    Raises Unloadable unless each name in ``shapes`` is found exactly once, with this shape."""
     folder, found = checkpoint.folder, {}
     for prefix, file in files:
         for name in file:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.foreign import PublishedFolder
 from opendit.checkpoint.matched import Pair
-from opendit.checkpoint.published import PublishedFolder
 from opendit.common.utils import shown
 from opendit.models.dit import DiT
 from opendit.models.families.base import Family
@@ -70,9 +70,7 @@ class PlacedLowRank:
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
         """Return the part of the product in a range of rows (dim 0) or columns (dim 1); None if there is no overlap.
-
-        The result's row or column is relative to ``start``. A factor that is not cut stays the same object.
-        """
+        The result's row or column is relative to ``start``. A factor that is not cut stays the same object."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -114,15 +112,10 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Join products: return A (rank, columns) and B (rows, rank) whose product B A is the sum of the given products.
-
+    """Return A (rank, columns) and B (rows, rank) whose product B A is the sum of the given products for one weight.
     Products with the same A share the rows of the resulting A.
 
-    Args:
-        products: products for one weight.
-        shape: shape of the weight.
-        scaled: True to multiply B by the scales; False to ignore the scales.
-    """
+    shape: shape of the weight. scaled: True to multiply B by the scales; False to ignore the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
     for product in products:
@@ -138,16 +131,9 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 
 class Merged(Mapping[str, Tensor]):
-    """Base weights with LoRA products added, and with fully trained layers replaced.
-
-    A weight is computed on access. The products of all LoRAs are added in fp32, then the sum is cast to the base's
-    dtype.
-
-    Args:
-        base: base weights by OpenDiT's names.
-        products: products by the same names.
-        full: fully trained weights by the same names, which replace the base's weights.
-    """
+    """Base weights with LoRA products added, and with the fully trained weights ``full`` in place of the base's. All
+    are by OpenDiT's names. A weight is computed on access: the products of all LoRAs are added in fp32, then the sum is
+    cast to the base's dtype."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
         self._base, self._products, self._full = base, products, full
@@ -184,9 +170,7 @@ class Merged(Mapping[str, Tensor]):
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
         """Merge the LoRAs into a model with the base's weights, one weight at a time on the model's device.
 
-        Args:
-            layout: for a model that holds parts of its weights, the layout of these parts.
-        """
+        layout: for a model that holds parts of its weights, the layout of these parts."""
         for name, parameter in model.named_parameters():
             if name in self._products:
                 shape = tuple(parameter.shape) if layout is None else tuple(layout.shapes[name])
@@ -205,9 +189,7 @@ class Merged(Mapping[str, Tensor]):
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
     """Return the products in a checkpoint of a run with --lora, by OpenDiT's names, and the weights trained in full.
 
-    Args:
-        weight: factor for the products.
-    """
+    weight: factor for the products."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
@@ -225,9 +207,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
     """Map each layer in the authors' names to the published layers whose rows it concatenates.
 
-    Args:
-        shapes: shapes of the published weights.
-    """
+    shapes: shapes of the published weights."""
     found = {}
     for pattern, parts in family.original.items():
         for number in count():
@@ -257,21 +237,18 @@ def of_file(
     weight: float = 1.0,
     notes: list[str] | None = None,
 ) -> Products:
-    """Return the products of a LoRA file for a public model, by OpenDiT's names.
-
-    The file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without alphas in the file, alpha comes
-    from the metadata or equals the rank.
+    """Return the products of a LoRA file for a public model, by OpenDiT's names. The file may use the names of
+    diffusers, peft, ComfyUI or kohya's trainers. Without alphas in the file, alpha comes from the metadata or equals
+    the rank.
 
     Args:
         opened: the model's folder.
-        state, metadata, path: tensors, metadata and path of the file.
         weight: factor for all products.
-        notes: list of messages for the user. A message is added if keys of text encoders are ignored. With None, such
-            keys are an error.
+        notes: list of messages for the user. A message is added if keys of text encoders are ignored. With None,
+            such keys are an error.
 
-    Raises:
-        ValueError: a key belongs to no layer of the model, a matrix lacks its counterpart or has the wrong shape, a
-            layer occurs twice, or the file is not a LoRA file. The message is one line.
+    Raises ValueError, with one line, if a key belongs to no layer of the model, a matrix lacks its counterpart or has
+    the wrong shape, a layer occurs twice, or the file is not a LoRA file.
     """
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}

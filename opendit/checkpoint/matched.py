@@ -16,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opendit.checkpoint.tensor_set import TORCH_DTYPES, TensorSet, kinds_of
-from opendit.common.tensor_files import DTYPES, Kinds, open_safetensors
+from opendit.common.tensor_files import DTYPES, Kinds
+from opendit.models.parameter_names import canonical_name
 from opendit.models.zoo import Shapes
-from opendit.parallel.layout import Runs, Shard, copy_overlap, overlap, runs_of
+from opendit.parallel.engines import Values
+from opendit.parallel.layout import Layout, Runs, Shard, copy_overlap, overlap, runs_of
 
 Names = tuple[str, ...]
 Pair = tuple[Names, Names, int]  # (names in one set, names in the other, dimension of concatenation for both)
@@ -63,10 +65,8 @@ class _Place:
 class Reading:
     """A shard that has not been read yet.
 
-    Attributes:
-        shape: shape of the shard.
-        dtype: the stored dtype. If the stored tensors have different dtypes, their promoted dtype.
-    """
+    shape: shape of the shard. dtype: the stored dtype. If the stored tensors have different dtypes, their promoted
+    dtype."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -106,14 +106,11 @@ class MatchedTensors(TensorSet):
     Args:
         source: the other set, mapped or in memory.
         pairs: (names in this set, names in ``source``, dimension).
-        shapes: shapes of the tensors of this set.
-        dtypes: dtypes of the tensors of this set, as safetensors spells them; by default those of the source.
-        path: path for messages.
+        shapes, dtypes: those of this set's tensors; dtypes are by default those of the source.
         constants: names of source tensors that this set does not use; or, as a mapping, tensors to add to this set.
 
-    Raises:
-        ValueError: a tensor is missing in ``shapes`` or in the source, is matched by no pair or by two pairs, or does
-            not fit. The message is one line.
+    Raises ValueError, with one line, if a tensor is missing in ``shapes`` or in the source, is matched by no pair or by
+    two pairs, or does not fit.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class MatchedTensors(TensorSet):
         dtypes: Mapping[str, str] | None = None,
         constants: Mapping[str, Tensor] | tuple[str, ...] = (),
     ):
-        super().__init__(path, open_safetensors)
+        super().__init__(path)
         self._source = source
         self._kinds: Kinds = {name: kind for name, kind in kinds_of(source).items() if name not in constants}
         self._added: Mapping[str, Tensor] = constants if isinstance(constants, Mapping) else {}
@@ -186,10 +183,8 @@ class MatchedTensors(TensorSet):
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor, or only a shard of the tensor, in the stored dtype or in ``dtype``.
-
-        The result may be a view of the file.
-        """
+        """Return a tensor, or only a shard of the tensor, in the stored dtype or in ``dtype``. The result may be a view
+        of the file."""
         reading = self.reading(name, shard)
         full = reading.view()
         if full is None:
@@ -228,11 +223,8 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if a tensor can be reshaped from one shape to the other.
-
-    Examples are a convolution's weight and the equivalent matrix for flattened patches, and shapes that differ only in
-    dimensions of size 1.
-    """
+    """Return True if a tensor can be reshaped from one shape to the other. Examples are a convolution's weight and the
+    equivalent matrix for flattened patches, and shapes that differ only in dimensions of size 1."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]
@@ -247,3 +239,97 @@ def _join(names: Names, shapes: Shapes, dim: int) -> tuple[int, ...] | None:
     if len(rest) > 1 or any(len(shapes[name]) != len(first) for name in names):
         return None
     return (*first[:dim], sum(shapes[name][dim] for name in names), *first[dim + 1 :])
+
+
+BUFFER_BYTES, BUFFERS = 32 << 20, 4  # size and number of the page-locked buffers
+
+
+class DeviceReader:
+    """A ``Values`` callable that copies shards to a device's memory in their stored dtype, so that the device can cast
+    them. On the CPU, a result may be a view of the file.
+
+    Shards are read in pieces. All threads of torch copy a piece from the mapped file into a page-locked buffer. The
+    buffer is then copied to the device while the next piece is read. A rank therefore needs only BUFFERS * BUFFER_BYTES
+    of host memory.
+
+    otherwise: returns the values of parameters that ``tensors`` does not have, such as LoRA parameters."""
+
+    def __init__(
+        self,
+        tensors: MatchedTensors,
+        device: torch.device | str,
+        otherwise: Values | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+    ):
+        self._tensors, self._device, self._otherwise = tensors, torch.device(device), otherwise
+        self._bytes, self._turn = buffer_bytes, 0
+        self._buffers: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []  # recorded after the copy from each buffer to the device
+
+    def __call__(self, name: str, shard: Shard) -> Tensor:
+        """Return a shard of the parameter with this name, (shard.shape). Raises ValueError, OSError."""
+        name = canonical_name(name)
+        if name not in self._tensors.shapes and self._otherwise is not None:
+            return self._otherwise(name, shard)
+        if self._device.type == "cpu":
+            return self._tensors.read(name, shard)
+        return self.copied(name, shard)
+
+    def copied(self, name: str, shard: Shard) -> Tensor:
+        """Read a shard through the buffers, piece by piece, and return it in new memory of the device."""
+        reading = self._tensors.reading(name, shard)
+        values = torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
+        flat, most = values.view(-1), max(1, self._bytes // reading.dtype.itemsize)
+        for start in range(0, reading.numel, most):
+            piece = flat[start : start + most]
+            i, buffer = self._next()
+            buffer = buffer[: piece.numel() * reading.dtype.itemsize].view(reading.dtype)
+            reading.copy_to(buffer, start)
+            piece.copy_(buffer, non_blocking=True)
+            if self._copied:
+                self._copied[i].record(torch.cuda.current_stream(self._device))
+        return values
+
+    def _next(self) -> tuple[int, Tensor]:
+        """Return the next buffer and its number, after waiting for the copy of its previous content to the device."""
+        gpu = self._device.type == "cuda"
+        if not self._buffers:
+            size = max(self._bytes, 16)
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(BUFFERS)]
+            self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if gpu else []
+        i = self._turn = (self._turn + 1) % BUFFERS
+        if self._copied:
+            self._copied[i].synchronize()
+        return i, self._buffers[i]
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module,
+    tensors: MatchedTensors,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    layout: Layout | None = None,
+) -> None:
+    """Set a model's parameters, or this rank's part of each parameter. A parameter on the meta device gets memory on
+    ``device`` in ``dtype``, by default the dtype in the file. Other parameters keep their memory and dtype. Buffers do
+    not change.
+
+    layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
+    ValueError if names or shapes differ; the message is one line with the first difference."""
+    parameters = {canonical_name(name): (name, tensor) for name, tensor in model.named_parameters()}
+    if layout is None:
+        check_matched(list(parameters), tensors.shapes, f"{tensors.path}: of the model's weights")
+    reader = DeviceReader(tensors, device)
+    for key, (name, tensor) in parameters.items():
+        shard = Shard(tensors.shapes[key], ()) if layout is None else layout.local(key)
+        if shard.shape != tuple(tensor.shape):
+            raise ValueError(f"{tensors.path}: {key} has the shape {shard.shape}, the model's {tuple(tensor.shape)}")
+        values = reader(key, shard)
+        if not tensor.is_meta:
+            tensor.copy_(values)
+            continue
+        # On the CPU, always copy: ``values`` may be a view of the file, which another program could change.
+        made = values.to(dtype or values.dtype, copy=values.device.type == "cpu")
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(made, tensor.requires_grad))

@@ -13,14 +13,31 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.checkpoint.files import damage, intact_before, not_finite
-from opendit.checkpoint.fill import fill
-from opendit.checkpoint.foreign import infer_config, read_pickled, read_pipeline
+from opendit.checkpoint.foreign import (
+    TRANSFORMER,
+    expert_of,
+    infer_config,
+    is_published,
+    open_published,
+    read_pickled,
+    read_pipeline,
+    read_published,
+)
 from opendit.checkpoint.lora import Merged, Products, of_file, of_run
-from opendit.checkpoint.matched import MatchedTensors
-from opendit.checkpoint.published import TRANSFORMER, expert_of, is_published, open_published, read_published
+from opendit.checkpoint.matched import MatchedTensors, fill
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
-from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, compare, files_of, is_set, open_set
+from opendit.checkpoint.tensor_set import (
+    TensorSet,
+    check_shapes,
+    check_size,
+    compare,
+    damage,
+    files_of,
+    intact_before,
+    is_set,
+    not_finite,
+    open_set,
+)
 from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.names import PARTS, SHARDS, WHOLE
@@ -47,17 +64,13 @@ ROUNDING = 1e-6  # tolerance for differences of fp32 tables, because other libra
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """Find the weights at a path.
+    """Find the weights at a path. The path is a file, a folder with weights, a checkpoint's folder, a run's folder
+    (from which the newest checkpoint is used), or a folder of diffusers' DiTPipeline. The result is a .safetensors or
+    .pt file, the index of several files, or the pipeline's model_index.json. If a checkpoint has lost its weights file,
+    the missing file's path is returned, and :func:`read_weights` reports the loss.
 
-    The path is a file, a folder with weights, a checkpoint's folder, a run's folder (from which the newest checkpoint
-    is used), or a folder of diffusers' DiTPipeline. The result is a .safetensors or .pt file, the index of several
-    files, or the pipeline's model_index.json. If a checkpoint has lost its weights file, the missing file's path is
-    returned, and :func:`read_weights` reports the loss.
-
-    Raises:
-        FileNotFoundError: the path has no weights; the message lists what was looked for.
-        ValueError: the path is a link ``latest`` or ``best`` that does not lead to a checkpoint in the same folder.
-    """
+    Raises FileNotFoundError if the path has no weights; the message lists what was looked for. Raises ValueError if the
+    path is a link ``latest`` or ``best`` that does not lead to a checkpoint in the same folder."""
     path = named_checkpoint(Path(path))
     if path.is_file():
         return path
@@ -99,39 +112,29 @@ def _elsewhere(folder: Path) -> str | None:
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """Return the file or index of the checkpoint's weights ``which``, such as "ema".
-
-    If neither exists, return the path that should exist: the index if the folder has shards, else the file.
-    """
+    """Return the file or index of the checkpoint's weights ``which``, such as "ema". If neither exists, return the path
+    that should exist: the index if the folder has shards, else the file."""
     names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
     missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
     return folder / next((name for name in names if (folder / name).is_file()), which + missing)
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """Read the weights at a path that :func:`find_weights` accepts.
+    """Read the weights at a path that :func:`find_weights` accepts. For a run's folder with ``notes``, read the newest
+    intact checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this
+    function; they divide the verification and get the same result.
 
-    Args:
-        path: a path of weights. For a run's folder with ``notes``, the newest intact checkpoint is read.
-        which: the set of weights of a checkpoint.
-        notes: list of messages for the user. A message is added if a newer checkpoint is damaged.
-        mesh: the ranks, which must all call this function. They divide the verification and get the same result.
-
-    Raises:
-        FileNotFoundError, ValueError: the weights are missing, damaged or unreadable, or no checkpoint is intact.
-            Raised on every rank.
-    """
+    Raises FileNotFoundError or ValueError, on every rank, if the weights are missing, damaged or unreadable, or if no
+    checkpoint is intact."""
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
 
 def use_newest(
     path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
 ) -> T:
-    """Return ``use(weights)`` for the weights that :func:`read_newest` finds.
-
-    ``use`` runs while a thread verifies the weights. If a checkpoint is damaged, the result or error of ``use`` is
-    discarded, and ``use`` is called for the next older checkpoint.
-    """
+    """Return ``use(weights)`` for the weights that :func:`read_newest` finds. ``use`` runs while a thread verifies the
+    weights. If a checkpoint is damaged, the result or error of ``use`` is discarded, and ``use`` is called for the next
+    older checkpoint."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -149,10 +152,8 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read the metadata of an OpenDiT weights file and check them (opendit.checkpoint.schema); {} for other files.
-
-    The weights are not read. Raises ValueError with one line that names the file and the field.
-    """
+    """Read the metadata of an OpenDiT weights file and check them (opendit.checkpoint.schema); {} for other files. The
+    weights are not read. Raises ValueError with one line that names the file and the field."""
     if folder := folder_of(path):
         return read_published(folder).info
     if not is_set(path):
@@ -169,10 +170,8 @@ def _info(tensors: TensorSet) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> DiTConfig | None:
-    """Read the configuration in an OpenDiT weights file; None for other files and for damaged ones.
-
-    The weights are not read. :func:`read_weights` reports the damage of a file.
-    """
+    """Read the configuration in an OpenDiT weights file; None for other files and for damaged ones. The weights are not
+    read. :func:`read_weights` reports the damage of a file."""
     try:
         return Weights({}, path, read_info(path)).config
     except (ValueError, KeyError, TypeError):
@@ -180,18 +179,13 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
-    """Read the weights of a file or an index, and verify them if they belong to a checkpoint.
+    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. The names and shapes in
+    the header must match the model that the metadata describes. Tensors stay in the file until they are used. Code in a
+    file is never run (opendit.checkpoint.foreign).
 
-    The names and shapes in the header must match the model that the metadata describes. Tensors stay in the file until
-    they are used. Code in a file is never run (opendit.checkpoint.foreign).
-
-    Args:
-        group: the ranks, which must all call this function and divide the verification.
-
-    Raises:
-        ValueError: the file is damaged or unreadable, does not match the model of its metadata, has no state dict, or
-            has weights that are not finite. Raised on every rank.
-    """
+    group: the ranks, which must all call this function and divide the verification. Raises ValueError if the file is
+    damaged or unreadable, does not match the model of its metadata, has no state dict, or has weights that are not
+    finite. Raised on every rank."""
     return _use_intact(path, group or ControlGroup(ALONE), lambda weights: weights)
 
 
@@ -210,10 +204,8 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
-    """Return (None, ``use(weights)``), or (description of how the weights differ from their manifest, None).
-
-    A thread computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to
-    a GPU.
+    """Return (None, ``use(weights)``), or (description of how the weights differ from their manifest, None). A thread
+    computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to a GPU.
     """
     made, error, mesh = None, None, group.mesh
     checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
@@ -233,10 +225,8 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damage(path: Path, group: ControlGroup) -> str | None:
-    """Describe how weights differ from the manifest in their folder; None if they are equal or have no manifest.
-
-    The result is the same on every rank.
-    """
+    """Describe how weights differ from the manifest in their folder; None if they are equal or have no manifest. The
+    result is the same on every rank."""
     return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
 
 
@@ -311,25 +301,16 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """Initial values for any shard of any parameter when training starts from pretrained weights.
-
-    The values of a parameter have one of three sources: a tensor of the file (only the shard is read), a small tensor
-    that the adaptation computed, or a random initialization.
-
-    Args:
-        start: the adaptation, which selects the source for each parameter.
-        state: the file's tensors.
-        initial: returns the random initialization of a shard, given the parameter's canonical name.
-    """
+    """Initial values for any shard of any parameter when training starts from pretrained weights. A value is that of a
+    tensor of the file (only the shard is read), of a small tensor that the adaptation ``start`` computed, or of
+    ``initial``, the random initialization."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
         """Return a shard of a parameter, (shard.shape) fp32 in host memory. The result may be a view of the file.
-
-        Raises ValueError or OSError if the file has changed since it was opened.
-        """
+        Raises ValueError or OSError if the file has changed since it was opened."""
         name = canonical_name(name)
         if name in self._stored:
             return read_shard(self._state, self._stored[name], shard).float()
@@ -354,17 +335,12 @@ def load_state(
     dtype: torch.dtype = torch.float32,
     layout: Layout | None = None,
 ) -> None:
-    """Load weights into a model, whose names and shapes must be exactly those of the weights.
+    """Load weights into a model, whose names and shapes must be exactly those of the weights. A parameter on the meta
+    device gets memory on ``device``, in ``dtype``. Buffers are fixed tables. The file must have the buffers, but the
+    model keeps its computed values (see ``DiTConfig.tables``).
 
-    A parameter on the meta device gets memory on ``device``, in ``dtype``. Buffers are fixed tables. The file must have
-    the buffers, but the model keeps its computed values (see ``DiTConfig.tables``).
-
-    Args:
-        layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read.
-
-    Raises:
-        ValueError: names or shapes differ; the message names the first differences.
-    """
+    layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
+    ValueError if names or shapes differ; the message names the first differences."""
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
@@ -398,25 +374,21 @@ def load_pretrained(
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
     """Build a model and load its weights, from an OpenDiT checkpoint or from Meta's .pt file and the model's ``name``.
-
     A checkpoint of a run with --lora is merged into the weights of its base.
 
     Args:
         path: a path that :func:`find_weights` accepts.
         name: the model's name; needed if the file does not have it.
         which: the set of weights of a checkpoint.
-        lora: checkpoints of runs with --lora to merge into the weights of ``path``, each with a weight. The first one
-            sets the classes, the size and the objective. For a public model, LoRA files of other programs also work.
+        lora: checkpoints of runs with --lora to merge into the weights of ``path``, each with a weight. The first
+            one sets the classes, the size and the objective. For a public model, LoRA files of other programs also
+            work.
         num_classes: number of classes, for a file that does not have it (see :func:`infer_config`).
         notes: list of messages for the user, from :func:`read_newest` and about tables in the files that are not used.
-        device: device of the model, for ``DiT.place``.
-        dtype: dtype of the weights.
         stage: returns the context manager for a named stage of the work.
-        mesh: the ranks. With tensor parallelism, the model gets this rank's part of each layer
-            (opendit.parallel.tensor).
+        mesh: the ranks. With tensor parallelism, the model gets this rank's part of each layer.
 
-    Raises:
-        FileNotFoundError, ValueError: the weights are missing, unreadable, or belong to another model.
+    Raises FileNotFoundError or ValueError if the weights are missing, unreadable, or belong to another model.
     """
     says_itself = (
         f"--num_classes {num_classes}: {lora[0][0] if lora else path} says itself what it draws; leave the flag out"
@@ -495,13 +467,9 @@ def _with_lora(
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``base`` and merge weighted LoRAs of runs and of files.
-
-    The other arguments are those of :func:`load_pretrained`.
-
-    Returns:
-        The model, and the weights of the first LoRA run, or ``base`` if all LoRAs are files.
-    """
+    """Build the model of ``base`` and merge weighted LoRAs of runs and of files. The other arguments are those of
+    :func:`load_pretrained`. Return the model, and the weights of the first LoRA run, or ``base`` if all LoRAs are
+    files."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}

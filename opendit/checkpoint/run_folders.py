@@ -1,21 +1,40 @@
-"""Find and create the folders of runs, OUTPUTS/NNN-MODEL, and find the checkpoints in these folders.
+"""Find, create and lock the folders of runs, OUTPUTS/NNN-MODEL, and find the checkpoints in these folders.
 
 The numbers NNN go from 000 to 999 and then on from 1000. A run's folder ``checkpoints`` holds:
 
-- ``step_0000100`` and so on, the checkpoints (opendit/checkpoint/files.py lists their files),
+- ``step_0000100`` and so on, the checkpoints (opendit/checkpoint/tensor_set.py lists their files),
 - ``latest``, a symbolic link to the newest checkpoint, or a file with the checkpoint's name,
 - ``best``, a link or file of the same kind for the checkpoint with the best value of a figure.
 """
 
 import contextlib
+import errno
+import fcntl
 import fnmatch
 import itertools
+import json
+import logging
 import os
 import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from opendit.common.json_file import read_bounded
-from opendit.common.safe_files import link_to, remove, rename, write_whole
+from opendit.common.safe_files import (
+    LinkRefused,
+    link_to,
+    open_to_write,
+    refuse_links,
+    remove,
+    rename,
+    touch,
+    write_whole,
+)
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
@@ -47,9 +66,7 @@ _NAME = re.compile(r"([0-9]{3,})-(.+)", re.DOTALL | re.ASCII)
 def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
     """Return the folders of runs in ``outputs``, in the order of their numbers.
 
-    Args:
-        model: an fnmatch pattern for the part MODEL of the folders' names.
-    """
+    model: an fnmatch pattern for the part MODEL of the folders' names."""
     with contextlib.suppress(OSError):
         found = [(path, _NAME.fullmatch(path.name)) for path in Path(outputs).iterdir()]
         runs = [(int(name[1]), path) for path, name in found if name and fnmatch.fnmatchcase(name[2], model)]
@@ -58,11 +75,8 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number.
-
-    Runs that start at the same moment get different numbers, even if their models differ. Call on one rank. Raises
-    OSError.
-    """
+    """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number. Runs that start at the same
+    moment get different numbers, even if their models differ. Call on one rank. Raises OSError."""
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
@@ -113,12 +127,10 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them.
-
-    The checkpoint that ``latest`` names comes first. Earlier checkpoints follow, the newest first. Checkpoints of later
+    """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them. The
+    checkpoint that ``latest`` names comes first. Earlier checkpoints follow, the newest first. Checkpoints of later
     steps, which exist if the run was resumed at an earlier step, come last. Without ``latest``, the checkpoint with the
-    highest step is the newest.
-    """
+    highest step is the newest."""
     folder = run / CHECKPOINTS
     try:
         names = os.listdir(folder)
@@ -143,12 +155,9 @@ def checkpoints_in(run: Path) -> list[Path]:
 
 
 def named_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a run's ``latest`` or ``best`` names. Return any other folder unchanged.
-
-    ``latest`` and ``best`` are symbolic links, or files that contain a name. A link is never followed; its target is
-    read as a name. Raises ValueError, with one line, if the name is not ``step_*``, the name of a folder in the same
-    folder.
-    """
+    """Return the checkpoint that a run's ``latest`` or ``best`` names. Return any other folder unchanged. ``latest``
+    and ``best`` are symbolic links, or files that contain a name. A link is never followed; its target is read as a
+    name. Raises ValueError, with one line, if the name is not ``step_*``, the name of a folder in the same folder."""
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
@@ -169,10 +178,7 @@ def named_checkpoint(folder: Path) -> Path:
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
     """Return the newest run folder that has a checkpoint, or None.
 
-    Args:
-        model: search only the runs of this model.
-        video: without a model, search only the runs of models for clips.
-    """
+    model: search only the runs of this model. video: without a model, search only the runs of models for clips."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
     return next((run for run in runs if checkpoints_in(run)), None)
@@ -189,12 +195,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 def low_noise_of(path: str | Path) -> Path | None:
     """Return the checkpoint of the low-noise network that was saved with a checkpoint of the high-noise one.
 
-    Args:
-        path: the folder of a run, for its newest checkpoint, or the folder of a checkpoint or a file in it.
-
-    Returns:
-        A path that may not exist; None if the run does not train both networks (``--expert both``).
-    """
+    path: the folder of a run, for its newest checkpoint, or the folder of a checkpoint or a file in it. Return a path
+    that may not exist; None if the run does not train both networks (``--expert both``)."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):
@@ -206,10 +208,8 @@ def low_noise_of(path: str | Path) -> Path | None:
 
 def point_to(latest: Path, final: Path) -> None:
     """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name where links are impossible.
-
     If ``latest`` is a folder, as in a copy of a run without links, that folder is renamed. Raises OSError if neither a
-    link nor a file can be created. In this case ``latest`` is removed, so that an outdated link is never used.
-    """
+    link nor a file can be created. In this case ``latest`` is removed, so that an outdated link is never used."""
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
         if latest.is_dir() and not latest.is_symlink():
@@ -232,11 +232,9 @@ def point_to(latest: Path, final: Path) -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that the files of a checkpoint must lie in.
-
-    This is the run's folder, or the checkpoint's own folder if it belongs to no run. If ``checkpoints`` is a link out
-    of the run, which a user may create to store checkpoints on another disk, it is the target of this link.
-    """
+    """Return the folder that the files of a checkpoint must lie in. This is the run's folder, or the checkpoint's own
+    folder if it belongs to no run. If ``checkpoints`` is a link out of the run, which a user may create to store
+    checkpoints on another disk, it is the target of this link."""
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -245,11 +243,8 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the folder of a checkpoint's run if the run may be written to.
-
-    Returns None if the checkpoint belongs to no run, or if ``checkpoints`` is a link, because the target of a link is
-    only read.
-    """
+    """Return the folder of a checkpoint's run if the run may be written to. Returns None if the checkpoint belongs to
+    no run, or if ``checkpoints`` is a link, because the target of a link is only read."""
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
     return folder.parent.parent.resolve() if own else None
@@ -259,3 +254,218 @@ def _in_run(folder: Path) -> Path:
     """Return a checkpoint's absolute path. Links are resolved, unless the parent folder is called ``checkpoints``."""
     folder = Path(os.path.abspath(folder))
     return folder if folder.parent.name == CHECKPOINTS else folder.resolve()
+
+
+if TYPE_CHECKING:
+    from opendit.parallel.mesh import Mesh  # only for type checkers, because it imports torch
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+# seconds between two updates of the lock file's time stamp, which show other machines that the owner is alive
+HEARTBEAT_S = 10.0
+PATIENCE_S = 45.0  # seconds without a new time stamp after which another machine's lock is taken over
+EMPTY_S = 2.0  # maximum wait in seconds for an owner to write its name into a new lock
+
+_held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
+
+
+class Locked(ValueError):
+    """Raised if another process writes to the folder. The message names the process ID and the machine."""
+
+
+class FolderLock:
+    """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
+
+    The file ``.lock`` in the folder names the owner. On the owner's machine, flock shows whether the owner is alive.
+    For other machines, and on file systems without flock, the owner touches the file regularly. A lock that is no
+    longer touched is taken over. The attribute ``note`` is a message for the user about taking the lock; usually None.
+
+    flag: the flag that named the folder, for messages. fix: advice for the user. Raises Locked if another process holds
+    the lock. Raises LinkRefused if the lock file is a symbolic link."""
+
+    def __init__(self, folder: Path, flag: str, fix: str):
+        self.folder, self.path, self.flag, self.fix = folder, folder / LOCK, flag, fix
+        self.note: str | None = None
+        self._file: int | None = None
+        self._released = threading.Event()
+        try:
+            while not self._take():
+                pass
+        except LinkRefused:
+            raise
+        except OSError as error:  # a full or read-only disk is reported, and does not end a run
+            self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
+            return
+        _held.add(self)
+        threading.Thread(target=_touch, args=(self.path, self._released), name="lock", daemon=True).start()
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Release the lock. A second call has no effect."""
+        file, self._file = self._file, None
+        self._released.set()
+        if file is None:
+            return
+        with contextlib.suppress(OSError):
+            if _is(file, self.path):
+                remove(self.path)
+        os.close(file)
+
+    def _take(self) -> bool:
+        """Try to take the lock. Return False if the lock file changed meanwhile and the caller must try again."""
+        try:
+            file, made = open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
+        except FileExistsError:
+            try:
+                file, made = open_to_write(self.path, os.O_RDWR), False
+            except FileNotFoundError:
+                return False
+        try:
+            flocked = self._flock(file)
+            if not _is(file, self.path):  # another process released or replaced the lock after the open
+                return False
+            if not made:
+                self.note = self._gone(_owner(file, wait=not flocked), file, flocked)
+                if not flocked or os.fstat(file).st_nlink > 1:  # never write to a hard-linked file
+                    if _is(file, self.path):
+                        remove(self.path)
+                    return False
+            os.ftruncate(file, 0)
+            # an error of a full disk is ignored: the lock stays empty, but flock holds it
+            with contextlib.suppress(*[OSError] * flocked):
+                owner = {"host": socket.gethostname(), "boot": boot(), "pid": os.getpid()}
+                os.pwrite(file, json.dumps({**owner, "inode": os.fstat(file).st_ino}).encode(), 0)
+            self._file, file = file, None
+            return True
+        finally:
+            if file is not None:
+                os.close(file)
+
+    def _flock(self, file: int) -> bool:
+        """Lock the file; return False if the file system has no locks. Raises Locked if another process holds it."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise self._locked(_owner(file, wait=True)) from None
+            return False
+        return True
+
+    def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
+        """Return a message about an owner that has ended and left its lock. Raises Locked if the owner is alive."""
+        if not owner:
+            return None  # the owner was killed before it wrote its name
+        who = _name(owner)
+        if flocked and owner.get("boot") == boot():
+            return f"{self.folder} was locked by {who}, which is gone: taken over"
+        touched = os.fstat(file).st_mtime_ns
+        logger.info(
+            "%s is locked by %s; waiting up to %.0f s to see whether it is still there", self.folder, who, PATIENCE_S
+        )
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            time.sleep(min(1.0, PATIENCE_S / 10))
+            # opening a file makes NFS refresh the file's attributes
+            with contextlib.suppress(FileNotFoundError), open(self.path) as again:
+                if os.fstat(again.fileno()).st_mtime_ns != touched:
+                    raise self._locked(owner)
+        return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
+
+    def _locked(self, owner: dict[str, Any]) -> Locked:
+        remove = "" if owner.get("boot") == boot() else f"; if that process is gone, delete {self.path}"
+        return Locked(f"{self.flag}: {self.folder} is in use: {_name(owner)} writes to it; {self.fix}{remove}")
+
+
+def lock_folder(
+    folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
+) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
+    """Take a :class:`FolderLock` for all ranks of a job. Rank 0 holds the lock. Call on every rank.
+
+    written: names that the job will write in the folder. None of these may be a symbolic link. Return a context manager
+    that releases the lock, and messages for the user. Raises Locked or LinkRefused on every rank."""
+    lock, problem = None, None
+    if mesh.is_main:
+        try:
+            refuse_links(folder, [LOCK, *written], flag)
+            lock = FolderLock(folder, flag, fix)
+        except (Locked, LinkRefused) as error:
+            problem = error
+    problem = mesh.broadcast_object(problem)
+    if problem:
+        raise problem
+    if lock is None:
+        return contextlib.nullcontext(), []
+    return lock, [lock.note] if lock.note else []
+
+
+def _touch(path: Path, released: threading.Event) -> None:
+    while not released.wait(HEARTBEAT_S):
+        with contextlib.suppress(OSError):
+            touch(path)
+
+
+def _is(file: int, path: Path) -> bool:
+    """Return True if ``path`` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _owner(file: int, wait: bool) -> dict[str, Any]:
+    """Read the owner from a lock file; {} without an owner. ``wait`` gives a new owner time to write its name."""
+    end = time.monotonic() + (EMPTY_S if wait else 0)
+    while True:
+        with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything
+            owner = json.loads(os.pread(file, 4096, 0))
+            if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
+                # A lock that was copied along with its folder does not lock the copy.
+                return owner if owner.get("inode") == os.fstat(file).st_ino else {}
+        if time.monotonic() >= end:
+            return {}
+        time.sleep(0.05)
+
+
+def _name(owner: dict[str, Any]) -> str:
+    return f"process {owner['pid']} on {owner.get('host')}" if owner else "another process"
+
+
+def boot() -> str:
+    """Return an identifier of this machine's current boot, equal in all containers on the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in ticks since boot; 0 if it has ended or is a zombie, None if unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0 if Path("/proc/self/stat").exists() else None
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _leave_to_parent() -> None:
+    """Close the lock files in a forked child, such as a data loader's worker. Only the owner process may keep a lock
+    alive."""
+    for lock in list(_held):
+        file, lock._file = lock._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

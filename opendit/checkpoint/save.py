@@ -30,31 +30,21 @@ import torch
 from torch import Tensor
 
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.files import (
+from opendit.checkpoint.pretrained import METADATA_KEY
+from opendit.checkpoint.run_folders import AVERAGES, BEST_LINK, LATEST, MANIFEST, point_to, step_folder, step_of
+from opendit.checkpoint.tensor_set import (
     AVERAGE_SET,
     MODEL_SET,
     STATE,
-    average_sets,
-    not_finite,
-    read_state,
-    write_manifest,
-)
-from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.checkpoint.run_folders import (
-    AVERAGES,
-    BEST_LINK,
-    LATEST,
-    MANIFEST,
-    point_to,
-    step_folder,
-    step_of,
-)
-from opendit.checkpoint.tensor_set import (
     ShardedTensor,
     ShardIndex,
+    average_sets,
     index_text,
+    not_finite,
+    read_state,
     shard_file,
     shard_metadata,
+    write_manifest,
 )
 from opendit.common.safe_files import WriteFailures, make_folder, move_into, remove, remove_tree, rename, sync_folder
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
@@ -140,14 +130,11 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """Map each (set, parameter) to the rank that writes it, so that all ranks write about the same amount.
+    """Map each (set, parameter) to the rank that writes it, so that all ranks write about the same amount. One rank
+    writes a whole set of weights, because the set is one file. The moments (set ``OPTIMIZER``) are assigned parameter
+    by parameter, the largest first, to the rank with the least to write.
 
-    One rank writes a whole set of weights, because the set is one file. The moments (set ``OPTIMIZER``) are assigned
-    parameter by parameter, the largest first, to the rank with the least to write.
-
-    Args:
-        sizes: number of elements of each parameter.
-    """
+    sizes: number of elements of each parameter."""
     load, owner = [0] * ranks, {}
 
     def give(keys: list[tuple[str, str]], size: int) -> None:
@@ -165,10 +152,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
     """Return the bytes of all save buffers on the host whose ranks need the most.
 
-    Args:
-        sizes: number of elements of each parameter.
-        averages: number of saved averages.
-    """
+    sizes: number of elements of each parameter. averages: number of saved averages."""
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
     for (which, name), rank in share_out(sizes, weight_sets, ranks).items():
@@ -179,9 +163,7 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 class WholeTensorFiles:
     """Copy and write one rank's files of a checkpoint of whole tensors.
 
-    Attributes:
-        version: the version in state.json.
-        averages: the file of each average. The first average is the one to sample from.
+    version: the version in state.json. averages: the file of each average. The first average is the one to sample from.
     """
 
     version = 2
@@ -227,10 +209,8 @@ class WholeTensorFiles:
 
 
 def written_part(layout: Layout, name: str) -> Shard:
-    """Return the part of a parameter that this rank writes.
-
-    If no other rank holds the same shard, the part is the whole shard. Ranks with equal shards divide it evenly.
-    """
+    """Return the part of a parameter that this rank writes. If no other rank holds the same shard, the part is the
+    whole shard. Ranks with equal shards divide it evenly."""
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
@@ -243,16 +223,9 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 class ShardFiles:
     """Copy and write the files that one rank contributes to a sharded checkpoint.
 
-    Args:
-        channel: used once, so that every rank learns what the others hold and write.
-
-    Attributes:
-        version: the version in state.json.
-        averages: the index file of each average. The first average is the one to sample from.
-
-    Raises:
-        ValueError: the ranks together do not write every element of each parameter exactly once. Raised on every rank.
-    """
+    channel: used once, so that every rank learns what the others hold and write. version: the version in state.json.
+    averages: the index file of each average. The first average is the one to sample from. Raises ValueError if the
+    ranks together do not write every element of each parameter exactly once. Raised on every rank."""
 
     version = 3
 
@@ -344,16 +317,9 @@ def _replaced(final: Path) -> Path:
 
 
 def put_in_place(final: Path) -> OSError | None:
-    """Rename a complete checkpoint to its final name, then point ``latest`` to the checkpoint.
-
-    A complete checkpoint exists at every moment.
-
-    Returns:
-        The error if ``latest`` could not be moved, else None. The checkpoint is intact in both cases.
-
-    Raises:
-        OSError: the checkpoint could not be renamed.
-    """
+    """Rename a complete checkpoint to its final name, then point ``latest`` to the checkpoint. A complete checkpoint
+    exists at every moment. Return the error if ``latest`` could not be moved, else None. The checkpoint is intact in
+    both cases. Raises OSError if the checkpoint could not be renamed."""
     run = final.parent.parent
     if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
@@ -371,9 +337,7 @@ def put_in_place(final: Path) -> OSError | None:
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     """Remove the folders that a killed save or deletion left behind. Return the current path of checkpoint ``in_use``.
-
-    Call this function on one rank, while no save is in progress.
-    """
+    Call this function on one rank, while no save is in progress."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -392,16 +356,11 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete checkpoints no later than ``newest``. The ``keep`` newest of these and the checkpoints in ``kept`` remain.
+    """Delete checkpoints no later than ``newest``, except the ``keep`` newest of these and the checkpoints in ``kept``.
+    With ``keep`` 0 delete none. Checkpoints of later steps, which exist if the run was resumed at an earlier step,
+    remain until the run saves the same steps again.
 
-    Checkpoints of later steps exist if the run was resumed at an earlier step. These remain until the run saves the
-    same steps again.
-
-    Args:
-        keep: number of checkpoints to keep; 0 keeps all.
-        kept: checkpoints that are never deleted.
-        keep_averages: move the averages of a deleted checkpoint to the run's folder ``averages``.
-    """
+    keep_averages: move the averages of a deleted checkpoint to the run's folder ``averages``."""
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
@@ -429,15 +388,10 @@ class BestCheckpoint:
     later steps are ignored, because the run will save these steps again.
 
     Args:
-        checkpoints: the folder of the run's checkpoints. The folder may not exist yet.
         name: a key of ``BEST``.
-        of: identifier of the data that the figure was measured on. The identifier is ``fingerprint["validation"]`` of a
-            checkpoint for the held-out loss, and ``evaluation["of"]`` for all other figures.
+        of: identifier of the data that the figure was measured on. The identifier is ``fingerprint["validation"]``
+            of a checkpoint for the held-out loss, and ``evaluation["of"]`` for all other figures.
         last: the step that the run is resumed from.
-
-    Attributes:
-        folder: the best checkpoint; None if no checkpoint has this figure.
-        figure: the figure of the best checkpoint.
     """
 
     def __init__(self, checkpoints: Path, name: str, of: str, last: int):
@@ -482,22 +436,19 @@ class Checkpoints:
     at most ``CLOSING`` seconds; then the write is abandoned, and the previous checkpoint stays the newest.
 
     Args:
-        folder: the run's checkpoints/ folder.
         info: the metadata of the weights files (model, config, class names, VAE, ...).
         keep: number of checkpoints to keep; 0 keeps all.
         in_use: the checkpoint that this run was resumed from. This checkpoint is never deleted.
         sharded: True if every rank writes its own shards, False for whole tensors.
         enabled: False for a run that saves nothing, so that no host memory is allocated.
         write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
-        best: tracks the best checkpoint, which is kept in addition to the newest ones; None to keep only the newest.
-        before: the ``Checkpoints`` of the run's other network, which is saved first. A checkpoint is written only after
-            the other network's checkpoint of the same step is complete. Both are kept equally long.
+        before: the ``Checkpoints`` of the run's other network. A checkpoint is written only after the other
+            network's checkpoint of the same step is complete. Both are kept equally long.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
         newest: the last complete checkpoint of this run, on every rank.
-        stall_s: seconds for which the last save stopped training.
-        write_s: seconds that the last save took to write its files.
+        stall_s, write_s: seconds for which the last save stopped training, and seconds that writing its files took.
     """
 
     def __init__(
@@ -559,9 +510,7 @@ class Checkpoints:
     def save(self, state: dict[str, Any]) -> None:
         """Wait for the previous save, copy the tensors of the run, and start to write the checkpoint.
 
-        Args:
-            state: ``state["step"]`` and all other values that the training loop needs to resume.
-        """
+        state: ``state["step"]`` and all other values that the training loop needs to resume."""
         started = time.perf_counter()
         self.wait()
         if self._before is not None:

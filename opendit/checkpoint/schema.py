@@ -225,10 +225,8 @@ class Scaler(JsonObject):
 
 
 class Averages(JsonObject):
-    """The averages of a checkpoint, as file -> decay, or file -> width for power averages.
-
-    With power averages, ``snapshots`` lists the steps of the checkpoints that the run has saved, including this one.
-    """
+    """The averages of a checkpoint, as file -> decay, or file -> width for power averages. With power averages,
+    ``snapshots`` lists the steps of the checkpoints that the run has saved, including this one."""
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
@@ -243,7 +241,7 @@ class SavedFigures(JsonObject):
 
 
 class Packs(JsonObject):
-    """The state of opendit.data.order.packs."""
+    """The state of opendit.data.packs."""
 
     position: Count
     carry: Annotated[list[Count], FailFast()]
@@ -375,10 +373,8 @@ TRANSFORMER, PIPELINE = FileKind(TransformerConfig, 4 * MIB), FileKind(PipelineI
 
 
 def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
-    """Parse and check the metadata of a weights file, including the model's configuration and the objective.
-
-    Raises ValueError with one line that names the source.
-    """
+    """Parse and check the metadata of a weights file, including the model's configuration and the objective. Raises
+    ValueError with one line that names the source."""
     info = parse_text(text, METADATA, source)
     if "config" in info:
         checked_config(info["config"], source)
@@ -390,10 +386,8 @@ def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
 
 
 def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
-    """Return the configuration described by ``values``, which have passed the pydantic checks.
-
-    Raises ValueError, with one line that names the source, if the model can't be built or has too many tokens.
-    """
+    """Return the configuration described by ``values``, which have passed the pydantic checks. Raises ValueError, with
+    one line that names the source, if the model can't be built or has too many tokens."""
     try:
         config = config_from_dict(values)
         if config.hidden_size % config.num_heads:

@@ -1,28 +1,41 @@
-"""Read and write named tensors on disk.
+"""Read and write the files of a checkpoint: sets of named tensors, the manifest and the state.
 
-A set of tensors has one of three forms:
+    step_0000100/
+      model.safetensors        fp32 master weights and buffers, the configuration in the metadata
+      ema.safetensors          the same for the moving average; ema_DECAY.safetensors for further averages
+      optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
+      state.json               counters, loss scaler, settings of the run
+      manifest.json            size and SHA-256 of every other file
 
-- one safetensors file,
-- several safetensors files with whole tensors and an index (``*.safetensors.index.json``, as transformers and diffusers
-  write them),
-- files with shards of tensors and an index (``*.shards.json``).
+A set of tensors is one safetensors file, or several with an index (``*.safetensors.index.json``, as transformers and
+diffusers write them). A sharded checkpoint (``--checkpoint_format sharded``) has other files for each set SET (model,
+ema, ema_DECAY, exp_avg, exp_avg_sq):
 
-Files are memory-mapped, so only requested tensors are read.
-
-    model.shards.json                         the index of the set "model"
-    model-shard-00000-of-00004.safetensors    the shards of this set that rank 0 of 4 has written
+      SET.shards.json          the index: which file holds which slices of which tensor
+      SET-shard-RRRRR-of-NNNNN.safetensors  the shards that rank RRRRR of NNNNN wrote, under their tensors' names
 
 An index of shards holds the canonical shape and the dtype of each tensor, and the cuts of each of its shards by file. A
 cut is a list [dim, start, stop, start, stop, ...], which selects these ranges along dim. The dim null means the
 flattened tensor. Cuts are listed from outer to inner, and each cut applies to the result of the previous one
-(opendit/parallel/layout.py). In a file, a shard has the name of its tensor.
+(opendit/parallel/layout.py). Files are memory-mapped, so only requested tensors are read.
+
+When a checkpoint of a run with ``--average power:...`` is deleted, its averages, state.json and manifest.json are moved
+to the run's folder averages/step_0000100.
+
+Names and shapes do not depend on the plugin or the number of ranks. Masters and moments are stored in fp32. All random
+numbers are keyed by (seed, step, sample), so the step number determines data order, flips and noise. Therefore a
+resumed run continues exactly under the same plugin and world size, and up to rounding under others.
 """
 
 import contextlib
+import hashlib
 import json
 import math
+import os
+import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +44,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from opendit.checkpoint.files import file_id
-from opendit.checkpoint.run_folders import root_of
+from opendit.checkpoint.run_folders import MANIFEST, named_checkpoint, root_of, step_of
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.common.tensor_files import (
     DTYPES,
@@ -42,8 +54,10 @@ from opendit.common.tensor_files import (
     nbytes,
     open_safetensors,
     shapes_in,
+    write_file,
     write_tensors,
 )
+from opendit.common.utils import sha256_of
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.models.configuration import DiTConfig
 from opendit.models.zoo import Shapes, model_shapes
@@ -52,7 +66,6 @@ from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, r
 INDEX_VERSION = 1
 SHARD_OF = "shard_of"  # key in the metadata of a file of shards
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-Opener = Callable[[Path], safe_open]
 
 
 # ------------------------------------------------------------------------------------------ the index of shards
@@ -64,13 +77,10 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """Return the metadata of a file of shards: the set, the step, and each tensor's canonical shape and cuts.
+    """Return the metadata of a file of shards: the set, the step, and each tensor's canonical shape and cuts. An index
+    must agree with the metadata of its files.
 
-    An index must agree with the metadata of its files.
-
-    Args:
-        held: name -> (canonical shape, shard).
-    """
+    held: name -> (canonical shape, shard)."""
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
@@ -120,11 +130,8 @@ class ShardIndex:
         return total
 
     def check_cover(self) -> None:
-        """Raise ValueError unless the shards hold every element of every tensor exactly once.
-
-        The time grows with the number of elements listed in the index. So first compare the sizes of the files with
-        ``bytes_in``.
-        """
+        """Raise ValueError unless the shards hold every element of every tensor exactly once. The time grows with the
+        number of elements listed in the index. So first compare the sizes of the files with ``bytes_in``."""
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
                 raise ValueError(f"the shards of {name[:100]!r} do not hold each of its elements once")
@@ -188,8 +195,8 @@ class TensorSet(Mapping[str, Tensor]):
         metadata: the metadata of the safetensors file or of the index.
     """
 
-    def __init__(self, path: Path, open_file: Opener):
-        self.path, self._open = path, open_file
+    def __init__(self, path: Path):
+        self.path = path
         self._files: dict[str, safe_open] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -197,9 +204,7 @@ class TensorSet(Mapping[str, Tensor]):
 
     def read(self, name: str, shard: Shard | None = None) -> Tensor:
         """Return a tensor, or only a shard of the tensor, in the stored dtype. The result may be a view of the file.
-
-        Raises ValueError if a file does not agree with the index, and OSError if a file can't be read.
-        """
+        Raises ValueError if a file does not agree with the index, and OSError if a file can't be read."""
         raise NotImplementedError
 
     def file_of(self, name: str) -> Path:
@@ -246,15 +251,15 @@ class TensorSet(Mapping[str, Tensor]):
 
     def _file(self, name: str) -> safe_open:
         if name not in self._files:
-            self._files[name] = self._open(self.path.parent / name)
+            self._files[name] = open_safetensors(self.path.parent / name)
         return self._files[name]
 
 
 class WholeTensors(TensorSet):
     """Whole tensors, in one file or distributed over several files."""
 
-    def __init__(self, path: Path, open_file: Opener, place: dict[str, str]):
-        super().__init__(path, open_file)
+    def __init__(self, path: Path, place: dict[str, str]):
+        super().__init__(path)
         self._place: dict[str, str] = {}
         for name in dict.fromkeys(place.values()) or [path.name]:
             file = self._file(name)
@@ -279,8 +284,8 @@ class WholeTensors(TensorSet):
 class ShardedTensors(TensorSet):
     """Tensors in shards, which the ranks of a run have written."""
 
-    def __init__(self, path: Path, open_file: Opener, index: ShardIndex):
-        super().__init__(path, open_file)
+    def __init__(self, path: Path, index: ShardIndex):
+        super().__init__(path)
         self.index, self.metadata = index, index.metadata
         for name, tensor in index.tensors.items():
             self.shapes[name], self.dtypes[name] = tensor.shape, tensor.dtype
@@ -358,34 +363,23 @@ def _places(path: Path) -> dict[str, str]:
     return places
 
 
-def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
+def open_set(path: Path) -> TensorSet:
     """Open the tensors of a safetensors file or of an index. Files outside the folder or its run are never read.
 
-    Args:
-        open_file: opens a safetensors file. The default makes no further checks.
-
-    Raises:
-        ValueError: a file is damaged, missing or contradicts the index; the message is one line.
-        OSError: the file can't be opened.
-    """
-    open_file = open_file or open_safetensors
+    Raises ValueError if a file is damaged, missing or contradicts the index; the message is one line. Raises OSError if
+    the file can't be opened."""
     if path.name.endswith(SHARDS):
-        return ShardedTensors(path, open_file, read_index(path))
+        return ShardedTensors(path, read_index(path))
     place = _places(path)
     for name in sorted(set(place.values())):
-        file_id(path.with_name(name), root_of(path.parent))
-    return WholeTensors(path, open_file, place)
+        file_size(path.with_name(name), root_of(path.parent))
+    return WholeTensors(path, place)
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read an index, and check that its files exist, are large enough, and hold every element once.
-
-    The listed files are not opened.
-
-    Raises:
-        ValueError: a check failed; the message is one line that names the file at fault.
-        OSError: the index can't be opened.
-    """
+    """Read an index, and check that its files exist, are large enough, and hold every element once. The listed files
+    are not opened. Raises ValueError if a check failed; the message is one line that names the file at fault. Raises
+    OSError if the index can't be opened."""
     from opendit.checkpoint.schema import INDEX_FILE  # imports pydantic, so only when an index is read
     from opendit.common.json_models import read_file
 
@@ -395,7 +389,7 @@ def read_index(path: Path) -> ShardIndex:
             raise ValueError(f"it is the index of {index.tensors_are}")
         root = root_of(path.parent)
         for name, size in index.bytes_in().items():
-            there = file_id(path.with_name(name), root).size
+            there = file_size(path.with_name(name), root)
             if there < size:
                 raise ValueError(f"{path.with_name(name)} has {there:,} bytes and should hold {size:,} of tensors")
         index.check_cover()
@@ -408,10 +402,8 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
-    """Raise ValueError if the configuration describes more weights than the files hold.
-
-    A formula counts the weights, so no model is built.
-    """
+    """Raise ValueError if the configuration describes more weights than the files hold. A formula counts the weights,
+    so no model is built."""
     described, held = config.parameters(), sum(map(math.prod, shapes.values()))
     if described > held:
         raise ValueError(
@@ -446,18 +438,11 @@ def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
 
 
 def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int) -> list[Path]:
-    """Write weights as one .safetensors file, or as several with an index, as transformers and diffusers do.
-
-    If the tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, and the index
-    is STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Existing files of
-    the same name in the other form (single file, or index with files) are removed.
-
-    Returns:
-        The written files; the first is the single file or the index.
-
-    Raises:
-        OSError: a file can't be written.
-    """
+    """Write weights as one .safetensors file, or as several with an index, as transformers and diffusers do. If the
+    tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, and the index is
+    STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Existing files of the
+    same name in the other form (single file, or index with files) are removed. Return the written files; the first is
+    the single file or the index. Raises OSError if a file can't be written."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
@@ -487,11 +472,8 @@ def parts_of(output: Path) -> list[Path]:
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A tensor above ``most_bytes``
-    forms a group alone.
-
-    huggingface_hub groups tensors in the same way, but needs all tensors in memory.
-    """
+    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A tensor above ``most_bytes`` forms a
+    group alone. huggingface_hub groups tensors in the same way, but needs all tensors in memory."""
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
         if nbytes(*kind) > most_bytes:
@@ -519,3 +501,154 @@ def _remove(paths: list[Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             remove(path)
+
+
+STATE = "state.json"
+MODEL_SET, AVERAGE_SET = "model", "ema"
+VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> suffix of the file or index of a set of tensors
+
+
+def average_sets(decays: tuple[float, ...]) -> list[str]:
+    """Return the name of each average's set of tensors. Sampling uses the first average."""
+    return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
+
+
+def not_finite(tensors: dict[str, Tensor]) -> str | None:
+    """Return the name of the first of these CPU tensors that holds a NaN or an infinity; None if all are finite."""
+    return next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:  # PyTorch can't compare fp8 numbers on a CPU
+        tensor = tensor.float()
+    lowest, highest = tensor.aminmax()  # one pass without allocations; a NaN in the tensor makes both NaN
+    return math.isfinite(lowest) and math.isfinite(highest)
+
+
+def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]], *, root: Path | None = None) -> None:
+    """Write manifest.json: the size and checksum of every file, and a checksum of that list itself."""
+    content = {"version": version, "files": files, "sha256": _sha256_of(files)}
+    write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]), root=root)
+
+
+def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return name -> {"bytes", "sha256"} for every file of a checkpoint. Files that are not listed are never read.
+    Raises ValueError if the manifest itself is missing or damaged."""
+    from opendit.checkpoint.schema import MANIFEST_FILE  # imports pydantic, so only when a checkpoint is read
+    from opendit.common.json_models import read_file
+
+    path = folder / MANIFEST
+    try:
+        file_size(path, root_of(folder))
+        content = read_file(path, MANIFEST_FILE)
+        if content["sha256"] != _sha256_of(content["files"]):
+            raise ValueError("its own checksum is another")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged ({error})") from error
+    return content["files"]
+
+
+class AnotherVersion(ValueError):
+    """Raised for a checkpoint of another version of the program that this version can't read."""
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json. Raises AnotherVersion if another version of the program wrote
+    the checkpoint. Raises ValueError if the file is missing or damaged."""
+    from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # imports pydantic, so only when a checkpoint is read
+    from opendit.common.json_models import read_file
+
+    path = named_checkpoint(folder) / STATE
+    try:
+        file_size(path, root_of(folder))
+        version = read_file(path, ANY_STATE)["version"]
+        if version in VERSIONS:
+            return read_file(path, STATE_FILE)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror})") from error
+    raise AnotherVersion(
+        f"{folder} has checkpoint version {version}, this program reads {' and '.join(map(str, VERSIONS))}; resume it "
+        f"with the OpenDiT that wrote it, or start a new run from its weights with --pretrained "
+        f"{folder / (AVERAGE_SET + WHOLE)}"
+    )
+
+
+# ------------------------------------------------------------------------------------------ verifying
+
+
+def file_size(path: Path, root: Path) -> int:
+    """Return the bytes of a regular file inside ``root``. Raises ValueError, naming the file, for anything else: a
+    symbolic link that leads out of ``root``, or a FIFO or a device, because opening one could block the program."""
+    try:
+        real = path.resolve(strict=True)
+        found = os.stat(real)
+    except FileNotFoundError:
+        broken = path.is_symlink()
+        raise ValueError(f"{path} is " + ("a symbolic link to nothing" if broken else "missing")) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+        raise ValueError(f"{path} can't be read ({getattr(error, 'strerror', None) or error})") from error
+    if not real.is_relative_to(root):
+        raise ValueError(f"{path} is a symbolic link out of {root}: what it leads to is not read; copy the file there")
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    return found.st_size
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
+    """Describe the first damaged file of a checkpoint; return None if all files agree with the manifest. The arguments
+    are those of :func:`verified_files`."""
+    try:
+        verified_files(folder, part, parts, only)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
+    """Compare a checkpoint's files with its manifest, and return their names.
+
+    part, parts: divide the files into ``parts`` parts and compute only the checksums of part ``part``, so that ranks
+    can divide the reading. The sizes of all files are compared. only: the names of the files to verify; all by default.
+    Raises ValueError if a file is wrong; the message names the first one and describes the error."""
+    named_checkpoint(folder)
+    root, named = root_of(folder), str(folder)
+    if folder.is_symlink():
+        named += f" (a symbolic link to {os.readlink(folder)})"
+    if not folder.resolve().is_relative_to(root):
+        raise ValueError(f"{named} leads out of the run's folder {root} and is not read; move the files back into it")
+    if not folder.is_dir():
+        raise ValueError(f"{named} is " + ("not a folder" if folder.exists() else "missing"))
+    entries = read_manifest(folder)
+    names = sorted(entries if only is None else only)
+    for name in names:
+        path = folder / name
+        if name not in entries:
+            raise ValueError(f"{path} is not in {MANIFEST}, which lists all that was written: it is missing or strange")
+        if (size := file_size(path, root)) != entries[name]["bytes"]:
+            raise ValueError(f"{path} is damaged: {size:,} bytes, {entries[name]['bytes']:,} were written")
+    mine = names[part::parts]
+    with ThreadPoolExecutor(max_workers=4) as pool:  # threads help, because hashing releases the GIL
+        try:
+            digests = list(pool.map(sha256_of, [folder / name for name in mine]))
+        except OSError as error:
+            raise ValueError(f"{error.filename} can't be read ({error.strerror})") from error
+    for name, digest in zip(mine, digests, strict=True):
+        if digest != entries[name]["sha256"]:
+            raise ValueError(f"{folder / name} is damaged: its checksum is not the manifest's")
+    return names
+
+
+def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
+    """Return the newest earlier checkpoint of the same run for which ``problem`` returns None; None if none exists."""
+    try:
+        folder = named_checkpoint(folder).resolve()
+    except ValueError:
+        return None
+    earlier = [other for other in folder.parent.glob("step_*") if step_of(other) < step_of(folder)]
+    return next((other for other in sorted(earlier, key=step_of, reverse=True) if problem(other) is None), None)

@@ -283,8 +283,8 @@ LABELS = ("balanced", "drawn")
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of the latents in other programs' tar files
 MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
-ADDRESSES = "shards.source"  # the source that reads addresses
-ENERGON, BLENDS = "energon.source", "blend"
+ADDRESSES = "latents"  # the source that reads addresses
+ENERGON, BLENDS = "energon_source", "blend"
 TABLES = "pictures_and_clips"  # reads tables and any other folder, and is therefore tried last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
@@ -303,12 +303,12 @@ SOURCES = {
         None, "a CSV, .jsonl or .parquet of captioned media, a folder of pictures or of such media"
     ),
     "digits": SourceDescription("digits", "digits"),
-    "energon.source": SourceDescription(None, "an Energon folder or metadataset"),
+    "energon_source": SourceDescription(None, "an Energon folder or metadataset"),
     "latents": SourceDescription(None, "a folder of cached latents"),
     MOCK: SourceDescription(MOCK, "mock: random latents"),
     "python_data": SourceDescription(PYTHON, "python: what a program hands to opendit.train"),
     "blend": SourceDescription(None, "a YAML file of several sources"),
-    "shards.source": SourceDescription(None, "a folder of indexed tars"),
+    "shards.dataset": SourceDescription(None, "a folder of indexed tars"),
     "torchvision_sets": SourceDescription(None, "a torchvision data set's folder"),
 }
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from opendit.data.loader import BatchIterator as BatchIterator
     from opendit.data.loader import build_loader as build_loader
     from opendit.data.loader import build_schedule as build_schedule
-    from opendit.data.order.schedule import BatchSchedule as BatchSchedule
-    from opendit.data.order.schedule import BucketSchedule as BucketSchedule
+    from opendit.data.order import BatchSchedule as BatchSchedule
+    from opendit.data.order import BucketSchedule as BucketSchedule
     from opendit.data.pictures_and_clips import CaptionedDataset as CaptionedDataset
     from opendit.data.sources import build_dataset as build_dataset
 
@@ -33,7 +33,7 @@ __getattr__, __all__ = import_when_used(
         "opendit.data.digits": "digits_split",
         "opendit.data.latents": "LatentDataset",
         "opendit.data.loader": "Batch BatchIterator build_loader build_schedule",
-        "opendit.data.order.schedule": "BatchSchedule BucketSchedule",
+        "opendit.data.order": "BatchSchedule BucketSchedule",
         "opendit.data.sources": "build_dataset",
     },
 )

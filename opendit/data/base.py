@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from opendit.common.utils import DataError
 from opendit.data.files import Checksums, name_few, printable
-from opendit.data.order.schedule import SourceRows
+from opendit.data.order import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 

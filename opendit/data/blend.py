@@ -28,10 +28,10 @@ from opendit.data.base import (
     View,
     to_pixels,
 )
-from opendit.data.energon.prepared import is_prepared
+from opendit.data.energon import is_prepared
 from opendit.data.files import Checksums, expanded, printable
 from opendit.data.mock import MockDataset
-from opendit.data.order.schedule import SourceRows
+from opendit.data.order import SourceRows
 from opendit.data.row_arrays import kept_array, stream_of
 from opendit.data.sources import Recaptioned, Request, build_dataset
 

@@ -36,6 +36,7 @@ from opendit.common.safe_files import make_folder, replacing
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.utils import DataError, sha256_of
 from opendit.data.files import printable
+from opendit.data.latents import EMPTY, CachedSample, read_header, tar_name, write_shard
 from opendit.data.latents_index import (
     FILES_VERSION,
     FORMAT,
@@ -49,8 +50,6 @@ from opendit.data.latents_index import (
 )
 from opendit.data.processes import in_processes
 from opendit.data.shards.index import claim_output
-from opendit.data.shards.latents import CachedSample, read_header, tar_name, write_shard
-from opendit.data.text_cache import EMPTY
 
 _KEY = "opendit"  # the only metadata key of a file
 
@@ -91,10 +90,8 @@ def holds_old_latents(folder: Path) -> bool:
 
 def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers: int) -> None:
     """Pack the latents of a folder into tars in ``output``. Each tar takes whole files, up to ``shard_size`` bytes in
-    total.
-
-    Existing tars are kept, so the same command continues an interrupted conversion. Raises ValueError for an invalid
-    index and for an ``output`` with other tars; DataError for files that differ from the index."""
+    total. Existing tars are kept, so the same command continues an interrupted conversion. Raises ValueError for an
+    invalid index and for an ``output`` with other tars; DataError for files that differ from the index."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
     del index["format"], index["version"]

@@ -19,7 +19,7 @@ from opendit.data.base import (
     Size,
     View,
 )
-from opendit.data.order.sequences import permuted
+from opendit.data.order import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
 _DRAWN = 2**17  # entries of the permutation computed at once

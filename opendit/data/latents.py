@@ -1,19 +1,55 @@
-"""The data set of cached latents. For their tars see ``shards.latents``, for their index ``latents_index``."""
+"""Cached latents: their tars, and the data set that reads them. For the index.json see ``latents_index``.
 
+    latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
+      __opendit__/shard.json                the settings the tar was made with, and the files that couldn't be read
+      000000000.safetensors  000000000.txt
+      000000001.safetensors  000000001.txt
+
+A sample's number is its row in the original data set. A second member holds its caption (``.txt``) or class (``.cls``).
+The safetensors member has the tensors
+
+    moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
+    tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
+    pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
+    features (F, N, W) float16            with --repa: a vision encoder's features of the picture's N tokens
+    first_latents (F, C, t, h, w) float16 for an image-to-video model: means of the clip with all frames but the first
+                                          made grey,
+    first_tokens  (F, L, D) float16       and, if the model has an image encoder, its tokens of the first frame
+
+In tars of another program, a sample's array is in its member ``.npz``, ``.npy`` or ``.safetensors``.
+``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays.
+FORM is one of the following, where C is the number of the VAE's latent channels. The values are not yet multiplied by
+the VAE's scaling factor. A leading batch dimension of 1 is removed.
+
+    mean_std     (2C, [t,] h, w)   mean and standard deviation
+    mean_logvar  (2C, [t,] h, w)   mean and logarithm of the variance: diffusers' ``latent_dist.parameters``
+    sample       (C, [t,] h, w)    the mean, or a latent that was drawn once and is used unchanged each time
+"""
+
+import io
 import json
 import math
-from collections.abc import Sequence
+import os
+import tarfile
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from opendit.common.utils import hash_parts
+from opendit.common.json_file import MIB, open_regular, parse_json, read_bounded
+from opendit.common.json_models import parse_text
+from opendit.common.safe_files import refuse_links, remove, replacing
+from opendit.common.tensor_files import write_file, write_tensors
+from opendit.common.utils import DataError, hash_parts
 from opendit.data.base import (
     PLAIN,
     BadSample,
@@ -31,20 +67,41 @@ from opendit.data.base import (
     of_moments,
 )
 from opendit.data.files import Checksums, Ignored, files_below
-from opendit.data.latents_index import INDEX, OLD_FILES, REPAIR, VERSION, choose_index, read_indexes
+from opendit.data.latents_index import (
+    INDEX,
+    LATENTS_SIZES,
+    OLD_FILES,
+    REPAIR,
+    SHARD,
+    VERSION,
+    check_indexes,
+    choose_index,
+    read_indexes,
+)
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import kept_array
-from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.latents import open_tars, read_moments
-from opendit.data.shards.store import LocalTars, RemoteTars
+from opendit.data.shards.dataset import IndexedTar, ShardDataset, open_remote, remote_shards
+from opendit.data.shards.index import (
+    BLOCK,
+    ROW,
+    Fields,
+    TarIndex,
+    empty_header,
+    index_of,
+    member_header,
+    members,
+    scan,
+    write_index,
+)
+from opendit.data.shards.store import FileCache, LocalTars, Remote, RemoteTars, expand
 from opendit.data.sources import Request
-from opendit.data.text_cache import open_empty_caption, padded
+from opendit.encoders.published_text import PublishedText
+from opendit.encoders.text import TextEncoder
 
 
 class LatentDataset(ShardDataset):
-    """Data set of cached latents in tars.
-
-    A sample ``x`` holds the means and standard deviations of a picture (2C, h, w) or of a clip (2C, t, h, w), float32.
+    """Data set of cached latents in tars. A sample ``x`` holds the means and standard deviations of a picture (2C, h,
+    w) or of a clip (2C, t, h, w), float32.
 
     Args:
         index: index of one picture size.
@@ -58,9 +115,8 @@ class LatentDataset(ShardDataset):
         text_encoder: the encoder whose caption embeddings are cached; None if there are no embeddings.
         max_tokens: length of the padded embeddings.
 
-    Raises:
-        ValueError: the latents were made with other settings for clips, or lack the mirror images that ``random_flip``
-            requests. The message begins with ``name``.
+    Raises ValueError, which begins with ``name``, if the latents were made with other settings for clips, or lack the
+    mirror images that ``random_flip`` requests.
     """
 
     empty_captions = True  # the table that the latents were made from may have empty captions
@@ -106,9 +162,8 @@ class LatentDataset(ShardDataset):
         frame_interval: int = 1,
         fps: float | None = None,
     ) -> None:
-        """Set the fields that follow from the index, after comparing it with the settings of the run.
-
-        Raises ValueError, which begins with ``name``, if the latents don't fit the run's settings."""
+        """Set the fields that follow from the index, after comparing it with the settings of the run. Raises
+        ValueError, which begins with ``name``, if the latents don't fit the run's settings."""
         made = index.get("video")
         if use_video != (made is not None):
             what = (
@@ -118,21 +173,12 @@ class LatentDataset(ShardDataset):
             )
             raise ValueError(f"{name}: holds latents of {what}")
         for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval), ("fps", fps)):
-            if not made or (of_made := made.get(flag)) == value:
-                continue
-            if of_made is None or value is None:  # only the index or only the run has the flag
-                there, here, fix = (
-                    ("without", f"has --{flag} {value:g}", "leave it out")
-                    if of_made is None
-                    else (f"at --{flag} {of_made:g}", "does not have it", f"pass --{flag} {of_made:g}")
-                )
+            if made and (of_made := made.get(flag)) != value:
+                there, here = (f"no --{flag}" if n is None else f"--{flag} {n:g}" for n in (of_made, value))
                 raise ValueError(
-                    f"{name}: holds latents made {there}, but this run {here}; {fix} or make latents for it"
+                    f"{name}: holds latents made with {there}, but this run has {here}; give it {there}, or make "
+                    "latents for it"
                 )
-            raise ValueError(
-                f"{name}: holds latents made at --{flag} {of_made:g}, but this run has --{flag} {value:g}; pass "
-                f"--{flag} {of_made:g} or make latents for {value:g}"
-            )
         if random_flip and not index["flips"]:
             raise ValueError(f"{name}: holds no mirrored latents; make them again with --flip")
         self.index, self.vae = index, index["vae"]
@@ -156,26 +202,25 @@ class LatentDataset(ShardDataset):
         """Read a sample's tensors. Raises BadSample if they do not match the index."""
         try:
             tensors = self._read_tensors(row)
-            shape = list(tensors["moments"].shape)
-            wanted, own = [2 if self.index["flips"] else 1, *self.sample_shape], self._own_shape(row)
-            if own is not None:
-                wanted[2:] = own[1:]
-            elif len(wanted) == len(shape) == 5 and shape[2] == 1:
-                wanted[2] = 1  # pictures among clips have one frame
-            if shape != wanted:
-                raise ValueError(f"moments of shape {shape}, not {wanted}")
-            first, channels = self.index.get("first_frames"), shape[1] // 2
-            if first is not None and list(tensors["first_latents"].shape) != [shape[0], channels, *shape[2:]]:
-                raise ValueError(f"first_latents of shape {list(tensors['first_latents'].shape)}")
-            if first and list(tensors["first_tokens"].shape[::2]) != [shape[0], first]:
+            views, sides = 2 if self.index["flips"] else 1, [*self.sample_shape[1:]]
+            if (own := self._own_shape(row)) is not None:
+                sides = own[1:]
+            elif len(sides) == 3 and tensors["moments"].shape[2] == 1:
+                sides[0] = 1  # pictures among clips have one frame
+            expected = {"moments": [views, self.sample_shape[0], *sides]}
+            if (first := self.index.get("first_frames")) is not None:
+                expected["first_latents"] = [views, self.sample_shape[0] // 2, *sides]
+            if self.features is not None:
+                expected["features"] = [views, math.prod(self.features.grid), self.features.width]
+            for name, shape in expected.items():
+                if list(tensors[name].shape) != shape:
+                    raise ValueError(f"{name} of shape {list(tensors[name].shape)}, not {shape}")
+            if self.features is not None and tensors["features"].dtype != torch.half:
+                raise ValueError(f"features of {tensors['features'].dtype}, not torch.float16")
+            if first and list(tensors["first_tokens"].shape[::2]) != [views, first]:
                 raise ValueError(f"first_tokens of shape {list(tensors['first_tokens'].shape)}")
             if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
-            if self.features is not None:
-                stored = tensors["features"].shape, tensors["features"].dtype
-                right = torch.Size([wanted[0], math.prod(self.features.grid), self.features.width]), torch.half
-                if stored != right:
-                    raise ValueError(f"features of {list(stored[0])} {stored[1]}, not {list(right[0])} {right[1]}")
         except BadSample:
             raise
         except Exception as error:  # files of other programs may raise any type
@@ -331,7 +376,10 @@ class LatentDataset(ShardDataset):
         )
 
 
-def open_source(asked: Request) -> LatentDataset | None:
+def open_source(asked: Request) -> ShardDataset | None:
+    """Open a folder of cached latents, or whatever an address names."""
+    if asked.path is None:
+        return _open_address(asked)
     folder = asked.located
     if not folder.is_dir():
         return None
@@ -355,3 +403,319 @@ def open_source(asked: Request) -> LatentDataset | None:
     if next(files_below(str(folder), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"
     return latents
+
+
+def _open_address(asked: Request) -> ShardDataset:
+    remote, cache = Remote(asked.data_path), FileCache.of_environment()
+    try:
+        expand([asked.data_path])  # raises ValueError for braces that can't be expanded
+        return _open_remote_latents(asked, remote, cache) or open_remote(asked, remote, cache)
+    except (DataError, ValueError, OSError) as error:
+        raise ValueError(f"{asked.shown}: {str(error).removeprefix(f'{asked.shown}: ')}") from error
+
+
+def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> LatentDataset | None:
+    """Open cached latents in tars behind an address. Return None if their folder has no index.json.
+
+    Raises ValueError, DataError or OSError."""
+    folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
+    if indexes is None:
+        return None
+    index = choose_index(indexes, asked.shown, asked.image_size)
+    tars, _ = remote_shards([f"{folder}/{shard['file']}" for shard in index["shards"]], remote, cache)
+    for tar, shard in zip(tars, index["shards"], strict=True):
+        check_tar(tar.index, shard, tar.path)
+    headers = [(tar.path, tar.index.header) for tar in tars if len(tar)]
+    paths, checksums, sizes = zip(*[(path, header.sha256, header.tar_bytes) for path, header in headers], strict=True)
+    store, empty = RemoteTars(paths, checksums, sizes, remote, cache), None
+    if text := index.get("text"):
+        name = f"{folder}/{EMPTY}"
+        empty = read_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
+    options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
+    return LatentDataset(asked.shown, index, tars, store=store, **options)
+
+
+ABOUT = "__opendit__/shard.json"  # readers of WebDataset's tars skip names with double underscores
+SUFFIX = "safetensors"
+FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
+HEADERS = 3 * BLOCK + 512  # bytes of a sample besides its arrays: two members' headers, a class or caption, names
+SUFFIXES = ("safetensors", "npz", "npy")
+MIRRORED = "_flip"
+_USUAL = ("moments", "latents", "latent")  # preferred names of the array, if several have its shape
+_TIMES = 128  # maximum bytes of arrays for each latent value, because a small .npz can unpack to any size
+
+
+def tar_name(image_size: int, shard: int, shards: int) -> str:
+    return f"latents-{image_size}-{shard:05d}-of-{shards:05d}.tar"
+
+
+class CachedSample(NamedTuple):
+    """A sample of a tar of latents. row: the sample's row in the original data set. tensors: see the module's
+    docstring. caption: stored instead of the class ``label``, if there is one."""
+
+    row: int
+    tensors: dict[str, Tensor]
+    label: int
+    caption: str | None = None
+
+
+def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str, Any], skipped: list[str]) -> str:
+    """Write a tar and then its index, each under a temporary name first, and return the tar's SHA-256."""
+    refuse_links(path.parent, [path.name, index_of(path).name])
+    for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # left by a killed process
+        remove(left)
+    about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
+    with replacing(path, temporary=path.name + ".partial") as new:
+        sha256 = write_file(new, _blocks(about, samples))["sha256"]
+        if samples:
+            found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
+            if found[0].rows != len(samples):
+                raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
+        else:  # none of the tar's source files could be read
+            size = os.fstat(new.fileno()).st_size
+            header = empty_header(size, sha256, _plan(settings))
+            found = header, np.zeros(0, ROW), b""
+        remove(index_of(path))
+    write_index(index_of(path), *found)
+    return sha256
+
+
+def _plan(settings: dict[str, Any]) -> str:
+    return hash_parts(json.dumps(settings, sort_keys=True))
+
+
+def _blocks(about: bytes, samples: Sequence[CachedSample]) -> Iterator[bytes]:
+    """Yield the bytes of a tar, which depend on the samples alone."""
+    total = 0
+    for name, content in chain([(ABOUT, about)], _members(samples)):
+        block = member_header(name, len(content)) + content + bytes(-len(content) % BLOCK)
+        yield block
+        total += len(block)
+    yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
+
+
+def _members(samples: Sequence[CachedSample]) -> Iterator[tuple[str, bytes]]:
+    for row, tensors, label, caption in samples:
+        yield f"{row:09d}.{SUFFIX}", save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        if caption is None:
+            yield f"{row:09d}.cls", str(label).encode()
+        else:
+            yield f"{row:09d}.txt", caption.encode("utf-8", "replace")
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
+    """Return (number of samples, settings, skipped files) of a tar; None if it is not a complete tar written by
+    :func:`write_shard`."""
+    try:
+        header = TarIndex(index_of(path)).header
+        with open(open_regular(path), "rb") as file:
+            member = next(members(file), None)
+            if member is None or member.name != ABOUT or os.fstat(file.fileno()).st_size != header.tar_bytes:
+                return None
+            file.seek(member.offset_data)
+            about = parse_text(file.read(min(member.size, SHARD.most_bytes)).decode(), SHARD, path)
+    except (OSError, ValueError):
+        return None
+    return (header.rows, about["settings"], about["skipped"]) if header.plan == _plan(about["settings"]) else None
+
+
+def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
+    """Return the names of the complete tars of one picture size in a folder. Raises ValueError if one was made with
+    other settings."""
+    kept = set()
+    for path in sorted(folder.glob(f"latents-{settings['image_size']}-*.tar")):
+        header = read_header(path)
+        if header is None:
+            continue  # a damaged tar is recomputed
+        other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
+        if other:
+            changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
+            raise ValueError(
+                f"--output {folder}: holds latents of other settings ({'; '.join(changes)}); pass another folder or "
+                "empty this one"
+            )
+        kept.add(path.name)
+    return kept
+
+
+def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
+    """Open the tars of an index. Raises ValueError, which names a tar that is missing or differs from the index."""
+    tars = []
+    for shard in index["shards"]:
+        path = folder / shard["file"]
+        if not path.is_file() or not index_of(path).is_file():
+            gone = index_of(path) if path.is_file() else path
+            raise ValueError(f"{gone} is missing, or no regular file; {REPAIR}")
+        if (size := path.stat().st_size) != shard["bytes"]:
+            raise ValueError(f"{path} has {size:,} bytes instead of {shard['bytes']:,}; {REPAIR}")
+        tars.append(IndexedTar(str(path), str(path), check_tar(TarIndex(index_of(path)), shard, str(path))))
+    return tars
+
+
+def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
+    """Read the indexes of a folder behind an address; see ``read_indexes``. Raises ValueError, DataError or OSError."""
+    name = f"{address.rstrip('/')}/{INDEX}"
+    content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
+    return None if content is None else check_indexes(parse_json(content, name), name)
+
+
+def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
+    """Return ``index``. Raises ValueError if the tar differs from ``shard``, its entry in index.json."""
+    header = index.header
+    if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
+        raise ValueError(f"{index_of(name)} is of another tar than index.json means; {REPAIR}")
+    return index
+
+
+# ------------------------------------------------------------------------------------------ latents of other programs
+
+
+def arrays_of(
+    content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Return the numeric arrays in a member, by name. The array of a ``.npy`` has the name "". names: the arrays to
+    unpack; None for all. shape: shape (2C, [t,] h, w) of the latents. Raises ValueError for a ``.npz`` that unpacks to
+    far more than such latents take, and any exception for damaged bytes."""
+    if suffix == ".safetensors":
+        return load(content)
+    if suffix == ".npy":
+        return {"": torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))}
+    with zipfile.ZipFile(io.BytesIO(content)) as packed:
+        if (size := sum(member.file_size for member in packed.infolist())) > (most := _TIMES * int(np.prod(shape))):
+            raise ValueError(f"its .npz unpacks to {size:,} bytes, more than {most:,}")
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        found = {name: arrays[name] for name in arrays.files if names is None or name in names}
+    return {name: torch.from_numpy(array) for name, array in found.items() if array.dtype.kind in "fi"}
+
+
+def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the name of the array of latents, and the name of its mirror image's array if there is one. Raises
+    ValueError if no array has the shape, or several without a usual name."""
+    stored = _stored_shape(form, shape)
+    fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
+    chosen = [name for name in _USUAL if name in fits][:1] or fits
+    if len(chosen) != 1:
+        of = ", ".join(f"{name[:40] or 'a .npy'} {list(array.shape)}" for name, array in arrays.items())
+        which = "several of them fit" if fits else f"none is {list(stored)} of floating point"
+        raise ValueError(f"it has {of or 'no arrays'}, and {which}")
+    mirrored = f"{chosen[0]}{MIRRORED}"
+    return (chosen[0], mirrored) if mirrored in arrays and _fits(arrays[mirrored], stored) else (chosen[0],)
+
+
+def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Return the mean and standard deviation (F, 2C, [t,] h, w) fp32 of a sample, and of its mirror image if F is 2.
+    foreign: the index's description of these latents: ``form``, ``array`` and, with mirror images, ``mirrored``. Raises
+    ValueError for an array that is missing, of another shape or not finite, and as :func:`arrays_of`."""
+    names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
+    arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
+    views = []
+    for name in names:
+        if name not in arrays:
+            raise ValueError(f"it has no array {name!r}")
+        if not _fits(arrays[name], stored):
+            raise ValueError(f"latents of shape {list(arrays[name].shape)}, not {list(stored)}")
+        views.append(_moments(arrays[name].reshape(stored).float(), foreign["form"]))
+    found = torch.stack(views)
+    if not found.isfinite().all():
+        raise ValueError("latents that are not finite")
+    return found
+
+
+def _moments(x: Tensor, form: str) -> Tensor:
+    if form == "sample":
+        return torch.cat([x, torch.zeros_like(x)])
+    if form == "mean_logvar":
+        mean, logvar = x.chunk(2)
+        return torch.cat([mean, torch.exp(0.5 * logvar.clamp(-30, 20))])  # the limits are diffusers'
+    return x
+
+
+def _stored_shape(form: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0] // 2, *shape[1:]) if form == "sample" else shape
+
+
+def _fits(array: Tensor, shape: tuple[int, ...]) -> bool:
+    return array.is_floating_point() and tuple(array.shape) in (shape, (1, *shape))
+
+
+EMPTY, MOST_EMPTY = "empty-caption.safetensors", 256 * MIB
+AnyEncoder = TextEncoder | PublishedText
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class EmbeddingForm(NamedTuple):
+    """The format of an encoder's cached embeddings: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
+
+    width: int
+    pooled: int
+    dtype: str = "fp16"
+
+    def numbers(self, max_tokens: int) -> int:
+        """Return how many numbers the embedding of a caption of ``max_tokens`` tokens has."""
+        return max_tokens * self.width + self.pooled
+
+
+def form_of(encoder: AnyEncoder) -> EmbeddingForm:
+    """Return the format in which an encoder's embeddings are stored."""
+    if isinstance(encoder, PublishedText):
+        half = "bf16" if encoder.dtype == torch.bfloat16 else "fp16"
+        return EmbeddingForm(encoder.width, encoder.pooled_width, half)
+    return EmbeddingForm(encoder.width, encoder.width)
+
+
+def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU. The dtype is that of
+    :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L) bool and pooled (B, P).
+    Raises DataError if a number overflows the dtype."""
+    made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
+    tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
+    parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
+    for caption, (row, vector) in zip(captions, parts, strict=True):
+        if not (row.isfinite().all() and vector.isfinite().all()):
+            name = str(dtype).removeprefix("torch.")
+            raise DataError(f"the embedding of the caption {caption!r} overflows {name}; take another --text_encoder")
+    return parts
+
+
+def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
+    """Write the file ``EMPTY`` atomically, and return its SHA-256."""
+    how = {"away": True} if isinstance(encoder, PublishedText) else {}
+    tokens, pooled = embed(encoder, [""], **how)[0]
+    with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
+        return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
+
+
+def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
+    """Return the embedding of the empty string, from the bytes of its file, padded to ``max_tokens``. text: the
+    ``TextEncoding`` of the cache's index. Raises ValueError, naming the file, if the file is incomplete or its tensors
+    have other shapes."""
+    try:
+        found = load(content)
+        if found.keys() != {"tokens", "pooled"}:
+            raise ValueError(f"it holds {', '.join(found)}, not tokens and pooled")
+        tokens, pooled = found["tokens"], found["pooled"]
+        most, dtype = text["max_tokens"], DTYPES[text.get("dtype", "fp16")]
+        width = text.get("pooled", tokens.shape[-1] if tokens.dim() else 0)
+        if tokens.dim() != 2 or len(tokens) > most or pooled.shape != (width,):
+            of = f"tokens (up to {most}, D) and pooled ({text.get('pooled', 'D')},)"
+            raise ValueError(f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not {of}")
+        return padded(tokens.to(dtype), pooled.to(dtype), most)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{name} can't be read ({error}); copy it or run preprocess.py again") from error
+
+
+def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
+    """Return the embedding of the empty string from a folder. Raises ValueError like :func:`read_empty_caption`."""
+    name = f"--data_path {folder}: {EMPTY}"
+    try:
+        content = read_bounded(folder / EMPTY, MOST_EMPTY)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} can't be read ({error}); copy it or run preprocess.py again") from error
+    return read_empty_caption(content, text, name)
+
+
+def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
+    """Return an embedding with tokens (L, D) zero-padded to (max_tokens, D). The mask is True for real tokens."""
+    out = tokens.new_zeros(max_tokens, tokens.shape[1])
+    out[: len(tokens)] = tokens
+    return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)

@@ -83,11 +83,8 @@ class LatentsShard(JsonObject):
 class ShardEntry(JsonObject):
     """Entry of the index for one file of latents.
 
-    Attributes:
-        shape_key: number that identifies the shape of the file's samples, see ``Shapes.keys``.
-        latent_shape: shape of the file's latents in a cache made with --bucket_tokens. If absent, the index's
-            ``latent_shape`` holds.
-    """
+    shape_key: number that identifies the shape of the file's samples, see ``Shapes.keys``. latent_shape: shape of the
+    file's latents in a cache made with --bucket_tokens. If absent, the index's ``latent_shape`` holds."""
 
     file: FileName
     count: Count
@@ -100,10 +97,8 @@ class ShardEntry(JsonObject):
 class TextEncoding(JsonObject):
     """The encoder of the embeddings that are stored with the latents.
 
-    Attributes:
-        pooled: width of the pooled vectors, if it is not the width of the tokens.
-        dtype: dtype of the embeddings, if it is not fp16.
-    """
+    pooled: width of the pooled vectors, if it is not the width of the tokens. dtype: dtype of the embeddings, if it is
+    not fp16."""
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
@@ -222,10 +217,8 @@ def convert_advice(folder: str) -> str:
 
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
-    """Return the checked indexes in the content of an index.json, one for each picture size.
-
-    Return None if the content is no index of latents. Raises ValueError for an invalid index and for an index of
-    another version."""
+    """Return the checked indexes in the content of an index.json, one for each picture size. Return None if the content
+    is no index of latents. Raises ValueError for an invalid index and for an index of another version."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version, folder = index.get("version"), source.rpartition("/")[0]
@@ -243,9 +236,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Read and check the indexes of a folder, see :func:`check_indexes`.
-
-    Return None if the folder has none. Raises ValueError for a damaged index."""
+    """Read and check the indexes of a folder, see :func:`check_indexes`. Return None if the folder has none. Raises
+    ValueError for a damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -292,10 +284,8 @@ def index_locked(folder: Path) -> Iterator[None]:
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Remove from the index the latents that are about to be rewritten, so that nobody reads them while they change.
-
     Return the checksums of the removed shards by file name. Raises ValueError if index.json is not an index of latents,
-    or if the folder holds latents of other data.
-    """
+    or if the folder holds latents of other data."""
     with index_locked(folder):
         indexes, others = _indexes(folder, settings)
         if others:
@@ -307,10 +297,8 @@ def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> None:
-    """Add ``index`` to the folder's index file, and keep what other processes have added meanwhile.
-
-    Call this function under :func:`index_locked`. Raises ValueError as :func:`take_index` does.
-    """
+    """Add ``index`` to the folder's index file, and keep what other processes have added meanwhile. Call this function
+    under :func:`index_locked`. Raises ValueError as :func:`take_index` does."""
     write_index(folder, [*_indexes(folder, settings)[1], index])
 
 

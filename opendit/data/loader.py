@@ -43,9 +43,8 @@ from opendit.data.base import (
     to_pixels,
 )
 from opendit.data.files import Verification
-from opendit.data.order.packs import PackSchedule
-from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule
-from opendit.data.order.sequences import RowsByKey
+from opendit.data.order import BatchSchedule, BlendSchedule, BucketSchedule, RowsByKey
+from opendit.data.packs import PackSchedule
 from opendit.data.processes import (
     end_processes,
     end_with_parent,

@@ -26,10 +26,10 @@ from opendit.data.base import MediaDataset, Medium, count_colours
 from opendit.data.blend import BlendedDataset
 from opendit.data.captions import count_texts
 from opendit.data.files import name_few, printable
+from opendit.data.latents import fetch_latents_indexes
 from opendit.data.latents_index import read_indexes
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.processes import run_apart
-from opendit.data.shards.latents import fetch_latents_indexes
 from opendit.data.shards.store import Remote
 from opendit.data.sources import Recaptioned, build_dataset
 

@@ -28,25 +28,29 @@ from opendit.config.architectures import family_in, name_of_folder
 from opendit.config.parallel_sizes import find_place
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset, Size
 from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
+from opendit.data.latents import (
+    EMPTY,
+    HEADERS,
+    AnyEncoder,
+    CachedSample,
+    complete_tars,
+    embed,
+    form_of,
+    read_header,
+    tar_name,
+    write_empty_caption,
+    write_shard,
+)
 from opendit.data.latents_index import INDEX, LOCK, VERSION, index_locked, put_index, take_index
 from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.shaped import ShapedDataset, crop_media, token_size
-from opendit.data.shards.latents import HEADERS, CachedSample, complete_tars, read_header, tar_name, write_shard
 from opendit.data.sources import build_dataset
-from opendit.data.text_cache import (
-    EMPTY,
-    AnyEncoder,
-    embed,
-    form_of,
-    write_empty_caption,
-)
-from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import HUB, Codec, load_codec
 from opendit.encoders.video_vae import load_video_codec
-from opendit.encoders.vision import VisionTeacher
+from opendit.encoders.vision import PictureTokens, VisionTeacher
 from opendit.models.families import FAMILIES
 from opendit.models.given_frames import first_frames_alone
 from opendit.parallel.rendezvous import meet
@@ -61,10 +65,9 @@ class _RowReader(Dataset[Any]):
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows.
-
-        The captions are empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W),
-        or None if no row was readable."""
+        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows. The
+        captions are empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W), or
+        None if no row was readable."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
         for row in rows:
@@ -87,20 +90,16 @@ class _RowReader(Dataset[Any]):
 class FirstFrameEncoder:
     """Encodes the first frames of clips as inputs of an image-to-video model.
 
-    Args:
-        width: width of the tokens of a first frame; 0 for models without such tokens.
-        tokens: network that makes these tokens; None if ``width`` is 0.
-    """
+    width: width of the tokens of a first frame; 0 for models without such tokens. tokens: network that makes these
+    tokens; None if ``width`` is 0."""
 
     width: int
     tokens: PictureTokens | None
 
     @classmethod
     def of(cls, folder: Path, family: str, device: torch.device) -> "FirstFrameEncoder | None":
-        """Return the encoder for the model in a pipeline's folder; None if the model takes no first frames.
-
-        Raises ValueError, with one line, if a file of the folder is damaged.
-        """
+        """Return the encoder for the model in a pipeline's folder; None if the model takes no first frames. Raises
+        ValueError, with one line, if a file of the folder is damaged."""
         path = folder / "transformer/config.json"
         try:
             spec = FAMILIES[family].layout(read_json(path, MIB))
@@ -145,31 +144,25 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Write the latents of ``dataset`` to tars in ``output``. Complete tars that already exist are kept.
-
-    One folder can hold tars of the same data at several picture sizes. For the tars' format see
-    ``opendit.data.shards.latents``. With several ranks the default process group must exist.
+    """Write the latents of ``dataset`` to tars in ``output``. Complete tars that already exist are kept. One folder can
+    hold tars of the same data at several picture sizes. For the tars' format see ``opendit.data.latents``. With several
+    ranks the default process group must exist.
 
     Args:
-        dataset: with ``bucket_tokens``, a ShapedDataset.
-        codec: codec of pictures, or of clips if the data set's items are clips.
         flips: also encode the mirror image of every picture.
-        encoder: frozen text encoder, or the encoders of a public model. Without one, captions are stored as text.
+        encoder: text encoder. Without one, captions are stored as text.
         counted: statistics of the captions on rank 0, in tokens of the encoder; they are stored in the index.
-        first: encodes first frames of clips for an image-to-video model; None for other models.
+        first: encodes first frames of clips for an image-to-video model.
         shard_size: samples of a tar.
         tar_bytes: approximate bytes of a tar, instead of ``shard_size``.
-        bucket_tokens: maximum number of tokens in a sample of a ShapedDataset.
+        bucket_tokens: maximum number of tokens in a sample, if ``dataset`` is a ShapedDataset.
         teacher: vision encoder whose features of the pictures are stored, too.
         max_bad: largest tolerated fraction of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
-    Returns:
-        The index on rank 0, None on other ranks.
-
-    Raises:
-        ValueError: ``output`` holds latents that were made with other settings.
-        DataError: more than ``max_bad`` of the files can't be read, or a latent doesn't fit float16.
+    Return the index on rank 0, None on other ranks. Raises ValueError if ``output`` holds latents that were made with
+    other settings. Raises DataError if more than ``max_bad`` of the files can't be read, or a latent doesn't fit
+    float16.
     """
     output = Path(output)
     work = _Encoding(dataset, codec, encoder, image_size, flips, teacher, first)
@@ -232,9 +225,8 @@ def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: i
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """Return the rows of every shard. Rows are grouped by shape, and stay in order within a shape.
-
-    shard_size: function from the rows of one shape to the number of rows per shard."""
+    """Return the rows of every shard. Rows are grouped by shape, and stay in order within a shape. shard_size: function
+    from the rows of one shape to the number of rows per shard."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -274,9 +266,8 @@ class _Encoding:
         return self.dataset.describe().conditioning == "text"
 
     def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the shape of a latent: (C, h, w) for a picture, (C, t, h, w) for a clip.
-
-        rows: rows of one shape. Without rows, the shape is that of a square sample of ``image_size``."""
+        """Return the shape of a latent: (C, h, w) for a picture, (C, t, h, w) for a clip. rows: rows of one shape.
+        Without rows, the shape is that of a square sample of ``image_size``."""
         shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take (h, w)
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
@@ -287,9 +278,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least one.
-
-        Every caption is assumed to have the most tokens."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least one. Every caption is assumed to
+        have the most tokens."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2
@@ -447,17 +437,11 @@ def run(
     data_timeout: float = 300.0,
     **media: Any,
 ) -> dict[str, Any] | None:
-    """Run ``preprocess.py latents`` with the values of its flags.
+    """Run ``preprocess.py latents`` with the values of its flags. If torchrun started several processes, each uses one
+    GPU. Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
 
-    If torchrun started several processes, each uses one GPU.
-
-    Args:
-        patch: ([frames,] rows, columns), the model's patch. ``bucket_tokens`` counts tokens of this patch, and the
-            encoder ``repa`` computes one feature for each.
-        media: fields of ``sources.Request`` about how files are read.
-
-    Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
-    """
+    patch: ([frames,] rows, columns), the model's patch. ``bucket_tokens`` counts tokens of this patch, and the encoder
+    ``repa`` computes one feature for each. media: fields of ``sources.Request`` about how files are read."""
     place = find_place()
     rank, world_size = place.rank, place.world_size
     supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
@@ -554,20 +538,11 @@ def run(
 
 
 def _load_encoder(
-    name: str,
-    pretrained: str | None,
-    max_tokens: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: str,
+    name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype, precision: str
 ) -> AnyEncoder:
     """Load the text encoder ``name``. With ``pretrained``, load the text encoders of its model family from the folder
-    ``name``.
-
-    Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``.
-
-    precision: value of --text_precision.
-    """
+    ``name``. Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``. precision: value
+    of --text_precision."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
@@ -589,10 +564,9 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
-    """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``.
-
-    auto: dtype for ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16 and
-    bf16 would lose three bits of their mantissa."""
+    """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``. auto: dtype for
+    ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16 and bf16 would lose
+    three bits of their mantissa."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

@@ -29,7 +29,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 def leave_inherited_garbage() -> None:
     """Enable garbage collection, restricted to new objects, in a process that was started under ``collection_paused``.
-
     A forked process inherits its parent's garbage but not the parent's threads. If it collected an object that ends a
     thread, such as a process group or a store of torch.distributed, it would wait forever or crash."""
     gc.freeze()
@@ -37,11 +36,10 @@ def leave_inherited_garbage() -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process end when its parent ends, even if the parent is killed.
-
-    On Linux the kernel ends this process, even while it is stopped or stuck in a read. If Python's fork server forked
-    this process, a thread ends it. The kernel watches the thread that started this process, not the parent process. So
-    only call this function in a process that the parent's main thread started."""
+    """Make this process end when its parent ends, even if the parent is killed. On Linux the kernel ends this process,
+    even while it is stopped or stuck in a read. If Python's fork server forked this process, a thread ends it. The
+    kernel watches the thread that started this process, not the parent process. So only call this function in a process
+    that the parent's main thread started."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -54,9 +52,8 @@ def _follow(parent: BaseProcess) -> None:
 
 
 def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
-    """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end.
-
-    A process that the kernel can't end yet, for example because it waits for a dead network disk, is left running."""
+    """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end. A process that
+    the kernel can't end yet, for example because it waits for a dead network disk, is left running."""
     for process in processes:
         process.kill()
     until = time.monotonic() + patience
@@ -79,7 +76,6 @@ def _begin_process() -> None:
 
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
     """Compute ``work(job)`` for all jobs in ``count`` processes, and yield the results in the order of completion.
-
     Raises the first error of a job, after which no more jobs start. Raises DataError if a process was killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
@@ -104,12 +100,9 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
 def run_apart(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield (index, ``function(*work[index])``) for each job in ``work``, in the order of completion.
-
-    The result of a failed job is a string with the reason, so ``function`` must not return strings. If a process dies,
-    only its job is lost, whereas a multiprocessing pool would fail or wait forever.
-
-    time_limit: seconds for one job."""
+    """Yield (index, ``function(*work[index])``) for each job in ``work``, in the order of completion. The result of a
+    failed job is a string with the reason, so ``function`` must not return strings. If a process dies, only its job is
+    lost, whereas a multiprocessing pool would fail or wait forever. time_limit: seconds for one job."""
     todo = iter(range(len(work)))
     running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 

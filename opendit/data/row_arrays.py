@@ -46,11 +46,9 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
 
 
 class TextTable(Sequence[str]):
-    """An immutable list of strings in two arrays: the UTF-8 bytes, uint8, and the end of each string, int64.
-
-    If forked workers shared a million Python strings, changing reference counts would copy the strings page by page,
-    gigabytes over an epoch. Two numpy arrays stay shared.
-    """
+    """An immutable list of strings in two arrays: the UTF-8 bytes, uint8, and the end of each string, int64. If forked
+    workers shared a million Python strings, changing reference counts would copy the strings page by page, gigabytes
+    over an epoch. Two numpy arrays stay shared."""
 
     def __init__(self, text: np.ndarray, ends: np.ndarray):
         self.text, self.ends = text, ends
@@ -83,10 +81,8 @@ class TextTable(Sequence[str]):
 
 
 class Complement:
-    """The numbers from 0 to ``size`` - 1 that are not in ``without``, indexed like an ascending array.
-
-    without: ascending array of any integer dtype. The object takes twice the memory of ``without``, for any ``size``.
-    """
+    """The numbers from 0 to ``size`` - 1 that are not in ``without``, indexed like an ascending array. without:
+    ascending array of any integer dtype. The object takes twice the memory of ``without``, for any ``size``."""
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
@@ -140,11 +136,9 @@ def kept_file(
     write: Callable[[Path, Kept], object],
     make: Callable[[], Kept],
 ) -> Kept:
-    """Return the result of ``make()`` from the machine's cache. One process computes it, and all others read it.
-
-    If the cache can't be written, or the written file is damaged, the result of ``make()`` is returned directly.
-
-    name: hash of everything that determines the result. read: returns None for a missing or damaged file."""
+    """Return the result of ``make()`` from the machine's cache. One process computes it, and all others read it. If the
+    cache can't be written, or the written file is damaged, the result of ``make()`` is returned directly. name: hash of
+    everything that determines the result. read: returns None for a missing or damaged file."""
     folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
     with ExitStack() as stack:
         try:

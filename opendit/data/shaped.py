@@ -47,10 +47,8 @@ class TokenSize:
 
 
 def token_size(patch: tuple[int, ...], downscale: int = 1, temporal: int = 1) -> TokenSize:
-    """Return the size of a model's token.
-
-    patch: the model's patch, ([frames,] rows, columns), in latents. downscale: pixels per latent along a side.
-    temporal: frames per latent."""
+    """Return the size of a model's token. patch: the model's patch, ([frames,] rows, columns), in latents. downscale:
+    pixels per latent along a side. temporal: frames per latent."""
     *frames, height, width = patch
     return TokenSize(frames[0] if frames else 1, temporal, (height * downscale, width * downscale))
 
@@ -71,18 +69,12 @@ class ShapeTable:
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
-    """Return all shapes of at most ``most`` tokens.
+    """Return all shapes of at most ``most`` tokens. For each of ``LEVELS`` areas the table has aspect ratios up to
+    ``LONGEST``, at steps of a factor ``STEP``. Each occurs as a picture and as clips of ``num_frames`` frames, half as
+    many, a quarter, and so on.
 
-    For each of ``LEVELS`` areas the table has aspect ratios up to ``LONGEST``, at steps of a factor ``STEP``. Each
-    occurs as a picture and as clips of ``num_frames`` frames, half as many, a quarter, and so on.
-
-    Args:
-        num_frames: 1 for pictures only.
-        fine: include every aspect ratio that whole tokens can make, not only those at steps of ``STEP``.
-
-    Raises:
-        ValueError: the square of ``image_size`` has more than ``most`` tokens.
-    """
+    num_frames: 1 for pictures only. fine: include every aspect ratio that whole tokens can make, not only those at
+    steps of ``STEP``. Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
         raise ValueError(
             f"{most}: a picture of --image_size {image_size} has {least:,} tokens; raise it to that at least"
@@ -128,12 +120,10 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return the index of each medium's shape in ``table``, (n,) int16, or -1 if no shape is possible.
-
-    A shape is possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Among the
-    possible shapes, the largest area wins, then the most frames, then the least cropping.
-
-    sizes: (n, 3) frames, height and width. interval: distance in frames between two frames that are read."""
+    """Return the index of each medium's shape in ``table``, (n,) int16, or -1 if no shape is possible. A shape is
+    possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Among the possible
+    shapes, the largest area wins, then the most frames, then the least cropping. sizes: (n, 3) frames, height and
+    width. interval: distance in frames between two frames that are read."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):
@@ -165,9 +155,8 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """The number of tokens of every row's sample, indexed like an array but looked up by shape.
-
-    keys: (rows,) index of each row's shape; may be mapped from a file. tokens: (shapes,) tokens of each shape."""
+    """The number of tokens of every row's sample, indexed like an array but looked up by shape. keys: (rows,) index of
+    each row's shape; may be mapped from a file. tokens: (shapes,) tokens of each shape."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -207,16 +196,10 @@ _LAST = 2**62  # larger than any key
 class ShapedDataset(SomeRows):
     """The rows of ``whole`` that have a shape. Each sample is read at its shape.
 
-    Args:
-        found: array ``keys`` (n,) int16, the index of each row's shape; array ``rows`` (n,) int64, the ascending rows
-            of ``whole``, absent if all rows have a shape; and ``about["note"]``, the end of the data set's line in the
-            log.
-        sizes: (m, 3) int32, frames, height and width of each shape.
-        tokens: (m,) tokens of each shape.
-
-    Raises:
-        ValueError: no row has a shape.
-    """
+    found: array ``keys`` (n,) int16, the index of each row's shape; array ``rows`` (n,) int64, the ascending rows of
+    ``whole``, absent if all rows have a shape; and ``about["note"]``, the end of the data set's line in the log. sizes:
+    (m, 3) int32, frames, height and width of each shape. tokens: (m,) tokens of each shape. Raises ValueError if no row
+    has a shape."""
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
         rows = found.arrays["rows"] if "rows" in found.arrays else Complement(len(whole), np.zeros(0, np.int64))
@@ -256,10 +239,9 @@ def crop_media(
     max_upscale: float,
     fine: bool = False,
 ) -> ShapedDataset:
-    """Return a data set of pixels whose media are cropped to similar shapes of at most ``most`` tokens.
-
-    num_frames: frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, naming
-    ``flag`` and the fix, like ``shape_table`` and ``shape_media``."""
+    """Return a data set of pixels whose media are cropped to similar shapes of at most ``most`` tokens. num_frames:
+    frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, naming ``flag`` and
+    the fix, like ``shape_table`` and ``shape_media``."""
     try:
         table = shape_table(image_size, num_frames, token, most, fine=fine)
     except ValueError as error:
@@ -269,11 +251,10 @@ def crop_media(
 
 
 def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
-    """Return a data set of pixels at the shapes of ``table``. interval: distance between the frames of a clip.
-
-    Media that can't be read, and media smaller than every shape, are left out. The note in the log counts and names
-    them. Raises ValueError, naming ``flag`` and the fix, if no medium is left, or if more than the data set's
-    ``max_bad`` can't be read."""
+    """Return a data set of pixels at the shapes of ``table``. interval: distance between the frames of a clip. Media
+    that can't be read, and media smaller than every shape, are left out. The note in the log counts and names them.
+    Raises ValueError, naming ``flag`` and the fix, if no medium is left, or if more than the data set's ``max_bad``
+    can't be read."""
 
     def find() -> KeptArrays:
         return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
@@ -353,11 +334,10 @@ def _shapes_of_media(
 
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
-    """Return a ShapedDataset of cached latents at their stored shapes.
-
-    token: size of a token, with sides in latents instead of pixels. beside: number of the ``most`` tokens that are
-    reserved for the caption. Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for
-    latents whose sides the model's patch does not divide."""
+    """Return a ShapedDataset of cached latents at their stored shapes. token: size of a token, with sides in latents
+    instead of pixels. beside: number of the ``most`` tokens that are reserved for the caption. Raises ValueError,
+    naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the model's patch does not
+    divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
     # Number the shapes in the order of their keys. The keys have the order of the media's shapes, so batches of latents

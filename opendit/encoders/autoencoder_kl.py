@@ -46,10 +46,8 @@ def describes(config: Mapping[str, Any]) -> bool:
 
 
 class AutoencoderKL(nn.Module):
-    """The autoencoder of a configuration that :func:`describes` accepts, with default initialisation.
-
-    config: the configuration; DEFAULTS fills in missing keys.
-    """
+    """The autoencoder of a configuration that :func:`describes` accepts, with default initialisation. config: the
+    configuration; DEFAULTS fills in missing keys."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -126,10 +124,8 @@ class Decoder(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks at one resolution, optionally followed by a change of resolution.
-
-    samplers: name of the attribute that holds the module that changes the resolution. sampler: its class, or None.
-    """
+    """Residual blocks at one resolution, optionally followed by a change of resolution. samplers: name of the attribute
+    that holds the module that changes the resolution. sampler: its class, or None."""
 
     def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
         super().__init__()

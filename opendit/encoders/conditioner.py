@@ -14,8 +14,8 @@ from torch import Tensor
 
 from opendit.common.utils import DataError
 from opendit.config.flags import nearest
-from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.text import TextEncoder
+from opendit.encoders.vision import PictureTokens
 from opendit.models.bytes_text import byte_tokens, encode_bytes
 from opendit.models.conditioning import Condition, TextCondition, TextConfig, same_length, where
 
@@ -39,14 +39,11 @@ class Conditioner(ABC):
         return where(dropped, self.null(), y)
 
     def of_clips(self, y: Condition, pixels: Tensor | None, tokens: Tensor | None = None) -> Condition:
-        """Add tokens that encode the first frames of clips to the condition ``y``.
+        """Add tokens that encode the first frames of clips to the condition ``y``. Return ``y`` unchanged if the model
+        does not attend to such tokens.
 
-        Return ``y`` unchanged if the model does not attend to such tokens.
-
-        Args:
-            pixels: clips (B, 3, T, H, W) in [-1, 1].
-            tokens: (B, L, D) tokens from a cache, which are used instead of the clips.
-        """
+        pixels: clips (B, 3, T, H, W) in [-1, 1]. tokens: (B, L, D) tokens from a cache, which are used instead of the
+        clips."""
         return y
 
 
@@ -65,17 +62,11 @@ class LabelConditioner(Conditioner):
 
 
 class CaptionConditioner(Conditioner):
-    """Makes conditions from captions, as embeddings of a frozen encoder or as token ids for the encoder ``bytes``.
+    """Makes conditions from captions, as embeddings of a frozen encoder or as token ids for the encoder ``bytes``,
+    which is part of the model.
 
-    The encoder ``bytes`` is part of the model.
-
-    Args:
-        text: the model's text configuration.
-        device: device of the conditions.
-        encoder: a TextEncoder (opendit.encoders.text); None for ``bytes`` or if all embeddings are read from a cache.
-        empty: cached embedding of the empty caption (tokens, mask, pooled; one row), if embeddings are read from a
-            cache.
-    """
+    encoder: None for ``bytes`` or if all embeddings are read from a cache. empty: cached embedding of the empty caption
+    (tokens, mask, pooled; one row), if embeddings are read from a cache."""
 
     def __init__(
         self,
@@ -89,10 +80,8 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str], away: bool = False) -> Condition:
-        """Return the condition of each caption.
-
-        away: True if the captions are negative prompts. Some public models write negative prompts in another form.
-        """
+        """Return the condition of each caption. away: True if the captions are negative prompts. Some public models
+        write negative prompts in another form."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # runs with cached embeddings encode no captions
@@ -125,13 +114,9 @@ class CaptionConditioner(Conditioner):
 class PublishedConditioner(CaptionConditioner):
     """Makes conditions from captions with the text encoders of a public model (opendit.encoders.published_text).
 
-    Args:
-        text, device, empty: see :class:`CaptionConditioner`.
-        encoder: a PublishedText; None if all embeddings are read from a cache.
-        guidance: guidance scale that is an input of the network, for models with embedded guidance; None for others.
-        trim: cut a batch of cached embeddings to its longest caption, as the encoders do.
-        pictures: encodes the first frames of clips, for models that attend to their tokens.
-    """
+    encoder: a PublishedText; None if all embeddings are read from a cache. guidance: guidance scale that is an input of
+    the network, for models with embedded guidance. trim: cut a batch of cached embeddings to its longest caption, as
+    the encoders do. pictures: encodes the first frames of clips, for models that attend to their tokens."""
 
     def __init__(
         self,
@@ -188,11 +173,9 @@ def preview_labels(num_classes: int, count: int) -> Tensor:
 
 
 def class_number(name: str, names: Sequence[str]) -> int:
-    """Return the number of the class with this name. Case is ignored.
-
-    A class name with commas is a list of names; matching one of these names is enough. Raises ValueError if no class or
-    more than one class has the name; the message begins with the name.
-    """
+    """Return the number of the class with this name. Case is ignored. A class name with commas is a list of names;
+    matching one of these names is enough. Raises ValueError if no class or more than one class has the name; the
+    message begins with the name."""
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]
     found = found or [n for n, each in enumerate(names) if wanted in map(str.strip, each.casefold().split(","))]

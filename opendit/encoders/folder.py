@@ -27,6 +27,7 @@ from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
 from opendit.kernels.base_precision import base_layers, row_bytes, store_base
+from opendit.models.families.base import Family
 
 T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
@@ -48,11 +49,9 @@ Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
-    """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``.
-
-    A stored name must be one of KNOWN. Any other stored path or repository is untrusted and raises ValueError; the
-    message names the flag with which a user can choose it.
-    """
+    """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``. A
+    stored name must be one of KNOWN. Any other stored path or repository is untrusted and raises ValueError; the
+    message names the flag with which a user can choose it."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
     quoted = shlex.quote(stored) if stored.isprintable() else shown(stored)
@@ -101,10 +100,8 @@ def refuse_adapters(folder: Path) -> None:
 
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
-    """Return STEM.safetensors, or the files that STEM.safetensors.index.json lists.
-
-    Raises FileNotFoundError or ValueError; the message names the file that is missing, pickled or damaged.
-    """
+    """Return STEM.safetensors, or the files that STEM.safetensors.index.json lists. Raises FileNotFoundError or
+    ValueError; the message names the file that is missing, pickled or damaged."""
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if index.is_file():
         if single.is_file():
@@ -148,10 +145,8 @@ def stored_bytes(folder: Path, stem: str, kind: str) -> int:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if the model that ``make`` builds has more weights than the folder.
-
-    The model is built on the meta device. shapes: shapes of the folder's tensors.
-    """
+    """Raise ValueError if the model that ``make`` builds has more weights than the folder. The model is built on the
+    meta device. shapes: shapes of the folder's tensors."""
     try:
         with on_meta():
             model = make()
@@ -163,12 +158,10 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def lazy_module(name: str) -> Any:
-    """Import diffusers or transformers, which takes seconds.
-
-    These libraries replace their own module during its import. If one thread imports such a library, an ``import``
-    statement of another thread waits, and then returns the module before its replacement, without the library's
-    classes. ``import_module`` looks the module up again after it has waited.
-    """
+    """Import diffusers or transformers, which takes seconds. These libraries replace their own module during its
+    import. If one thread imports such a library, an ``import`` statement of another thread waits, and then returns the
+    module before its replacement, without the library's classes. ``import_module`` looks the module up again after it
+    has waited."""
     return import_module(name)
 
 
@@ -182,14 +175,9 @@ def transformers_model(
 ) -> Any:
     """Load a folder's model as the class ``name`` of transformers. No code in the folder is run, and no pickle is read.
 
-    Args:
-        dtype: dtype of the weights.
-        kind: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means
-            in ``dtype``.
-        device: device on which weights are quantised, one tensor at a time; the CPU for bf16.
-
-    Raises ValueError for missing weights, and any error of transformers.
-    """
+    kind: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means in
+    ``dtype``. device: device on which weights are quantised, one tensor at a time; the CPU for bf16. Raises ValueError
+    for missing weights, and any error of transformers."""
     refuse_adapters(folder)
     shapes = weight_shapes(folder, stem)
     model_class = getattr(lazy_module("transformers"), name)
@@ -228,12 +216,9 @@ def _fill_stored(
     device: torch.device,
 ) -> None:
     """Replace the parameters of a model by the tensors of its files, and store those of linear layers as ``kind``.
-
     Every parameter holds the index of its tensor in ``tensors``. transformers has loaded these indexes instead of the
-    weights, because it renames tensors while it loads them. One tensor is read at a time.
-
-    Raises ValueError if transformers makes a parameter of several tensors.
-    """
+    weights, because it renames tensors while it loads them. One tensor is read at a time. Raises ValueError if
+    transformers makes a parameter of several tensors."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
@@ -264,11 +249,8 @@ def _fill_stored(
 
 @contextmanager
 def _quiet_loading(warnings: bool) -> Iterator[None]:
-    """Disable the progress bars of transformers, because every rank would draw them.
-
-    Without ``warnings`` its warnings are disabled too: it would warn that tied weights differ, because they hold
-    indexes.
-    """
+    """Disable the progress bars of transformers, because every rank would draw them. Without ``warnings`` its warnings
+    are disabled too: it would warn that tied weights differ, because they hold indexes."""
     from transformers.utils import logging
 
     shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -285,10 +267,8 @@ def _quiet_loading(warnings: bool) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str, needs: str = "") -> Iterator[None]:
-    """Convert any error of a library that reads a folder to ValueError.
-
-    The message says that ``what`` can't be loaded and why, and ends with ``needs``.
-    """
+    """Convert any error of a library that reads a folder to ValueError. The message says that ``what`` can't be loaded
+    and why, and ends with ``needs``."""
     try:
         yield
     except BaseException as error:  # a panic in the tokenizer's Rust code is not an Exception
@@ -308,6 +288,50 @@ def reason(path: Path, error: Exception) -> str:
     return one_line(error).removeprefix(str(path)).lstrip(": ")
 
 
+# ------------------------------------------------------------------------------------------ pipelines
+
+# Class with an extra head -> class of the same encoder without the head, which is loaded instead.
+SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
+
+
+def check_index(folder: Path, family: Family) -> None:
+    """Compare a folder's ``model_index.json`` with the family's pipelines and components. Raises FileNotFoundError or
+    ValueError; the message names the file and the component that differs."""
+    path = folder / PIPELINE_INDEX
+    index = read_json_of(path, PRETRAINED, f"a folder of diffusers' {family.pipelines[0]} has one")
+    if index.get("_class_name") not in family.pipelines:
+        found = shown(index.get("_class_name"))
+        raise ValueError(
+            f"{path}: _class_name is {found}, not {' or '.join(family.pipelines)}; other pipelines of {family.name}, "
+            "such as those that are given pictures, are not known"
+        )
+    for component, (library, class_name) in family.components.items():
+        if not names_class(index.get(component), library, class_name):
+            found = index.get(component)
+            found = ", ".join(map(shown, found[:2])) if isinstance(found, list) else shown(found)
+            raise ValueError(f"{path}: {component} is {found}, not {class_name} of {library}")
+
+
+def names_class(entry: Any, library: str, class_name: str) -> bool:
+    """Return True if an entry of ``model_index.json`` names this class. NAME and NAMEFast count as the same tokenizer,
+    because recent versions of transformers have only one class for both names."""
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
+        return False
+    found = SAME.get(entry[1], entry[1])
+    return entry[0] == library and found.removesuffix("Fast") == class_name.removesuffix("Fast")
+
+
+def read_json_of(path: Path, kind: FileKind, needed: str) -> Any:
+    """Return the content of a JSON file, like :func:`read_file`. Raises FileNotFoundError with a message that ends with
+    ``needed`` if the file is missing, and ValueError for any other problem."""
+    try:
+        return read_file(path, kind)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"{path} doesn't exist; {needed}") from error
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {reason(path, error)}") from error
+
+
 # ------------------------------------------------------------------------------------------ the hub
 
 COMMIT = "[0-9a-f]{40}"
@@ -320,11 +344,8 @@ def pinned(name: str) -> tuple[str, str] | None:
 
 
 def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str, ...], what: str, needs: str) -> Path:
-    """Return the local folder of a repository at one commit. Missing files are downloaded from the hub.
-
-    files: required files. also: optional files. what, needs: for the message of FileNotFoundError, see
-    :func:`from_hub`.
-    """
+    """Return the local folder of a repository at one commit. Missing files are downloaded from the hub. files: required
+    files. also: optional files. what, needs: for the message of FileNotFoundError, see :func:`from_hub`."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -343,11 +364,8 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     """Return the result of ``fetch(True)``, which uses only the local cache. If that fails, return the result of
-    ``fetch(False)``, which downloads.
-
-    Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message begins with ``what`` and ends
-    with ``needs``.
-    """
+    ``fetch(False)``, which downloads. Raises FileNotFoundError, within seconds, if the hub can't be reached. Its
+    message begins with ``what`` and ends with ``needs``."""
     from huggingface_hub import constants
 
     try:

@@ -30,11 +30,9 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
-    """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture.
-
-    Pictures less than ``smallest`` pixels high are enlarged by a whole factor. columns: number of columns, by default
-    chosen from the number of pictures.
-    """
+    """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture. Pictures less than
+    ``smallest`` pixels high are enlarged by a whole factor. columns: number of columns, by default chosen from the
+    number of pictures."""
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
@@ -50,11 +48,8 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
 
 
 def one_line(caption: str) -> str:
-    """Convert a caption to one line that can be drawn.
-
-    Each run of white space and control characters becomes one space. Code points that are not characters (half of a
-    surrogate pair, or an unassigned code point) become U+FFFD.
-    """
+    """Convert a caption to one line that can be drawn. Each run of white space and control characters becomes one
+    space. Code points that are not characters (half of a surrogate pair, or an unassigned code point) become U+FFFD."""
     kinds = {"Cc": " ", "Cf": "", "Zs": " ", "Zl": " ", "Zp": " ", "Cs": "\ufffd", "Cn": "\ufffd", "Co": "\ufffd"}
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
 
@@ -72,10 +67,8 @@ def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFo
 def save_grid(
     path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None, root: Path | None = None
 ) -> None:
-    """Save the image of :func:`draw_grid` as a PNG, and create its folder.
-
-    root: folder below which the path must be (opendit/common/safe_files.py).
-    """
+    """Save the image of :func:`draw_grid` as a PNG, and create its folder. root: folder below which the path must be
+    (opendit/common/safe_files.py)."""
     with replacing(path, root=root, make=True) as new:
         draw_grid(pictures, captions, columns).save(new, "PNG")
 
@@ -97,10 +90,8 @@ def grid_columns(captions: list[str]) -> int | None:
 def save_contact_sheet(
     path: Path, clips: np.ndarray, captions: list[str], frames: int = 8, root: Path | None = None
 ) -> None:
-    """Save clips (N, T, H, W, 3) uint8 as one PNG.
-
-    Every clip is a row with its caption and up to ``frames`` evenly spaced frames. root: see :func:`save_grid`.
-    """
+    """Save clips (N, T, H, W, 3) uint8 as one PNG. Every clip is a row with its caption and up to ``frames`` evenly
+    spaced frames. root: see :func:`save_grid`."""
     shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
     pictures = clips[:, shown].reshape(-1, *clips.shape[2:])
     numbers = [f"{frame}" for frame in shown]

@@ -27,14 +27,15 @@ from opendit.encoders.folder import (
     CONFIG,
     PIPELINE_INDEX,
     Width,
+    check_index,
     lazy_module,
     loading,
+    read_json_of,
     refuse_adapters,
     stored_bytes,
     transformers_model,
     weight_shapes,
 )
-from opendit.encoders.published_folder import check_index, read_json_of
 from opendit.encoders.text import STEM, TOKENIZERS, TextEncoderConfig, check_tokenizer, check_vocabulary
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition
@@ -198,20 +199,15 @@ class PublishedText:
     def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
         """Encode captions on the encoders' device and in their dtype.
 
-        The family's ``Text.padding`` determines the tokens after the last token of a caption:
+        The family's ``Text.padding`` determines the
+        tokens after the last token of a caption:
 
         - "attend": outputs of the encoder. L = max_tokens, and the mask is True everywhere.
         - "zero": zeros, where the mask is False. L = max_tokens.
         - "remove": zeros, where the mask is False. L = ``length``, by default the length of the longest caption.
 
-        Args:
-            captions: the captions.
-            length: L, for families that remove padding.
-            away: True if the captions are negative prompts, which some families write in another form.
-
-        Raises:
-            ValueError: ``length`` is shorter than a caption, or the family has a fixed length.
-        """
+        away: True if the captions are negative prompts, which some families write in another form. Raises ValueError if
+        ``length`` is shorter than a caption, or the family has a fixed length."""
         if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
             raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
         tokens: list[Tensor] = []
@@ -271,10 +267,8 @@ class PublishedText:
 
 
 def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
-    """Join batches of prompts and pad them with zeros to ``length``, by default the length of the longest batch.
-
-    Raises ValueError if a batch is longer than ``length``.
-    """
+    """Join batches of prompts and pad them with zeros to ``length``, by default the length of the longest batch. Raises
+    ValueError if a batch is longer than ``length``."""
     longest = max(condition.tokens.shape[1] for condition in conditions)
     length = longest if length is None else length
     if length < longest:
@@ -311,20 +305,16 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
 
 
 def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
-    """Return the size in bytes of a folder's text encoders, from the headers of their files.
+    """Return the size in bytes of a folder's text encoders, from the headers of their files. Raises FileNotFoundError
+    or ValueError.
 
-    Args:
-        kind: value of --text_precision.
-
-    Raises FileNotFoundError or ValueError.
-    """
+    kind: value of --text_precision."""
     encoders = [component for component in family.components if component.startswith("text_encoder")]
     return sum(stored_bytes(folder.expanduser() / component, STEM, kind) for component in encoders)
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:
     """Return (width of the tokens, width of the pooled vector, maximum tokens of a prompt) for a pipeline's folder.
-
     Return None if ``name`` is not such a folder. This reads no weights. Raises the same errors as :func:`check_text`.
     """
     folder = Path(name).expanduser()
@@ -337,9 +327,7 @@ def published_geometry(name: str) -> tuple[int, int, int] | None:
 
 def check_text(folder: Path, family: Family) -> None:
     """Check a folder's index, tokenizers and text encoders, except the values of weights. This needs no transformers.
-
-    Raises FileNotFoundError or ValueError; the message names the file and the problem.
-    """
+    Raises FileNotFoundError or ValueError; the message names the file and the problem."""
     _prompts(family)
     check_index(folder, family)
     for component in family.components:
@@ -363,20 +351,16 @@ def load_published_text(
     max_tokens: int | None = None,
     precision: str = "bf16",
 ) -> PublishedText:
-    """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
+    """Load the tokenizers and text encoders of a pipeline's folder, after :func:`check_text`.
 
     Args:
-        folder: the folder of the pipeline.
-        family: the family of the model.
-        device: device of the encoders.
-        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the activations
-            of T5 exceed the range of fp16. These encoders were published in bf16.
+        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the
+            activations of T5 exceed the range of fp16. These encoders were published in bf16.
         max_tokens: number of tokens to which prompts are cut; by default the family's number.
-        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``. bf16
-            means in ``dtype``.
+        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``.
+            bf16 means in ``dtype``.
 
-    Raises:
-        FileNotFoundError, ValueError: the message names the file and the problem.
+    Raises FileNotFoundError or ValueError; the message names the file and the problem.
     """
     check_text(folder, family)
     device = torch.device(device)

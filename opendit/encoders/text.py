@@ -107,18 +107,11 @@ class TextTokens(NamedTuple):
 
 
 class TextEncoder:
-    """A frozen encoder of transformers with its tokenizer.
+    """A frozen encoder of transformers with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens, so
+    that all batches have the same shape.
 
-    Args:
-        model: the encoder.
-        tokenizer: the tokenizer.
-        name: the value of ``--text_encoder``.
-        kind: "clip" (the pooled vector is the output at the end token) or "t5" (it is the mean over the tokens).
-        width: D.
-        max_tokens: L. Every caption is padded or cut to this number of tokens, so that all batches have the same shape.
-        device: device of the encoder.
-        dtype: dtype of weights and activations on a GPU; a CPU always computes in fp32.
-    """
+    kind: "clip" (the pooled vector is the output at the end token) or "t5" (it is the mean over the tokens). width: D
+    of the tokens. dtype: dtype of weights and activations on a GPU; a CPU always computes in fp32."""
 
     def __init__(
         self,
@@ -141,10 +134,8 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> TextTokens:
-        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D).
-
-        The results are on the encoder's device. tokens and pooled have the encoder's dtype.
-        """
+        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D). The results are on the encoder's device.
+        tokens and pooled have the encoder's dtype."""
         parts = [
             self._encode(captions[start : start + CAPTIONS_AT_ONCE])
             for start in range(0, len(captions), CAPTIONS_AT_ONCE)
@@ -182,10 +173,8 @@ def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.
 
 
 def text_geometry(name: str) -> tuple[str, int, int]:
-    """Return (kind, width, maximum tokens of a caption) of ``--text_encoder name`` without reading its weights.
-
-    The kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does.
-    """
+    """Return (kind, width, maximum tokens of a caption) of ``--text_encoder name`` without reading its weights. The
+    kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does."""
     if name == "bytes":
         return BYTES
     if name in HUB:
@@ -194,20 +183,16 @@ def text_geometry(name: str) -> tuple[str, int, int]:
 
 
 def fitting_tokens(longest: int) -> int:
-    """Return the default number of tokens of the ``bytes`` encoder for captions of up to ``longest`` tokens.
-
-    The number is the next multiple of 64, and at most ``MOST_BYTES``.
-    """
+    """Return the default number of tokens of the ``bytes`` encoder for captions of up to ``longest`` tokens. The number
+    is the next multiple of 64, and at most ``MOST_BYTES``."""
     shortest = BYTES[2]
     return min(MOST_BYTES, max(1, -(-longest // shortest)) * shortest)
 
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
-    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens.
-
-    The minimum is two tokens for CLIP (begin and end), one for T5 (end), and one for bytes. kind, longest: kind and
-    maximum from :func:`text_geometry`.
-    """
+    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens. The minimum is two
+    tokens for CLIP (begin and end), one for T5 (end), and one for bytes. kind, longest: kind and maximum from
+    :func:`text_geometry`."""
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
         bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
@@ -227,13 +212,11 @@ def load_text_encoder(
     Args:
         name: "clip" or "t5" (from the local cache or the hub), another repository on the hub with its commit
             (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
-        device, dtype: see :class:`TextEncoder`.
         max_tokens: number of tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5.
-        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``. bf16
-            means in ``dtype``.
+        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``.
+            bf16 means in ``dtype``.
 
-    Raises:
-        FileNotFoundError, ValueError: the encoder does not exist; the message names the flag and the fix.
+    Raises FileNotFoundError or ValueError if the encoder does not exist; the message names the flag and the fix.
     """
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
@@ -251,19 +234,14 @@ def load_text_encoder(
 
 
 def encoder_folder(name: str) -> Path:
-    """Return the folder of the frozen encoder ``--text_encoder name``.
-
-    For a repository on the hub, this is a folder in the local cache, downloaded if missing. Raises the same errors as
-    :func:`load_text_encoder`.
-    """
+    """Return the folder of the frozen encoder ``--text_encoder name``. For a repository on the hub, this is a folder in
+    the local cache, downloaded if missing. Raises the same errors as :func:`load_text_encoder`."""
     return _folder(name, FILES, TOKENIZER_FILES)
 
 
 def _load(name: str, folder: Path, **stored: Any):
     """Load (model, tokenizer) with transformers. Raises ValueError if loading fails or would run the folder's code.
-
-    stored: arguments of :func:`transformers_model`.
-    """
+    stored: arguments of :func:`transformers_model`."""
     config = _read_config(name, folder)
     with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
         check_tokenizer(folder)
@@ -285,9 +263,7 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
     """Raise ValueError if the tokenizer needs code from outside transformers, or one of its files is too large.
-
-    classes: accepted values of tokenizer_class; None accepts a configuration without tokenizer_class.
-    """
+    classes: accepted values of tokenizer_class; None accepts a configuration without tokenizer_class."""
     for name in (*TOKENIZER_FILES, CHAT_TEMPLATE):
         path = folder / name
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
@@ -305,10 +281,8 @@ def _is_folder(name: str) -> bool:
 
 def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
     """Return the folder of an encoder. A repository on the hub is downloaded if it is missing in the local cache.
-
     files: required files. also: optional files. Raises FileNotFoundError if the repository can't be downloaded, and
-    ValueError for a repository without a commit.
-    """
+    ValueError for a repository without a commit."""
     if _is_folder(name):
         return Path(name).expanduser()
     repository, commit = HUB[name][:2] if name in HUB else pinned(name) or (name, None)

@@ -7,13 +7,15 @@ codec is a plain object and not a module, so that it never becomes part of a mod
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Interval, Len
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind, Word, read_file
@@ -33,8 +35,6 @@ from opendit.encoders.folder import (
     weight_files,
     weight_shapes,
 )
-from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
-from opendit.encoders.tiles import Tiles, tiles_of
 
 # Default number of pixels (of one channel) that the VAE processes at once: 32 pictures of 256x256. For these, encoding
 # took 3.7 GiB and decoding 4.7 GiB in half precision. 64 pictures at once were not faster.
@@ -42,6 +42,89 @@ PIXELS_AT_ONCE = 32 * 256 * 256
 TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
 
 PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one per channel
+
+
+# ------------------------------------------------------------------------------------------ tiles
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A division of latents (B, C, ..., h, w) into overlapping tiles.
+
+    The last tile of a row or column ends at the border of the latents, so it may overlap more with its neighbour.
+
+    Attributes:
+        sides: (h, w) of the latents.
+        size: height and width of a tile, at most ``sides``.
+        overlap: overlap of neighbouring tiles in latent values, along height and width; less than ``size``.
+    """
+
+    sides: tuple[int, int]
+    size: tuple[int, int]
+    overlap: tuple[int, int]
+
+    @property
+    def starts(self) -> tuple[list[int], list[int]]:
+        """Start positions of the tiles along height and along width."""
+        rows, columns = (
+            [*range(0, side - size, size - overlap), side - size]
+            for side, size, overlap in zip(self.sides, self.size, self.overlap, strict=True)
+        )
+        return rows, columns
+
+    @property
+    def count(self) -> int:
+        """Number of tiles of one sample."""
+        rows, columns = self.starts
+        return len(rows) * len(columns)
+
+    def cut(self, latents: Tensor, scale: int = 1) -> Tensor:
+        """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size). The tiles of one sample follow each
+        other, row by row. scale: number of pixels per latent value along a side, to cut pixels instead of latents."""
+        rows, columns = ([scale * start for start in starts] for starts in self.starts)
+        height, width = (scale * side for side in self.size)
+        tiles = [latents[..., y : y + height, x : x + width] for y in rows for x in columns]
+        return torch.stack(tiles, dim=1).flatten(0, 1)
+
+    def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
+        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32. Every pixel
+        is the weighted mean of the tiles that contain it. A tile's weight rises with the pixel's distance from the
+        tile's borders, up to the overlap. Borders that the tile shares with the frame do not lower its weight."""
+        (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
+        tiles = tiles.unflatten(0, (-1, self.count))
+        joined = torch.zeros(*tiles.shape[:1], *tiles.shape[2:-2], *sides, device=tiles.device)
+        weights = torch.zeros(sides, device=tiles.device)
+        places = [(y * downscale, x * downscale) for y in rows for x in columns]
+        height, width = tiles.shape[-2:]
+        for number, (y, x) in enumerate(places):
+            ramps = [
+                _ramp(start, length, side, overlap * downscale, tiles.device)
+                for start, length, side, overlap in zip((y, x), (height, width), sides, self.overlap, strict=True)
+            ]
+            weight = ramps[0].unsqueeze(1) * ramps[1]
+            joined[..., y : y + height, x : x + width] += tiles[:, number].float() * weight
+            weights[y : y + height, x : x + width] += weight
+        return joined.div_(weights)
+
+
+def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
+    """Return a tile's weights (length,) along one side. At an inner border, the weights rise to 1 over ``overlap``
+    values. At the frame's border, the weights are 1."""
+    places = torch.arange(length, device=device) + 0.5
+    up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)
+    down = ((length - places) / overlap).clamp(max=1) if start + length < side else torch.ones_like(places)
+    return torch.minimum(up, down)
+
+
+def tiles_of(sides: tuple[int, int], size: tuple[int, int], overlap: tuple[int, int]) -> Tiles | None:
+    """Return tiles of at most this size; None if one tile covers the whole latents."""
+    (height, width), (rows, columns) = sides, map(min, sides, size)
+    if (rows, columns) == (height, width):
+        return None
+    return Tiles((height, width), (rows, columns), (min(overlap[0], rows - 1), min(overlap[1], columns - 1)))
+
+
+# ------------------------------------------------------------------------------------------ codecs
 
 
 def sample_moments(moments: Tensor, noise: Tensor, scaling: PerChannel, shift: PerChannel) -> Tensor:
@@ -85,10 +168,8 @@ class Codec(ABC):
         return sample_moments(moments, noise, self.scaling_factor, self.shift_factor)
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Encode pixels (B, 1 or 3, H, W) in [-1, 1] with noise (B, C, h, w) to latents (B, C, h, w) fp32.
-
-        Only ``--vae none`` needs no noise.
-        """
+        """Encode pixels (B, 1 or 3, H, W) in [-1, 1] with noise (B, C, h, w) to latents (B, C, h, w) fp32. Only ``--vae
+        none`` needs no noise."""
         assert noise is not None
         return self.sample(self.moments(pixels), noise)
 
@@ -143,20 +224,18 @@ class PixelCodec(ImageCodec):
 
 
 class FrozenVAE(Codec):
-    """A frozen autoencoder, from this package or from diffusers.
-
-    The autoencoder runs without gradients, on a bounded number of pixels at a time.
+    """A frozen autoencoder, from this package or from diffusers. It runs without gradients, on a bounded number of
+    pixels at a time.
 
     Args:
-        vae: the autoencoder.
         name: the value of ``--vae``.
         device: device of the autoencoder. Inputs are moved there, and results stay there.
         dtype: dtype of the weights and activations on a GPU; a CPU always computes in fp32.
         chunk: number of samples to process at once; by default as many as PIXELS_AT_ONCE allows.
-        tiling: process large pictures in overlapping tiles with blended seams (opendit.encoders.tiles). The result is
-            close to the result without tiles, but not equal. Tiling needs memory only for a few tiles.
-        compiled: compile the decoder, once for every frame size. A batch that is smaller than the largest batch so far
-            is padded to that size.
+        tiling: process large pictures in overlapping tiles with blended seams. The result is close to the result
+            without tiles, but not equal. Tiling needs memory only for a few tiles.
+        compiled: compile the decoder, once for every frame size. A batch that is smaller than the largest batch so
+            far is padded to that size.
     """
 
     def __init__(
@@ -288,17 +367,56 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling, shift) for ``sample_moments`` from a VAE's configuration.
-
-    A configuration of diffusers has either the numbers scaling_factor and shift_factor, or the lists latents_mean and
-    latents_std with one number per channel.
-    """
+    """Return (scaling, shift) for ``sample_moments`` from a VAE's configuration. A configuration of diffusers has
+    either the numbers scaling_factor and shift_factor, or the lists latents_mean and latents_std with one number per
+    channel."""
     scaling = config.get("scaling_factor")
     scaling = 1.0 if scaling is None else float(scaling)
     mean, std = config.get("latents_mean"), config.get("latents_std")
     if mean is None or std is None:
         return scaling, float(config.get("shift_factor") or 0)
     return [scaling / float(s) for s in std], [float(m) for m in mean]
+
+
+# ------------------------------------------------------------------------------------------ VAEs of diffusers
+
+
+class OneFrame(nn.Module):
+    """Wrapper of a video autoencoder that encodes pictures as clips of one frame (Qwen-Image)."""
+
+    def __init__(self, vae: Any):
+        super().__init__()
+        self.vae, self.config = vae, dict(vae.config) | {"_class_name": type(vae).__name__}
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.vae.encode(pixels.unsqueeze(2)).latent_dist.parameters.squeeze(2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(latents.unsqueeze(2)).sample.squeeze(2)
+
+
+class Packed(nn.Module):
+    """Wrapper of FLUX.2's autoencoder that packs each 2 x 2 latent values into the channels of one position. The codec
+    normalises packed latents with the statistics of this autoencoder's batch norm."""
+
+    def __init__(self, vae: Any):
+        super().__init__()
+        self.vae = vae
+        # remove patch_size: other code expects it in pixels, but here it counts packed latents
+        about = {"_class_name": type(vae).__name__, "patch_size": None}
+        numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
+        self.config = dict(vae.config) | about | numbers
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pixel_unshuffle(self.vae.encode(pixels).latent_dist.parameters, 2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(pixel_shuffle(latents, 2)).sample
+
+
+def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, Any]:
+    """Convert a batch norm's statistics (C,) to a codec's settings for normalising latents."""
+    return {"scaling_factor": None, "latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}
 
 
 # ------------------------------------------------------------------------------------------ folders of VAEs
@@ -342,15 +460,10 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
-    """Load the autoencoder of ``--vae name``.
-
-    Stable Diffusion's autoencoder is loaded as this package's ``AutoencoderKL``, unless ``own`` is false. Variants of
-    this autoencoder, and all others, are loaded as classes of diffusers, whose import takes seconds.
-
-    classes: the classes of diffusers that are accepted.
-
-    Raises FileNotFoundError or ValueError; the message names the flag and the fix.
-    """
+    """Load the autoencoder of ``--vae name``. Stable Diffusion's autoencoder is loaded as this package's
+    ``AutoencoderKL``, unless ``own`` is false. Variants of this autoencoder, and all others, are loaded as classes of
+    diffusers, whose import takes seconds. classes: the classes of diffusers that are accepted. Raises FileNotFoundError
+    or ValueError; the message names the flag and the fix."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:
@@ -436,10 +549,7 @@ VAE_CONFIG = FileKind(VaeConfig, 4 * MIB)
 
 
 # Class -> names of two tensors among its weights: the mean of the latents, and their standard deviation or variance.
-STATISTICS = {
-    FLUX2: ("bn.running_mean", "bn.running_var"),
-    "AutoencoderKLLTXVideo": ("latents_mean", "latents_std"),
-}
+STATISTICS = {FLUX2: ("bn.running_mean", "bn.running_var"), "AutoencoderKLLTXVideo": ("latents_mean", "latents_std")}
 
 
 def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -448,10 +558,8 @@ def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
-    """Return (class, configuration) of the VAE in a folder.
-
-    Raises FileNotFoundError, or ValueError, for example if the class is not one of ``classes``.
-    """
+    """Return (class, configuration) of the VAE in a folder. Raises FileNotFoundError, or ValueError, for example if the
+    class is not one of ``classes``."""
     path = Path(name).expanduser() / FILES[0]
     try:
         config = read_file(path, VAE_CONFIG)
@@ -499,10 +607,8 @@ def _needs() -> str:
 
 
 def vae_folder(name: str) -> Path:
-    """Return the folder of ``--vae name``.
-
-    For a VAE on the hub, this is a folder in the local cache, downloaded if missing.
-    """
+    """Return the folder of ``--vae name``. For a VAE on the hub, this is a folder in the local cache, downloaded if
+    missing."""
     if name not in HUB:
         return Path(name).expanduser()
     repository, commit = HUB[name]
@@ -511,10 +617,8 @@ def vae_folder(name: str) -> Path:
 
 def codec_geometry(name: str, channels: int) -> tuple[int, int]:
     """Return (latent channels, pixels per latent value along a side) of ``--vae name`` without reading its weights.
-
     channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or ValueError as
-    ``load_codec`` does.
-    """
+    ``load_codec`` does."""
     if name == "none":
         return channels, 1
     if name in HUB:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from opendit.encoders.autoencoder_kl import DEFAULTS
-from opendit.encoders.tiles import Tiles
 from opendit.encoders.vae import (
     HUB,
     IMAGE_CLASSES,
@@ -23,6 +22,7 @@ from opendit.encoders.vae import (
     Geometry,
     ImageCodec,
     PerChannel,
+    Tiles,
     codec_geometry,
     load_codec,
     load_vae,
@@ -39,10 +39,8 @@ TILE = 256
 
 
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
-    """Return the number of latent frames of a clip of ``frames`` frames.
-
-    Raises ValueError if a clip of this length can't be encoded; the message gives the nearest valid numbers.
-    """
+    """Return the number of latent frames of a clip of ``frames`` frames. Raises ValueError if a clip of this length
+    can't be encoded; the message gives the nearest valid numbers."""
     if frames >= 1 and (frames - 1) % temporal_downscale == 0:
         return (frames - 1) // temporal_downscale + 1
     below = max(1, frames - (frames - 1) % temporal_downscale)
@@ -53,10 +51,8 @@ def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -
 
 
 class VideoCodec(Codec):
-    """A codec of clips.
-
-    temporal_downscale: number of frames per latent frame, except for the first latent frame, which is one frame.
-    """
+    """A codec of clips. temporal_downscale: number of frames per latent frame, except for the first latent frame, which
+    is one frame."""
 
     temporal_downscale: int = 1
 
@@ -70,10 +66,8 @@ class VideoCodec(Codec):
 
     @abstractmethod
     def moments(self, pixels: Tensor) -> Tensor:
-        """Encode pixels (B, 1 or 3, T, H, W) in [-1, 1] to mean and standard deviation (B, 2C, t, h, w) fp32.
-
-        Raises ValueError for a size that ``latent_shape`` rejects.
-        """
+        """Encode pixels (B, 1 or 3, T, H, W) in [-1, 1] to mean and standard deviation (B, 2C, t, h, w) fp32. Raises
+        ValueError for a size that ``latent_shape`` rejects."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -114,11 +108,9 @@ def _clips(frames: Tensor, batch: int) -> Tensor:
 
 
 class VideoVAECodec(FrozenVAE, VideoCodec):
-    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default.
-
-    Within a clip, the autoencoder processes a few frames at a time. It caches the data of earlier frames that its
-    causal convolutions need. So its memory does not grow with the clip's length.
-    """
+    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default. Within a clip, the autoencoder
+    processes a few frames at a time. It caches the data of earlier frames that its causal convolutions need. So its
+    memory does not grow with the clip's length."""
 
     def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
         super().__init__(vae, chunk=chunk or 1, **settings)
@@ -194,10 +186,8 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 
 
 def class_of(name: str) -> str | None:
-    """Return the diffusers class of ``--vae name``; None if ``name`` is not a folder.
-
-    Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
-    """
+    """Return the diffusers class of ``--vae name``; None if ``name`` is not a folder. Raises FileNotFoundError or
+    ValueError as ``load_video_codec`` does."""
     return None if name == "none" or name in HUB else read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)[0]
 
 
@@ -209,11 +199,9 @@ def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
-    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``.
-
-    This reads no weights. channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or
-    ValueError as ``load_video_codec`` does.
-    """
+    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``. This
+    reads no weights. channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or
+    ValueError as ``load_video_codec`` does."""
     video = _video_vae(name)
     if video is None:
         return (*codec_geometry(name, channels), 1)
@@ -223,10 +211,8 @@ def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
 
 
 def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling factor, shift factor) of ``--vae name``, for pictures or clips. This reads no weights.
-
-    Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
-    """
+    """Return (scaling factor, shift factor) of ``--vae name``, for pictures or clips. This reads no weights. Raises
+    FileNotFoundError or ValueError as ``load_video_codec`` does."""
     if name in HUB:
         return scale_and_shift(DEFAULTS)
     found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
@@ -234,27 +220,17 @@ def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
 
 
 def load_video_codec(
-    name: str,
-    *,
-    channels: int,
-    device: torch.device | str,
-    compiled: bool = False,
-    **settings: Any,
+    name: str, *, channels: int, device: torch.device | str, compiled: bool = False, **settings: Any
 ) -> VideoCodec:
-    """Load the codec of ``--vae name`` for clips.
+    """Load the codec of ``--vae name`` for clips. ``name`` is one that ``load_codec`` accepts, for a picture codec that
+    is applied to every frame; or a folder with one of VIDEO_CLASSES in diffusers' format.
 
-    Args:
-        name: a name that ``load_codec`` accepts, for a picture codec that is applied to every frame; or a folder with
-            one of VIDEO_CLASSES in diffusers' format.
-        channels, device: see ``load_codec``.
-        compiled: see ``load_codec``; only a picture codec can be compiled.
-        settings: dtype, chunk and tiling, see ``load_codec``. chunk is the number of frames (picture codec) or clips
-            (video autoencoder) to process at once. With tiling, a video autoencoder uses tiles for all frames larger
-            than a tile; without, only for frames of more than TILED_ABOVE pixels.
+    compiled: see ``load_codec``; only a picture codec can be compiled. settings: dtype, chunk and tiling, see
+    ``load_codec``. chunk is the number of frames (picture codec) or clips (video autoencoder) to process at once. With
+    tiling, a video autoencoder uses tiles for all frames larger than a tile; without, only for frames of more than
+    TILED_ABOVE pixels.
 
-    Raises:
-        FileNotFoundError, ValueError: the VAE does not exist; the message names the flag and the fix.
-    """
+    Raises FileNotFoundError or ValueError if the VAE does not exist; the message names the flag and the fix."""
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
     if compiled:  # not possible: the cache of earlier frames would make torch.compile recompile for every frame

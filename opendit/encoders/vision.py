@@ -1,19 +1,24 @@
-"""Compute the features of pictures with which a model's tokens are aligned (``--repa``).
+"""Frozen image encoders: features for ``--repa``, and CLIP's tokens of first frames for image-to-video models.
 
-The features are those of a frozen vision transformer of transformers (DINOv2, DINOv3, ViT, ...) from a folder.
+The features are those of a vision transformer of transformers (DINOv2, DINOv3, ViT, ...) from a folder.
 """
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from opendit.common.json_file import MIB, read_bounded
-from opendit.encoders.folder import loading, transformers_model
+from opendit.common.json_models import FileKind
+from opendit.common.utils import shown
+from opendit.encoders.folder import CONFIG, PretrainedConfig, lazy_module, loading, read_json_of, transformers_model
+from opendit.encoders.text import STEM
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.alignment import Alignment, without_mean
 
@@ -34,32 +39,16 @@ def vision_config(folder: str) -> Any:
 
 
 class VisionTeacher:
-    """Computes features of clean pictures, one feature for each token of a model.
+    """Computes features of clean pictures, one feature for each token of a model, with the encoder in ``folder``.
 
-    Args:
-        folder: folder of the encoder.
-        grid: grid of the model's tokens, (H, W). Pictures are resized so that the encoder has one patch per token.
-        weight: weight of the alignment term in the loss.
-        spatial: apply iREPA's normalisation to the features.
-        device: device of the encoder.
-        dtype: dtype of the encoder.
-
-    Attributes:
-        name: the folder.
-        grid: see above.
-    """
+    grid: grid of the model's tokens, (H, W). Pictures are resized so that the encoder has one patch per token. weight:
+    weight of the alignment term in the loss. spatial: apply iREPA's normalisation to the features."""
 
     name: str
     grid: tuple[int, ...]
 
     def __init__(
-        self,
-        folder: str,
-        grid: tuple[int, ...],
-        weight: float,
-        spatial: bool,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, folder: str, grid: tuple[int, ...], weight: float, spatial: bool, device: torch.device, dtype: torch.dtype
     ):
         import transformers
 
@@ -116,3 +105,45 @@ class CachedTeacher:
 def alignment_with(features: Tensor, weight: float, spatial: bool) -> Alignment:
     """Return features (B, N, width) fp32 as the target of an alignment term. Arguments: see :class:`VisionTeacher`."""
     return Alignment(without_mean(features) if spatial else features, weight)
+
+
+ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel"
+ENCODER_CONFIG = FileKind(PretrainedConfig, MIB)
+
+
+class PictureTokens:
+    """The image encoder of a pipeline's folder, in fp32. width: width of the tokens that the network takes.
+
+    Raises FileNotFoundError or ValueError, with one line, if a file is missing, or the encoder's class or width is
+    wrong."""
+
+    def __init__(self, folder: Path, width: int, device: torch.device | str):
+        path = folder / ENCODER
+        config = read_json_of(path / CONFIG, ENCODER_CONFIG, f"it describes a {CLASS} of transformers")
+        if config.get("model_type") not in ("clip_vision_model", "clip"):
+            raise ValueError(f"{path / CONFIG}: model_type is {shown(config.get('model_type'))}, which is no {CLASS}")
+        if config.get("hidden_size") != width:
+            found = shown(config.get("hidden_size"))
+            raise ValueError(f"{path / CONFIG}: hidden_size is {found}, and the network takes {width}")
+        with loading(str(path)):
+            self._encoder: Any = transformers_model(path, CLASS, STEM).eval().requires_grad_(False).to(device)
+        with loading(str(folder / PROCESSOR)):
+            how: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+            kind = lazy_module("transformers").CLIPImageProcessor
+            self._processor: Any = kind.from_pretrained(folder / PROCESSOR, **how)
+        self.device = torch.device(device)
+
+    def fingerprint(self) -> str:
+        """Hash the encoder's weights and how pictures are prepared for it."""
+        return module_fingerprint(self._encoder, str(self._processor))
+
+    @torch.no_grad()
+    def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
+        """Encode B pictures to tokens (B, tokens, width), fp32 on ``device``."""
+        pixels = self._processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(self.device)
+        return self._encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
+
+    def of_clips(self, pixels: Tensor) -> Tensor:
+        """Encode the first frames of clips (B, 3, T, H, W) in [-1, 1] to tokens."""
+        frames = ((pixels[:, :, 0] + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+        return self.encode([Image.fromarray(frame) for frame in frames])

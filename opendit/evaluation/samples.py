@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.lock import lock_folder
+from opendit.checkpoint.run_folders import lock_folder
 from opendit.common.safe_files import replacing
 from opendit.common.stages import Stages
 from opendit.common.utils import sha256_of

@@ -11,14 +11,9 @@ if TYPE_CHECKING:
     from opendit.export.conversion import correct_timesteps as correct_timesteps
     from opendit.export.conversion import export_diffusers as export_diffusers
     from opendit.export.conversion import export_meta as export_meta
+    from opendit.export.conversion import export_published as export_published
     from opendit.export.conversion import import_weights as import_weights
     from opendit.export.conversion import load_pipeline as load_pipeline
-    from opendit.export.published import export_published as export_published
 
-__getattr__, __all__ = import_when_used(
-    __name__,
-    {
-        "opendit.export.conversion": "correct_timesteps export_diffusers export_meta import_weights load_pipeline",
-        "opendit.export.published": "export_published",
-    },
-)
+_NAMES = "correct_timesteps export_diffusers export_meta export_published import_weights load_pipeline"
+__getattr__, __all__ = import_when_used(__name__, {"opendit.export.conversion": _NAMES})

@@ -149,7 +149,7 @@ def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None
 
 
 def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
-    from opendit.export.published import export_run  # imports torch, so not at the top
+    from opendit.export.conversion import export_run  # imports torch, so not at the top
     from opendit.models.families import FAMILIES
 
     for line in export_run(ckpt, output, base, FAMILIES, most_bytes):
@@ -158,7 +158,7 @@ def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
 
 
 def convert_lora(ckpt: str, output: Path, base: str | None, form: str) -> None:
-    from opendit.export.lora import export_lora  # imports torch, so not at the top
+    from opendit.export.conversion import export_lora  # imports torch, so not at the top
     from opendit.models.families import FAMILIES
 
     for line in export_lora(ckpt, output, base, FAMILIES, form):

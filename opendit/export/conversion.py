@@ -1,16 +1,28 @@
-"""Convert OpenDiT checkpoints to and from diffusers' DiTPipeline folders and Meta's .pt files.
+"""Convert OpenDiT checkpoints to and from diffusers' folders, LoRA files and Meta's .pt files.
 
 Two properties of diffusers' DiTTransformer2DModel matter here:
 
 - It hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's model has 0. So the output of
   a stock pipeline has a small error, which :func:`load_pipeline` removes.
 - Every block has its own copy of the timestep and label embedders.
+
+The folder of a trained public model is a copy of the published folder with other weights, which have the published
+names, shapes and dtypes. The keys of a LoRA file have one of these forms:
+
+diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B is multiplied by alpha / rank, no alphas
+comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
+kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight      the authors' layers
 """
 
+import fnmatch
 import io
 import json
+import os
 import tempfile
 from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +30,31 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opendit.checkpoint.foreign import BLOCK, EMBEDDERS, OUTER, QKV, assumption, suffixes
+from opendit.checkpoint.foreign import (
+    BLOCK,
+    EMBEDDERS,
+    OUTER,
+    QKV,
+    STEM,
+    TRANSFORMER,
+    PublishedFolder,
+    assumption,
+    expert_of,
+    is_published,
+    network_of,
+    open_published,
+    suffixes,
+)
+from opendit.checkpoint.lora import (
+    ARCHITECTURE,
+    Merged,
+    Products,
+    as_one,
+    moved,
+    of_run,
+    original_layers,
+    with_halves_exchanged,
+)
 from opendit.checkpoint.pretrained import (
     METADATA_KEY,
     check_name,
@@ -27,15 +63,28 @@ from opendit.checkpoint.pretrained import (
     read_newest,
     table_notes,
 )
-from opendit.checkpoint.tensor_set import is_set, write_weights
-from opendit.common.safe_files import make_folder, move_into, replacing
+from opendit.checkpoint.run_folders import low_noise_of
+from opendit.checkpoint.tensor_set import file_size, is_set, write_weights
+from opendit.common.safe_files import (
+    link_or_copy,
+    make_folder,
+    move_into,
+    refuse_links,
+    remove_tree,
+    rename,
+    replacing,
+    sync_folder,
+)
 from opendit.common.tensor_files import write_file
+from opendit.config.names import WHOLE
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
-from opendit.encoders.folder import PIPELINE_INDEX, encoder_name
+from opendit.encoders.folder import CONFIG, PICKLES, PIPELINE_INDEX, encoder_name
 from opendit.encoders.vae import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families.base import Family
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.layers import PLAIN
+from opendit.models.lora import Lora, check_lora
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model
 
@@ -79,10 +128,8 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """Convert OpenDiT's state dict to DiTTransformer2DModel's names. No two tensors share memory, because safetensors
-    requires this.
-
-    The label table grows to DiTPipeline's 1000 classes. The null class moves to row 1000, and new rows are zero.
-    """
+    requires this. The label table grows to DiTPipeline's 1000 classes. The null class moves to row 1000, and new rows
+    are zero."""
     table = state["y_embedder.embedding_table.weight"]
     full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
     full[: config.num_classes], full[NULL_CLASS] = table[:-1], table[-1]
@@ -131,15 +178,9 @@ def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
 def export_diffusers(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> float:
-    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``.
-
-    Returns:
-        The error of the stock pipeline's network, as a relative 2-norm on random latents. :func:`load_pipeline` removes
-        this error.
-
-    Raises:
-        ValueError: DiTPipeline can't represent the model; the message gives the reason.
-    """
+    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``. Return the error of
+    the stock pipeline's network, as a relative 2-norm on random latents. :func:`load_pipeline` removes this error.
+    Raises ValueError if DiTPipeline can't represent the model; the message gives the reason."""
     network, weights = _load(ckpt, model)
     config = network.config
     refuse_unless_plain(config, weights.info, "diffusers")
@@ -209,16 +250,10 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
 def import_weights(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> tuple[str, Path]:
-    """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors.
-
-    Weights of more than ``most_bytes`` are written as several files with an index (opendit/checkpoint/tensor_set.py).
-
-    Returns:
-        The model's name, and the written file or index.
-
-    Raises:
-        ValueError, FileNotFoundError: ``ckpt`` has none of these forms, or the model is not supported.
-    """
+    """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors. Weights of
+    more than ``most_bytes`` are written as several files with an index (opendit/checkpoint/tensor_set.py). Return the
+    model's name, and the written file or index. Raises ValueError or FileNotFoundError if ``ckpt`` has none of these
+    forms, or the model is not supported."""
     weights = _read(Path(ckpt), model)
     assert weights.config is not None  # _read always returns a configuration
     if notes := table_notes(weights.config, weights.state, weights.path):
@@ -238,11 +273,9 @@ def _name_or_path(vae: str) -> str:
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert and their metadata.
-
-    Tensors of an OpenDiT checkpoint stay in their file until they are written. For a run, the newest intact checkpoint
-    is read. Meta's .pt needs the name ``model``. A LoRA is merged into its base.
-    """
+    """Read the weights to convert and their metadata. Tensors of an OpenDiT checkpoint stay in their file until they
+    are written. For a run, the newest intact checkpoint is read. Meta's .pt needs the name ``model``. A LoRA is merged
+    into its base."""
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
@@ -262,3 +295,271 @@ def _read(path: Path, model: str | None) -> Weights:
 def _of_meta(name: str | None, config: DiTConfig) -> dict[str, Any]:
     """Return the metadata for OpenDiT weights that were converted from Meta's .pt."""
     return {"model": name, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}
+
+
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # files that are never copied: code, and files that run code on loading
+MOST_FILES = 10_000  # maximum number of files of a component
+
+
+def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
+    """Return metadata with the maximum number of caption tokens, and add a message for the user to ``notes``, if a run
+    was trained with another number than the default of diffusers' pipeline; otherwise return {}."""
+    text = None if weights.config is None else weights.config.text
+    if text is None or text.max_tokens == family.text.tokens:
+        return {}
+    count = text.max_tokens - family.text.beside
+    notes.append(f"trained with captions of {count} tokens; give diffusers' pipeline max_sequence_length={count}")
+    return {"max_sequence_length": str(count)}
+
+
+def export_published(
+    state: Mapping[str, Tensor],
+    source: Path,
+    base: PublishedFolder,
+    output: Path,
+    most_bytes: int,
+    more: Mapping[str, str] | None = None,
+    low: tuple[Mapping[str, Tensor], Path, PublishedFolder] | None = None,
+) -> list[str]:
+    """Write a folder that diffusers loads: ``base`` with other weights. Files of other components are hard links to the
+    files in ``base`` if both are on one disk, else copies. The new folder gets its final name, and replaces an existing
+    folder, after all files are written.
+
+    Args:
+        state: weights by OpenDiT's names.
+        source: path of the weights, for messages.
+        more: further metadata of the weights file.
+        low: ``state``, ``source`` and ``base`` of the low-noise network, if both networks of a pipeline are written.
+
+    Return the files of ``base`` that were not copied, because they hold code. Raises ValueError, with one line, if the
+    weights do not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds something other
+    than a pipeline. Raises OSError if a file can't be written.
+    """
+    output = Path(os.path.abspath(output))
+    root = output.parent
+    refuse_links(root, [output.name])
+    _check_output(output, (base.pipeline or base.transformer, source))
+    networks = [(state, source, base), *([] if low is None else [low])]
+    written = {
+        each.transformer.name if each.pipeline else TRANSFORMER: (each.published(of, path), each)
+        for of, path, each in networks
+    }
+    new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
+    remove_tree(new)
+    for inside in written:
+        make_folder(new / inside, root=root)
+    try:
+        left_out = []
+        for path, place in _others(base):
+            if place.parts[0] in written:
+                continue
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_TAKEN):
+                left_out.append(str(place))
+                continue
+            file_size(path, base.root)
+            link_or_copy(path, new / place, root=root, make=True)
+        for inside, (weights, each) in written.items():
+            link_or_copy(each.transformer / CONFIG, new / inside / CONFIG, root=root)
+            # Don't copy the metadata of the run, because they contain captions and paths.
+            said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
+            metadata = {**said, **each.files.metadata, **(more or {}), "format": "pt"}
+            write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
+            sync_folder(new / inside, root=root)
+        _take_place(new, output, old)
+        sync_folder(root)
+    finally:
+        remove_tree(new)
+    return left_out
+
+
+def _check_output(output: Path, read: tuple[Path, ...]) -> None:
+    """Raise ValueError unless the folder is empty or a pipeline, and contains none of the paths in ``read``."""
+    if not output.exists():
+        return
+    inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
+    if inside is not None:
+        raise ValueError(f"{output} would be replaced, and holds {inside}; name another place")
+    known = (output / PIPELINE_INDEX, output / TRANSFORMER / CONFIG)
+    if not output.is_dir() or (os.listdir(output) and not any(path.is_file() for path in known)):
+        raise ValueError(f"{output} holds something else than a pipeline; name another place")
+
+
+def _take_place(new: Path, output: Path, old: Path) -> None:
+    """Rename the folder ``new`` to ``output``. An existing ``output`` is first renamed to ``old`` and finally
+    removed."""
+    if not output.exists() or not os.listdir(output):
+        return rename(new, output)
+    rename(output, old)
+    try:
+        rename(new, output)
+    except OSError:
+        rename(old, output)
+        raise
+    remove_tree(old)
+
+
+def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
+    """Yield (file, path relative to the pipeline) for all files except those of the network. These are the components
+    in model_index.json, the index itself, and licences."""
+    if base.pipeline is None:
+        return
+    for path in sorted(base.pipeline.iterdir()):
+        if path.name == PIPELINE_INDEX or any(fnmatch.fnmatch(path.name.upper(), pattern) for pattern in LICENCES):
+            if path.is_file():
+                yield path, Path(path.name)
+    named = base.index if base.index is not None else base.family.components
+    for name in sorted(named):
+        if name == base.transformer.name or not isinstance(named[name], list | tuple) or not _is_plain(name):
+            continue
+        found = 0
+        for parent, folders, names in os.walk(base.pipeline / name):
+            folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+            for file in sorted(names):
+                if (found := found + 1) > MOST_FILES:
+                    raise ValueError(f"{base.pipeline / name} has more than {MOST_FILES:,} files")
+                if not file.startswith("."):
+                    yield Path(parent) / file, Path(parent, file).relative_to(base.pipeline)
+
+
+def _is_plain(name: str) -> bool:
+    """Return True if ``name`` contains no folders, so that it can't lead out of the pipeline's folder."""
+    return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
+
+
+def name_of(base: PublishedFolder) -> str:
+    """Return the name of a public model's folder for metadata. In the Hugging Face cache, the name is
+    REPOSITORY@COMMIT. Elsewhere it is the folder's own name."""
+    folder = (base.pipeline or base.transformer).resolve()
+    for path in (folder, folder.parent):
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
+    return folder.name if base.pipeline or folder.name != TRANSFORMER else folder.parent.name
+
+
+def export_run(
+    ckpt: str, output: Path, base: str, families: Mapping[str, Family], most_bytes: int, which: str = "ema"
+) -> list[str]:
+    """Convert a checkpoint or a run of a public model to a folder that diffusers loads (see :func:`export_published`).
+
+    Args:
+        ckpt: a checkpoint, a run (whose newest intact checkpoint is read), a weights file, or a public model's folder.
+        base: the public model's folder. The user must name it, because a path in a checkpoint is not trusted.
+
+    Return messages for the user. Raises ValueError or FileNotFoundError if the weights are missing, damaged, or belong
+    to another model. Raises OSError if a file can't be written.
+    """
+    notes: list[str] = []
+    if is_published(ckpt, families):
+        weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
+    else:
+        weights = read_newest(ckpt, which, notes)
+    networks: list[tuple[Mapping[str, Tensor], Path, PublishedFolder]] = []
+    with ExitStack() as stack:
+        for each in [
+            weights,
+            *([] if (low := low_noise_of(weights.path)) is None else [read_newest(low, which, notes)]),
+        ]:
+            opened = stack.enter_context(closing(open_published(network_of(base, each.config), families)))
+            state = each.state
+            if "lora" in each.info:
+                check_lora(each)
+                state = Merged(opened.tensors(), *of_run(each))
+            networks.append((state, each.path, opened))
+        (high, *low), length = networks, caption_length(weights, networks[0][2].family, notes)
+        left_out = export_published(*high, output, most_bytes, length, low[0] if low else None)
+    return notes + [f"{Path(base) / name} holds code, or may; it was left out" for name in left_out]
+
+
+LARGEST = 50 * 10**9  # maximum size of a file in bytes, so large that every LoRA fits into one file
+
+
+def export_lora(
+    ckpt: str,
+    output: Path,
+    base: str | None,
+    families: Mapping[str, Family],
+    form: str = "diffusers",
+    which: str = "ema",
+) -> list[str]:
+    """Write the LoRA of a run as one file, and return messages for the user.
+
+    Args:
+        ckpt: a checkpoint of a run with --lora, or the run's folder.
+        base: the public model's folder, whose headers are read; None for the folder that the checkpoint names.
+        form: the naming scheme of the file: diffusers, comfyui or kohya.
+
+    Raises ValueError or FileNotFoundError, with one line, if a file is missing or ``ckpt`` is not a LoRA of a public
+    model. Raises OSError if the file can't be written.
+    """
+    weights = read_newest(ckpt, which)
+    if "lora" not in weights.info:
+        raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
+    check_lora(weights)
+    lora = Lora(**weights.info["lora"])
+    products, full = of_run(weights)
+    if full:
+        raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
+    opened, notes = open_published(network_of(base or lora.base, weights.config), families), []
+    try:
+        state = _named(products, opened, form)
+        metadata = _metadata(lora, opened, form, output.stem) | caption_length(weights, opened.family, notes)
+    finally:
+        opened.close()
+    write_weights(output, state, metadata, LARGEST)
+    return notes
+
+
+def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:
+    """Convert products with OpenDiT's names to the tensors of the file."""
+    family, shapes = opened.family, dict(opened.files.shapes)
+    products = moved(products, opened.pairs, opened.shapes(), shapes)
+    if form == "diffusers":
+        return {
+            f"transformer.{name.removesuffix('.weight')}.lora_{factor}.weight": tensor.contiguous()
+            for name, parts in products.items()
+            for factor, tensor in zip("AB", as_one(parts, shapes[name], scaled=True), strict=True)
+        }
+    if form == "kohya" or family.comfyui == "original":
+        pairs = []
+        joined: set[str] = set()
+        for layer, parts in original_layers(family, shapes).items():
+            theirs = tuple(f"{part}.weight" for part in parts)
+            pairs.append((theirs, (f"{layer}.weight",), 0))
+            shapes[f"{layer}.weight"] = (sum(shapes[name][0] for name in theirs), prod(shapes[theirs[0]][1:]))
+            joined.update(theirs)
+        pairs += [((name,), (name,), 0) for name in products if name not in joined]
+        products = with_halves_exchanged(moved(products, pairs, shapes, shapes), family)
+    state = {}
+    for name, parts in products.items():
+        layer = name.removesuffix(".weight")
+        key = f"diffusion_model.{layer}" if form == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
+        a, b = as_one(parts, shapes[name])
+        state |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
+        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # all parts of a run's LoRA have one scale
+    return state
+
+
+def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
+    """Return the metadata of the file. ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's model
+    specification and of kohya's trainers. No key is called rank or alpha, because a reader might apply such a value a
+    second time."""
+    family, alpha = opened.family, f"{lora.alpha:g}"
+    variant = family.variant(opened.index)
+    architecture = (variant and variant.architecture) or family.architecture
+    found = {
+        "format": "pt",
+        "base": name_of(opened),
+        "trained_rank": str(lora.rank),
+        "trained_alpha": alpha,
+        "modelspec.sai_model_spec": "1.0.0",
+        ARCHITECTURE: f"{architecture}/lora",
+        "modelspec.implementation": "diffusers" if form == "diffusers" else form,
+        "modelspec.title": title,
+        "ss_base_model_version": architecture,
+    }
+    if opened.alone:
+        found["expert"] = str(expert_of(opened.transformer))
+    if form != "diffusers":
+        found |= {"ss_network_dim": str(lora.rank), "ss_network_alpha": alpha}
+    return found | ({"license": family.license, "modelspec.license": family.license} if family.license else {})

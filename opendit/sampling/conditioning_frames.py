@@ -18,9 +18,9 @@ from opendit.data.clips import decode_frames, resize_and_crop
 from opendit.data.files import name_few
 from opendit.data.picture_file import read_picture
 from opendit.data.video_files import Timeline
-from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
+from opendit.encoders.vision import PictureTokens
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.configuration import DiTConfig
 from opendit.models.given_frames import give, give_beside

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opendit.checkpoint.foreign import assumption
+from opendit.checkpoint.foreign import EXPERTS, assumption, is_published
 from opendit.checkpoint.pretrained import (
     ALONE,
     WeightedLora,
@@ -23,7 +23,6 @@ from opendit.checkpoint.pretrained import (
     read_info,
     weights_in,
 )
-from opendit.checkpoint.published import EXPERTS, is_published
 from opendit.checkpoint.run_folders import checkpoints_in, low_noise_of, newest_run
 from opendit.checkpoint.tensor_set import is_set, open_set
 from opendit.common.stages import Background
@@ -32,10 +31,10 @@ from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import encoder_name
-from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
+from opendit.encoders.vision import PictureTokens
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from opendit.encoders.pictures import to_bytes
-from opendit.encoders.tiles import Tiles
-from opendit.encoders.vae import Codec, FrozenVAE
+from opendit.encoders.vae import Codec, FrozenVAE, Tiles
 from opendit.encoders.video_vae import FrameCodec, frames_of
 from opendit.parallel.collectives import Group, start_gather
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.lock import lock_folder
-from opendit.checkpoint.power_averages import reconstruct
+from opendit.checkpoint.ema import reconstruct
 from opendit.checkpoint.pretrained import find_weights, read_config
+from opendit.checkpoint.run_folders import lock_folder
 from opendit.common.stages import Stages
 from opendit.config.checks import path_and_weight, read_prompts
 from opendit.config.console import print_block

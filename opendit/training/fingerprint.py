@@ -35,7 +35,7 @@ from opendit.config.flags import flags_of, to_dict
 from opendit.config.names import DESCRIPTIONS
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.files import hash_files
-from opendit.data.order.schedule import KEYED
+from opendit.data.order import KEYED
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder

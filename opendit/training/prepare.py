@@ -9,11 +9,10 @@ from typing import Any, cast
 import torch
 
 from opendit.checkpoint.ema import WARMUP
+from opendit.checkpoint.foreign import TRANSFORMER
 from opendit.checkpoint.load import Checkpoint, find_checkpoint
-from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
-from opendit.checkpoint.published import TRANSFORMER
-from opendit.checkpoint.run_folders import CHECKPOINTS, LOW, WRITTEN, low_noise_of, new_run_folder
+from opendit.checkpoint.run_folders import CHECKPOINTS, LOW, WRITTEN, lock_folder, low_noise_of, new_run_folder
 from opendit.config.architectures import family_in
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import CACHED_FEATURES, SaveFlags, SpeedFlags, StartFlags
@@ -21,15 +20,14 @@ from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
-from opendit.data.order.packs import PackSchedule
+from opendit.data.packs import PackSchedule
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import KNOWN
-from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
-from opendit.encoders.vision import CachedTeacher, VisionTeacher
+from opendit.encoders.vision import CachedTeacher, PictureTokens, VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models.conditioning import Condition

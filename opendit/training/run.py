@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.fill import DeviceReader
 from opendit.checkpoint.load import Checkpoint
-from opendit.checkpoint.matched import MatchedTensors
+from opendit.checkpoint.matched import DeviceReader, MatchedTensors
 from opendit.checkpoint.pretrained import FirstWeights
 from opendit.checkpoint.run_folders import folder_name
 from opendit.checkpoint.save import Checkpoints

@@ -20,7 +20,7 @@ from opendit.data import MediaDataset
 from opendit.data.base import SampleKey, to_pixels
 from opendit.data.held_out import SEED
 from opendit.data.loader import read_batches
-from opendit.data.order.sequences import permuted
+from opendit.data.order import permuted
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.random import Stream, draw_conditioning_frames, normal
 from opendit.models.conditioning import Condition

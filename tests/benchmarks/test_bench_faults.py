@@ -11,7 +11,7 @@ import torch
 from benchmarks.bench_faults import COLUMNS, summary, table, write_csv
 from benchmarks.faults import GROUPS
 from benchmarks.faults.lab import FAULTS, RUN, Fault, Lab, Shared, judge, newest_step, register_all
-from opendit.checkpoint.files import write_manifest
+from opendit.checkpoint.tensor_set import write_manifest
 from opendit.common.tensor_files import write_tensors
 
 ROOT = Path(__file__).resolve().parents[2]

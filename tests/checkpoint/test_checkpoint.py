@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import sample
 import train
-from opendit.checkpoint.files import damage, read_manifest, write_manifest
 from opendit.checkpoint.pretrained import load_pretrained, read_info
 from opendit.checkpoint.save import OPTIMIZER, share_out
+from opendit.checkpoint.tensor_set import damage, read_manifest, write_manifest
 from opendit.common.tensor_files import write_tensors
 
 ARGV = "--model DiT-Ti/2 --image_size 8 --vae none --num_workers 0 --log_every 1 --sample_every 0".split()

@@ -6,8 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from opendit.checkpoint import matched
-from opendit.checkpoint.fill import DeviceReader, fill
-from opendit.checkpoint.matched import MatchedTensors
+from opendit.checkpoint.matched import DeviceReader, MatchedTensors, fill
 from opendit.checkpoint.tensor_set import open_set
 from opendit.models.dit import DiTConfig
 from opendit.models.zoo import empty_model, model_shapes

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 import opendit.training.build
 import sample
 import train
-from opendit.checkpoint.files import damage, not_finite, read_manifest, write_manifest
 from opendit.checkpoint.pretrained import METADATA_KEY, read_info
+from opendit.checkpoint.tensor_set import damage, not_finite, read_manifest, write_manifest
 from opendit.common.tensor_files import write_tensors
 from opendit.export.__main__ import main as export
 from opendit.models.dit import DiT

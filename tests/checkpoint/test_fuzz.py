@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from opendit.checkpoint.files import damage, read_state, write_manifest
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.checkpoint.run_folders import MANIFEST
+from opendit.checkpoint.tensor_set import damage, read_state, write_manifest
 from opendit.common.utils import DataError
 from opendit.data import SampleKey, build_dataset
+from opendit.data.latents import read_header
 from opendit.data.make_latents import make_latents
-from opendit.data.shards.latents import read_header
 from opendit.encoders import VAECodec, codec_geometry, load_codec
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.export.conversion import import_weights

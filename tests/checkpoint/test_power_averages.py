@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import sample
-from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.power_averages import Profile, coefficients, exponent_of, reconstruct
+from opendit.checkpoint.ema import EMA, Profile, coefficients, exponent_of, reconstruct
 from opendit.checkpoint.tensor_set import open_set
 from tests.checkpoint.test_resume import ARGV, assert_same_bits, run_of, trainings
 from tests.ranks import run_ranks

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sample
-from opendit.checkpoint import files, pretrained
-from opendit.checkpoint.files import write_manifest
+from opendit.checkpoint import pretrained
+from opendit.checkpoint import tensor_set as files
 from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
+from opendit.checkpoint.tensor_set import write_manifest
 from opendit.common.tensor_files import write_tensors
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.weights import Weights

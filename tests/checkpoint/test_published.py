@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from opendit.checkpoint.fill import DeviceReader, fill
-from opendit.checkpoint.published import open_published
+from opendit.checkpoint.foreign import open_published
+from opendit.checkpoint.matched import DeviceReader, fill
 from opendit.parallel.initial import Shard
 from tests.checkpoint import published
 
@@ -279,8 +279,8 @@ def test_names_that_a_family_has_twice_or_not_at_all_are_refused(folder):
 
 MEASURED = """
 import sys, threading
-from opendit.checkpoint.fill import DeviceReader, fill
-from opendit.checkpoint.published import open_published
+from opendit.checkpoint.matched import DeviceReader, fill
+from opendit.checkpoint.foreign import open_published
 from opendit.parallel.layout import Shard
 from tests.checkpoint import published
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from opendit.checkpoint.fill import fill
-from opendit.checkpoint.published import is_published, open_published
+from opendit.checkpoint.foreign import is_published, open_published
+from opendit.checkpoint.matched import fill
 from opendit.export.__main__ import main
 from opendit.models.families import FAMILIES
 from opendit.models.families.public_config import public_config

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from opendit.checkpoint.files import damage, read_manifest, write_manifest
+from opendit.checkpoint import tensor_set
 from opendit.checkpoint.load import find_checkpoint
 from opendit.checkpoint.pretrained import read_newest, read_weights
 from opendit.checkpoint.save import Checkpoints
@@ -24,10 +24,13 @@ from opendit.checkpoint.schema import INDEX_FILE
 from opendit.checkpoint.tensor_set import (
     ShardedTensor,
     ShardIndex,
+    damage,
     index_from,
     index_text,
     open_set,
     read_index,
+    read_manifest,
+    write_manifest,
 )
 from opendit.common.json_models import checked
 from opendit.common.tensor_files import open_safetensors, write_tensors
@@ -284,7 +287,7 @@ def test_files_of_any_division_are_read_in_any_other(tmp_path_factory, case):
     shutil.rmtree(folder)
 
 
-def test_only_the_files_that_are_needed_are_opened(run):
+def test_only_the_files_that_are_needed_are_opened(run, monkeypatch):
     step = run / "checkpoints" / "step_0000006"
     with open_set(step / "model.shards.json") as tensors:
         whole = tensors["blocks.0.mlp.fc1.weight"]
@@ -294,7 +297,8 @@ def test_only_the_files_that_are_needed_are_opened(run):
         opened.append(path.name)
         return open_safetensors(path)
 
-    tensors = open_set(step / "model.shards.json", open_file)
+    monkeypatch.setattr(tensor_set, "open_safetensors", open_file)
+    tensors = open_set(step / "model.shards.json")
     rows = Shard((10, whole.shape[1]), ((0, ((10, 20),)),))  # of the first half: rank 0's
     assert torch.equal(tensors.read("blocks.0.mlp.fc1.weight", rows), whole[10:20])
     assert opened == ["model-shard-00000-of-00002.safetensors"]

@@ -14,11 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.files import damage
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.pretrained import load_pretrained
 from opendit.checkpoint.save import Checkpoints
-from opendit.checkpoint.tensor_set import open_set
+from opendit.checkpoint.tensor_set import damage, open_set
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models.zoo import build_model, model_config
 from opendit.parallel.engines import MOMENTS, Engine, build_engine

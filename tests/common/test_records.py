@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from opendit.checkpoint.files import damage
+from opendit.checkpoint.tensor_set import damage
 from opendit.common import safe_files
 from opendit.common.safe_files import RecordFile, WriteFailures
 from opendit.training.monitor import Board, keep_up_to

@@ -14,9 +14,8 @@ import train
 from opendit.data import build_dataset, build_schedule
 from opendit.data.shaped import crop_media, shape_latents, token_size
 from opendit.data.video_files import write_mp4
-from opendit.encoders.published_folder import load_published_codec
 from opendit.models.families import FAMILIES
-from tests.encoders.published_folders import write_pipeline
+from tests.encoders.published_folders import load_codec_of, write_pipeline
 from tests.numbers import off_by
 
 ROWS = 14
@@ -90,7 +89,7 @@ def shaped(root, made, name):
 @pytest.mark.parametrize("name", PATCH)
 def test_a_cache_holds_every_sample_at_its_own_shape(root, made, name):
     files, cached = shaped(root, made, name)
-    codec = load_published_codec(root / name, FAMILIES[name], device="cpu")
+    codec = load_codec_of(root / name, FAMILIES[name])
     found = {cached.caption(row): cached.read(row) for row in range(len(cached))}
     assert len(found) == len(files) >= ROWS - 4 and len({item.x.shape for item in found.values()}) > 3
     for row in range(len(files)):

@@ -17,7 +17,7 @@ from opendit.data import build_dataset, build_loader, build_schedule
 from opendit.data.base import BadSample, Description, Fingerprint, Item, MediaDataset, SampleKey, Shapes
 from opendit.data.blend import BlendedDataset
 from opendit.data.held_out import SEED, hold_out
-from opendit.data.order.sequences import permuted
+from opendit.data.order import permuted
 
 
 class Numbers(MediaDataset):

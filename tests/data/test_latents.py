@@ -11,8 +11,8 @@ from safetensors.torch import save
 
 from opendit.data import BatchSchedule, DataError, LatentDataset, SampleKey, build_dataset, build_loader
 from opendit.data.base import View
+from opendit.data.latents import CachedSample, write_shard
 from opendit.data.make_latents import make_latents, pick_dtype
-from opendit.data.shards.latents import CachedSample, write_shard
 from opendit.diffusion.random import Stream, integers
 from opendit.encoders import VAECodec, sample_moments
 from tests.data.shards.tars import latents_in, latents_of

@@ -28,7 +28,7 @@ from opendit.data.base import DataError, Medium
 from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.digits import make_demo
 from opendit.data.look import GAP, LINE, THUMBNAIL, Findings, Look, MediumTokens, draw_histograms, draw_sheet, fill_of
-from opendit.data.order.schedule import SourceRows
+from opendit.data.order import SourceRows
 from opendit.data.shards import store
 from opendit.data.video_files import write_mp4
 from tests.data.shards.tars import captioned, write_tar

@@ -13,16 +13,23 @@ import train
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import build_dataset
-from opendit.data.text_cache import EMPTY, embed, form_of
+from opendit.data.latents import EMPTY, embed, form_of
 from opendit.data.video_files import write_mp4
 from opendit.encoders.conditioner import PublishedConditioner
-from opendit.encoders.published_folder import load_published_codec
 from opendit.encoders.published_text import load_published_text, text_encoder_bytes
 from opendit.models.conditioning import TextConfig
 from opendit.models.families import FAMILIES
 from opendit.parallel.hardware import H200
 from opendit.training.auto_parallel import Circumstances, Search, data_of
-from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, PROJECTED, QWEN_WIDTH, T5_WIDTH, write_pipeline
+from tests.encoders.published_folders import (
+    CLIP_WIDTH,
+    GEMMA_WIDTH,
+    PROJECTED,
+    QWEN_WIDTH,
+    T5_WIDTH,
+    load_codec_of,
+    write_pipeline,
+)
 from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
@@ -94,7 +101,7 @@ def made(root, tmp_path_factory):
 def test_a_cache_holds_what_the_folder_encodes(root, made, name):
     family, data, source = FAMILIES[name], opened(made[name], name), opened(raw(root, name), name)
     encoder = load_published_text(root / name, family, device="cpu")
-    codec = load_published_codec(root / name, family, device="cpu")
+    codec = load_codec_of(root / name, family)
     about = data.describe()
     assert about.text_encoder == str(root / name) and about.vae == str(root / name / "vae")
     for ours, theirs in ((about.scaling_factor, codec.scaling_factor), (about.shift_factor, codec.shift_factor)):

@@ -22,8 +22,8 @@ from opendit.data import (
     build_loader,
     build_schedule,
 )
+from opendit.data.latents import padded
 from opendit.data.make_latents import make_latents
-from opendit.data.text_cache import padded
 from opendit.data.video_files import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from opendit.encoders.vae import load_codec
+from opendit.encoders.video_vae import load_video_codec
+
 LATENT_CHANNELS = 4
 CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH, GEMMA_WIDTH = 24, 20, 16, 28
 PROJECTED = 6 + 10  # widths of the pooled vectors of Stable Diffusion 3's two encoders
@@ -628,3 +631,9 @@ def open_pipeline(folder: Path, name: str, **options: Any) -> Any:
 
     checker = {"safety_checker": Harmless()} if name == "cosmos2" else {}
     return DiffusionPipeline.from_pretrained(folder, **checker, **options)
+
+
+def load_codec_of(folder, family, **settings):
+    """Load the autoencoder of a pipeline's folder."""
+    load = load_video_codec if family.latents.video else load_codec
+    return load(str(folder / "vae"), channels=3, device="cpu", **settings)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.encoders.tiles import Tiles, tiles_of
+from opendit.encoders.vae import Tiles, tiles_of
 
 SIDE = st.integers(1, 23)
 

@@ -342,7 +342,7 @@ def test_a_network_that_gives_nan():
 
 
 def test_two_evaluations_do_not_write_to_one_folder():
-    from opendit.checkpoint.lock import FolderLock
+    from opendit.checkpoint.run_folders import FolderLock
 
     Path("out").mkdir()
     with FolderLock(Path("out"), "--output", "wait"), pytest.raises(ValueError, match="--output: out is in use"):

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from opendit.checkpoint.published import open_published
+from opendit.checkpoint.foreign import open_published
 from opendit.common.safe_files import LinkRefused
 from opendit.export import export_published
 from opendit.export.__main__ import main
@@ -154,7 +154,7 @@ def test_what_was_there_stays_if_writing_fails(base, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr("opendit.export.published.write_weights", full)
+    monkeypatch.setattr("opendit.export.conversion.write_weights", full)
     with pytest.raises(OSError, match="No space left"):
         untouched(base, tmp_path / "out")
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before

@@ -89,7 +89,7 @@ def fill_file(path: Path, kind: str, step: int = 0) -> None:
 
 def fill_checkpoint(folder: Path, change: Callable[[dict], None] = lambda state: None) -> None:
     """Fill all tensors of a checkpoint with the pattern of its step, and apply ``change`` to its state.json."""
-    from opendit.checkpoint.files import read_manifest, write_manifest
+    from opendit.checkpoint.tensor_set import read_manifest, write_manifest
 
     version = json.loads((folder / "manifest.json").read_text())["version"]
     files = read_manifest(folder)
@@ -266,7 +266,7 @@ def make_run(name: str, recorded: dict) -> None:
     with elsewhere(f"read/{name}", name), ExitStack() as stack:
         if name == "packs":  # that commit fails to estimate the padding after the first window
             fill = mock.PropertyMock(return_value=1.0)
-            stack.enter_context(mock.patch("opendit.data.order.packs.PackSchedule.fill", fill))
+            stack.enter_context(mock.patch("opendit.data.packs.PackSchedule.fill", fill))
         found = {"log": reading.trained(cases.resuming_flags(name))}
         if name != "lora":
             found["projection"] = reading.projection(reading.exported(reading.run_of()))

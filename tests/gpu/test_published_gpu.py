@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from opendit.checkpoint.fill import BUFFER_BYTES, BUFFERS, DeviceReader, fill
-from opendit.checkpoint.published import open_published
+from opendit.checkpoint.foreign import open_published
+from opendit.checkpoint.matched import BUFFER_BYTES, BUFFERS, DeviceReader, fill
 from opendit.parallel.layout import Shard
 from tests.checkpoint import published
 

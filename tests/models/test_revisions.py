@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 import train
-from opendit.checkpoint.files import MODEL_SET
 from opendit.checkpoint.pretrained import read_config
+from opendit.checkpoint.tensor_set import MODEL_SET
 from opendit.models.configuration import DiTConfig
 from opendit.models.moviegen import MovieGen, MovieGenConfig
 from opendit.models.zoo import model_config

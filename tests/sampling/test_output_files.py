@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import sample
-from opendit.checkpoint.lock import FolderLock
 from opendit.checkpoint.pretrained import METADATA_KEY
+from opendit.checkpoint.run_folders import FolderLock
 from opendit.models.dit import DiT
 from opendit.models.zoo import model_config
 from opendit.sampling import output_files as writing

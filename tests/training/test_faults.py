@@ -20,7 +20,7 @@ import torch
 
 import train
 from opendit.checkpoint import save
-from opendit.checkpoint.files import damage, read_state
+from opendit.checkpoint.tensor_set import damage, read_state
 from opendit.common.stages import process_seconds
 from opendit.parallel.mesh import Mesh
 from opendit.training.interrupt import Interrupt

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import opendit
+from opendit.checkpoint.foreign import open_published
 from opendit.checkpoint.pretrained import load_pretrained
-from opendit.checkpoint.published import open_published
 from opendit.export.__main__ import main as export
 from opendit.models.families import FAMILIES as KNOWN
 from tests.numbers import off_by

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from opendit.checkpoint.files import damage, read_manifest, write_manifest
 from opendit.checkpoint.load import find_checkpoint
 from opendit.checkpoint.pretrained import find_weights, read_newest
 from opendit.checkpoint.run_folders import checkpoints_in, newest_checkpoint
 from opendit.checkpoint.save import prune, put_in_place
+from opendit.checkpoint.tensor_set import damage, read_manifest, write_manifest
 from opendit.parallel.mesh import Mesh
 from tests.ranks import run_ranks
 
@@ -382,17 +382,6 @@ def test_what_does_not_fit_is_named_before_anything_is_changed(run, no_ranks, ca
     assert f"{name} is (383, 128) there and (384, 128) here" in refused()
     first.unlink()
     assert "does not fit this model, it has no exp_avg." in refused()
-
-
-def test_a_file_that_is_swapped_after_it_was_verified_is_not_read(run):
-    checkpoint = found("latest", run)
-    checkpoint.open("model.safetensors")
-    content = (step(run, 3) / "model.safetensors").read_bytes()
-    swap(step(run, 3) / "model.safetensors", lambda path: path.write_bytes(content))
-    with pytest.raises(ValueError, match="was changed after it had been verified"):
-        checkpoint.open("model.safetensors")
-    with pytest.raises(ValueError, match="was changed"):
-        checkpoint.open("optimizer_001.safetensors")
 
 
 # ------------------------------------------------------------------------------------------ weights, as --load

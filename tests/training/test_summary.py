@@ -6,8 +6,8 @@ import pytest
 
 from opendit.common import safe_files
 from opendit.data.mock import MockDataset
-from opendit.data.order.packs import PackSchedule
-from opendit.data.order.schedule import BatchSchedule, BucketSchedule
+from opendit.data.order import BatchSchedule, BucketSchedule
+from opendit.data.packs import PackSchedule
 from opendit.training import summary
 
 

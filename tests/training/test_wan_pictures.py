@@ -27,7 +27,7 @@ from opendit.data.clips import decode_frames
 from opendit.data.row_arrays import FOLDER
 from opendit.data.video_files import write_mp4
 from opendit.diffusion.random import initial_noise
-from opendit.encoders.picture_tokens import PictureTokens
+from opendit.encoders.vision import PictureTokens
 from opendit.export.__main__ import main as export
 from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training.model_plan import _check_first_frames

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import shlex
 import threading
 import zlib
 from bisect import bisect_right
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from opendit.common.json_file import parse_json
+from opendit.common.json_models import checked
 from opendit.common.utils import DataError, hash_parts
 from opendit.data.base import (
     PLAIN,
@@ -31,9 +34,9 @@ from opendit.data.base import (
 )
 from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
 from opendit.data.container_header import HEAD, is_animated, may_be_animation
-from opendit.data.files import Checksums, allow_open_files, printable
-from opendit.data.order.sequences import RowsByKey
-from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
+from opendit.data.files import Checksums, Ignored, allow_open_files, list_folder, name_few, printable
+from opendit.data.order import RowsByKey
+from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import (
     CLIP,
     PICTURE,
@@ -48,13 +51,28 @@ from opendit.data.shards.index import (
     ANIMATED,
     CLASS_NAMES,
     MOST_CLASSES,
+    NAMES_OF_CLASSES,
     KeptRows,
     Record,
     TarIndex,
+    index_of,
     is_clip,
     read_caption,
+    read_class_names,
 )
-from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTars, grouped
+from opendit.data.shards.store import (
+    MOST_OPEN,
+    ByteRange,
+    FileCache,
+    LocalTars,
+    Remote,
+    RemoteTars,
+    expand,
+    fetch_indexes,
+    grouped,
+    size_problem,
+)
+from opendit.data.sources import Request
 
 CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened
 REMOTE_CAPTIONS = 64  # captions checked before training if each must be fetched from an address
@@ -75,9 +93,8 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if the header's number of pictures is valid for ``use_video``.
-
-        The header counts animations as clips; without ``use_video`` they are pictures."""
+        """Return True if the header's number of pictures is valid for ``use_video``. The header counts animations as
+        clips; without ``use_video`` they are pictures."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
@@ -99,18 +116,12 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Data set of the samples in indexed tars, in the order of the tars and of the samples in each tar.
+    """Data set of the samples in indexed tars, in the order of the tars and of the samples in each tar. The indexes
+    determine the conditioning: captions, classes, or a single class if the samples have neither.
 
-    The indexes determine the conditioning: captions, classes, or a single class if the samples have neither.
-
-    Args:
-        image_size, options: see ``PicturesAndClips``, which also describes the samples.
-        random_flip: None mirrors samples with classes, but not samples with captions, because captions may mention left
-            and right.
-
-    Raises:
-        ValueError: the tars can't be used; the message names the flag and the fix.
-    """
+    image_size, options: see ``PicturesAndClips``, which also describes the samples. random_flip: None mirrors samples
+    with classes, but not samples with captions, because captions may mention left and right. Raises ValueError if the
+    tars can't be used; the message names the flag and the fix."""
 
     size_threads = 8  # number of threads that read media sizes
     names_file = CLASS_NAMES  # file of the class names, for messages
@@ -261,9 +272,7 @@ class ShardDataset(PicturesAndClips):
         if not self._is_picture(number, record):
             stored_size = partial(stored_clip_size, count=self.frames_of)
         return stored_size(
-            self.source(row),
-            record.medium_bytes,
-            lambda at, size: self._read(row, number, record.medium_at + at, size),
+            self.source(row), record.medium_bytes, lambda at, size: self._read(row, number, record.medium_at + at, size)
         )
 
     rated = 8  # clips whose frame rate is read; few, because each may have to be fetched from an address
@@ -440,7 +449,6 @@ def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
     """Return the class names of the tars: ``names`` from ``names_file``, or the class numbers if there are no names.
-
     Raises ValueError, naming the tar and the sample, for a label that has no name or is too large."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
@@ -456,3 +464,62 @@ def classes_of(
             f"are trained on ({key} has it)"
         )
     return list(names) or [str(label) for label in range(count)]
+
+
+# ------------------------------------------------------------------------------------------ opening
+
+
+def open_source(asked: Request) -> ShardDataset | None:
+    folder, ignored = asked.located, Ignored()
+    if folder.is_dir():
+        names, folders = list_folder(str(folder), picture_suffixes() | {".tar"}, ignored)
+        tars = [folder / name for name in names if name.lower().endswith(".tar")]
+        # A folder of pictures may also contain unrelated tars.
+        if not tars or len(tars) < len(names) + len(folders) and not any(index_of(tar).exists() for tar in tars):
+            return None
+    elif folder.suffix.lower() == ".tar":
+        tars, folder = [folder], folder.parent
+    else:
+        return None
+    if missing := [printable(tar.name) for tar in tars if not index_of(tar).exists()]:
+        raise ValueError(
+            f"{asked.shown}: no index beside {name_few(missing)}; make it: python preprocess.py index "
+            f"{shlex.quote(printable(folder))}"
+        )
+    shards = []
+    for tar in tars:
+        try:
+            index = TarIndex(index_of(tar))
+            if (size := tar.stat().st_size) != index.header.tar_bytes:
+                raise ValueError(size_problem(str(tar), size, index.header.tar_bytes))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{asked.shown}: {error}") from error
+        shards.append(IndexedTar(str(tar), str(tar), index))
+    return _dataset(asked, shards, read_class_names(folder))
+
+
+def open_remote(asked: Request, remote: Remote, cache: FileCache) -> ShardDataset:
+    """Open the tars behind an address. Raises DataError, ValueError or OSError."""
+    found = expand([asked.data_path])
+    tars = remote.list_tars(asked.data_path) if not found[0].lower().endswith(".tar") else found
+    if not tars:
+        raise ValueError("holds no .tar files; give s3://BUCKET/FOLDER, or http://HOST/train-{0000..0099}.tar")
+    shards, store = remote_shards(tars, remote, cache)
+    path = f"{tars[0].rpartition('/')[0]}/{CLASS_NAMES}"
+    content = remote.read_if_there(path, NAMES_OF_CLASSES.most_bytes)
+    names = () if content is None else checked(parse_json(content, path), NAMES_OF_CLASSES, path)
+    return _dataset(asked, shards, names, store)
+
+
+def remote_shards(addresses: Sequence[str], remote: Remote, cache: FileCache) -> tuple[list[IndexedTar], RemoteTars]:
+    """Return the tars at these addresses with their indexes, and the store that reads them."""
+    indexes = [TarIndex(path) for path in fetch_indexes(addresses, remote, cache)]
+    shards = [IndexedTar(address, address, index) for address, index in zip(addresses, indexes, strict=True)]
+    checksums = [index.header.sha256 for index in indexes]
+    return shards, RemoteTars(addresses, checksums, [index.header.tar_bytes for index in indexes], remote, cache)
+
+
+def _dataset(
+    asked: Request, shards: list[IndexedTar], names: Sequence[str], store: RemoteTars | None = None
+) -> ShardDataset:
+    return ShardDataset(asked.shown, shards, asked.image_size, store=store, class_names=names, **asked.of_clips())

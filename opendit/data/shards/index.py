@@ -145,9 +145,8 @@ def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
-    """Return True if media with this suffix, as in ``Header.suffixes``, are clips.
-
-    Without ``use_video`` an animation counts as a picture, namely its first frame."""
+    """Return True if media with this suffix, as in ``Header.suffixes``, are clips. Without ``use_video`` an animation
+    counts as a picture, namely its first frame."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -156,9 +155,8 @@ def index_of(tar: str | Path) -> Path:
 
 
 def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
-    """Write an index under a temporary name and rename it, so that an existing index is always complete.
-
-    root: the folder below which no symbolic link is followed (opendit/common/safe_files.py). Raises OSError."""
+    """Write an index under a temporary name and rename it, so that an existing index is always complete. root: the
+    folder below which no symbolic link is followed (opendit/common/safe_files.py). Raises OSError."""
     text = json.dumps(header.model_dump(), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
@@ -168,9 +166,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 class TarIndex:
     """An open index. The constructor reads the header and checks the file's size against it. Records and keys are read
-    on demand.
-
-    Raises OSError; and ValueError, naming the file, if the file is not an index, is damaged or has another version."""
+    on demand. Raises OSError; and ValueError, naming the file, if the file is not an index, is damaged or has another
+    version."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -187,7 +184,6 @@ class TarIndex:
 
     def record(self, row: int) -> Record:
         """Read one record from the file. A memory mapping would add 64 KiB around the record to the process's memory.
-
         Raises DataError, naming the sample, for an invalid record."""
         found = self._record(row)
         if not self._is_valid(found):
@@ -317,9 +313,8 @@ def is_index(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of an index that a data set uses, if not all: the rows [first, last) except ``without``.
-
-    ``without`` is ascending and within that range. The data set numbers the used rows 0, 1, ..."""
+    """The rows of an index that a data set uses, if not all: the rows [first, last) except ``without``. ``without`` is
+    ascending and within that range. The data set numbers the used rows 0, 1, ..."""
 
     first: int
     last: int
@@ -372,9 +367,8 @@ class _Header(tarfile.TarInfo):
 
 
 def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar in order.
-
-    Raises OSError; and TarError for a damaged tar, one without an end-of-archive mark, or a sparse member."""
+    """Yield the members of a tar in order. Raises OSError; and TarError for a damaged tar, one without an
+    end-of-archive mark, or a sparse member."""
     length, start = file.seek(0, os.SEEK_END), file.seek(0)
     try:
         tar: Any = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8", errors="surrogateescape")
@@ -452,11 +446,10 @@ class Fields:
 
 
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
-    """Return the key and the extension of a member's name, or None if the member belongs to no sample.
-
-    The name is split at the first dot after the last slash. The extension is in lower case unless ``exact``. The result
-    equals that of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with
-    many slashes; this function takes linear time."""
+    """Return the key and the extension of a member's name, or None if the member belongs to no sample. The name is
+    split at the first dot after the last slash. The extension is in lower case unless ``exact``. The result equals that
+    of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with many slashes;
+    this function takes linear time."""
     last = name.rfind("/")
     dot = name.find(".", last + 1)
     if dot < 0 or _META.match(name):
@@ -478,9 +471,8 @@ def suffix_of(ending: str) -> str:
 
 
 def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
-    """Return the caption in a member's content, without surrounding whitespace.
-
-    Raises ValueError if there is no caption, or if it is empty and ``empty`` is False."""
+    """Return the caption in a member's content, without surrounding whitespace. Raises ValueError if there is no
+    caption, or if it is empty and ``empty`` is False."""
     text = _read(content, path)
     if not isinstance(text, str):
         raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
@@ -529,9 +521,8 @@ def _kind(value: object) -> str:
 
 @dataclass
 class Sample:
-    """The members of a tar that share one key.
-
-    parts: extension -> (offset, number of bytes) of a member's content. start, end: byte range of all members."""
+    """The members of a tar that share one key. parts: extension -> (offset, number of bytes) of a member's content.
+    start, end: byte range of all members."""
 
     key: str
     start: int
@@ -541,7 +532,6 @@ class Sample:
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
     """Yield the samples of a tar in order. A sample is a run of members with the same key. exact: see ``Fields``.
-
     Raises ValueError, naming the tar, if the tar is truncated, damaged or compressed, or if a key or a member occurs
     twice."""
     name, seen, sample = printable(path), set(), None
@@ -674,20 +664,13 @@ def _crc32(file, at: int, size: int) -> int:
 def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
-    """Return the three parts of a tar's index: the header, the records (an array of ``ROW``) and the keys.
-
-    Samples without a picture or clip are left out. If any sample has a caption, samples without one are left out too.
+    """Return the three parts of a tar's index: the header, the records (an array of ``ROW``) and the keys. Samples
+    without a picture or clip are left out. If any sample has a caption, samples without one are left out too.
     Otherwise, if any sample has a label, samples without a label are left out.
 
-    Args:
-        checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads
-            only headers, captions and labels.
-        sha256: SHA-256 of the tar, if known.
-
-    Raises:
-        ValueError: see :func:`samples_of`; also raised for a tar without samples.
-        OSError: the tar can't be read.
-    """
+    checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads only
+    headers, captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError, see :func:`samples_of`; also
+    raised for a tar without samples. Raises OSError if the tar can't be read."""
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
     with open(open_regular(path), "rb") as file:

@@ -22,9 +22,9 @@ from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError, hash_parts
 from opendit.data.captioned_media import find_captions, read_table
 from opendit.data.convert_latents import convert_latents, holds_old_latents
-from opendit.data.energon.cooked import load_cooker
-from opendit.data.energon.prepared import all_tars, check_count, is_prepared
+from opendit.data.energon import check_count, is_prepared, load_cooker, read_prepared
 from opendit.data.files import CLIPS, in_threads, name_few, printable, problem, suffix_of
+from opendit.data.latents import SUFFIXES, arrays_of, choose_arrays
 from opendit.data.latents_index import FORMAT, INDEX, VERSION, check_indexes, read_indexes
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.picture_file import picture_suffixes
@@ -45,7 +45,6 @@ from opendit.data.shards.index import (
     scan,
     write_index,
 )
-from opendit.data.shards.latents import SUFFIXES, arrays_of, choose_arrays
 from opendit.encoders.vae import HUB, PerChannel
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry
 
@@ -54,9 +53,8 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to pack: a media file, and a caption or class that becomes a second member of the tar.
-
-    ``bytes`` and ``changed`` are the media file's size and modification time (ns). ``ending`` is its extension."""
+    """A sample to pack: a media file, and a caption or class that becomes a second member of the tar. ``bytes`` and
+    ``changed`` are the media file's size and modification time (ns). ``ending`` is its extension."""
 
     key: str
     path: str
@@ -144,10 +142,8 @@ def is_done(job: TarPlan) -> bool:
 
 
 def write_job(job: TarPlan) -> int:
-    """Write a tar and then its index, each under a temporary name first. Return the number of samples.
-
-    Raises ValueError if a file has changed since the tars were planned, and OSError, for example if the disk is full.
-    """
+    """Write a tar and then its index, each under a temporary name first. Return the number of samples. Raises
+    ValueError if a file has changed since the tars were planned, and OSError, for example if the disk is full."""
     with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
         written = write_file(new, _blocks(job.entries))
         header, rows, keys = scan(Path(new.name), plan=job.plan, sha256=written["sha256"])
@@ -184,9 +180,8 @@ _TRIED = 100  # maximum number of samples that are read to find the array's name
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
-    """Pack a folder of pictures or a CSV into tars of up to ``shard_size`` bytes, or convert latents of version 1.
-
-    Tars that exist are kept. Raises ValueError, OSError or DataError."""
+    """Pack a folder of pictures or a CSV into tars of up to ``shard_size`` bytes, or convert latents of version 1. Tars
+    that exist are kept. Raises ValueError, OSError or DataError."""
     path = Path(data_path)
     if path.is_dir() and holds_old_latents(path):
         return convert_latents(path, Path(output), shard_size=shard_size, num_workers=num_workers)
@@ -226,18 +221,15 @@ def index_folder(
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Index one tar, or all tars of a folder whose index is missing or outdated; with ``force``, all tars.
-
-    In a folder that Energon prepared, index the tars of all splits, with the folder's field map or with a cooker
-    (``module:function``).
-
-    Raises ValueError, OSError or DataError. Indexes written before the error remain."""
+    """Index one tar, or all tars of a folder whose index is missing or outdated; with ``force``, all tars. In a folder
+    that Energon prepared, index the tars of all splits, with the folder's field map or with a cooker
+    (``module:function``). Raises ValueError, OSError or DataError. Indexes written before the error remain."""
     path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if is_prepared(path):
         if energon_cooker:
             load_cooker(energon_cooker)  # raises ValueError for an unusable cooker
-        prepared = all_tars(path, cooked=energon_cooker is not None)
+        prepared = read_prepared(path, f"DIR {printable(path)}", splits=None, cooked=energon_cooker is not None)
         fields, plan, counts = prepared.fields, prepared.plan, [count for _, count in prepared.tars]
         tars = [path / name for name, _ in prepared.tars]
     elif energon_cooker:
@@ -266,10 +258,8 @@ def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
     """Index every tar whose index is missing, outdated or made for another plan, and print the samples that are left
-    out.
-
-    root: the folder below which no link is followed (opendit/common/safe_files.py). Raises like :func:`make_indexes`.
-    """
+    out. root: the folder below which no link is followed (opendit/common/safe_files.py). Raises like
+    :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -336,13 +326,10 @@ def index_latents(
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
-    """Index a folder of tars with latents of ``form`` (see opendit/data/shards/latents.py) from another program.
-
-    Training then reads the folder like one that ``preprocess.py latents`` made. Of the VAE, only the configuration is
-    read, not the weights.
-
-    Raises OSError; and ValueError, which says what to do, if the latents do not fit this form, VAE and size, or if the
-    samples do not all have captions or all have classes."""
+    """Index a folder of tars with latents of ``form`` (see opendit/data/latents.py) from another program. Training then
+    reads the folder like one that ``preprocess.py latents`` made. Of the VAE, only the configuration is read, not the
+    weights. Raises OSError; and ValueError, which says what to do, if the latents do not fit this form, VAE and size,
+    or if the samples do not all have captions or all have classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:

@@ -37,19 +37,16 @@ MOST_OPEN = 256
 
 
 class LocalTars:
-    """Tars on a local disk. A tar is opened when it is first read, and its size is then compared with its index.
-
-    sizes: number of bytes of each tar, as its index records it."""
+    """Tars on a local disk. A tar is opened when it is first read, and its size is then compared with its index. sizes:
+    number of bytes of each tar, as its index records it."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
         self._files: OrderedDict[int, int] = OrderedDict()  # tar -> file descriptor, the least recently used first
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """Return ``size`` bytes starting at offset ``at``.
-
-        Raises DataError, naming the tar, if the tar is missing, truncated or not the indexed one, or if its disk stays
-        unavailable. Raises OSError for other disk errors."""
+        """Return ``size`` bytes starting at offset ``at``. Raises DataError, naming the tar, if the tar is missing,
+        truncated or not the indexed one, or if its disk stays unavailable. Raises OSError for other disk errors."""
         return retried_disk(self.paths[tar], partial(self._read, tar, at, size))
 
     def _read(self, tar: int, at: int, size: int) -> bytes:
@@ -137,12 +134,10 @@ GAP = 2**14  # ranges at most this many bytes apart share a request: reading the
 
 
 class FileCache:
-    """Cache of byte strings by name, stored as files in ``folder``. Several processes may share one folder.
-
-    A file is written under a temporary name and then renamed. Every existing file is therefore complete, even if a
-    writer was killed. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size. If
-    the folder exceeds ``limit``, the process deletes the least recently used files until nine tenths of ``limit``
-    remain."""
+    """Cache of byte strings by name, stored as files in ``folder``. Several processes may share one folder. A file is
+    written under a temporary name and then renamed. Every existing file is therefore complete, even if a writer was
+    killed. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size. If the folder
+    exceeds ``limit``, the process deletes the least recently used files until nine tenths of ``limit`` remain."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -252,11 +247,8 @@ class _Begun(NamedTuple):
 
 
 class FetchAhead:
-    """Fetches groups of byte ranges in threads while the process decodes earlier ranges.
-
-    A thread that hangs blocks only a caller that takes a range of that thread's group. The process does not wait for
-    the threads when it ends.
-
+    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. A thread that hangs blocks
+    only a caller that takes a range of that thread's group. The process does not wait for the threads when it ends.
     fetch: returns the contents of a group. :meth:`take` raises the errors of ``fetch``."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
@@ -303,9 +295,8 @@ class FetchAhead:
 
 
 def expand(patterns: Iterable[str]) -> list[str]:
-    """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do.
-
-    Raises ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
+    """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do. Raises
+    ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
     names, size = [], 0
     for pattern in patterns:
         if pattern.count("{") > MOST_BRACES:
@@ -361,10 +352,8 @@ class _RefusedAnswer(DataError):
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
-    """Return all bytes from ``read``.
-
-    Raises _RefusedAnswer for more than ``most`` bytes, and asyncio.TimeoutError if n bytes take longer than
-    ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
+    """Return all bytes from ``read``. Raises _RefusedAnswer for more than ``most`` bytes, and asyncio.TimeoutError if n
+    bytes take longer than ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
     parts, size, begin = [], 0, time.monotonic()
     while True:
         left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
@@ -378,9 +367,8 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Raise an error if the answer's Content-Range, ``told``, differs from the request.
-
-    whole: size that the file must have, if known."""
+    """Raise an error if the answer's Content-Range, ``told``, differs from the request. whole: size that the file must
+    have, if known."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -449,7 +437,6 @@ class Remote:
 
     def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
         """Return ``size`` bytes starting at ``start``, with retries. whole: size that the file must have, if known.
-
         Raises DataError, naming the address, if the range can't be read or the server sends a different range."""
 
         def once() -> bytes:
@@ -469,10 +456,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries.
-
-        check: validates the content; an error that it raises also causes a retry. Raises DataError, naming the address.
-        """
+        """Return a file of at most ``most`` bytes, with retries. check: validates the content; an error that it raises
+        also causes a retry. Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -558,7 +543,6 @@ class Remote:
 
 class RemoteTars:
     """Tars behind addresses, with a cache of the ranges that were read. The interface is that of ``LocalTars``.
-
     contents: checksum of each tar. sizes: number of bytes of each tar, as its index records it."""
 
     def __init__(
@@ -601,17 +585,10 @@ class RemoteTars:
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """Fetch the index of every tar into the cache's folder, unless the same version is already there.
-
-    If that folder's disk is full, put the indexes into a temporary folder that is deleted when the process exits.
-
-    Returns:
-        The paths of the indexes, in the order of the tars.
-
-    Raises:
-        DataError: an index can't be fetched; the message names its address.
-        ValueError: neither folder has space for the indexes.
-    """
+    """Fetch the index of every tar into the cache's folder, unless the same version is already there. If that folder's
+    disk is full, put the indexes into a temporary folder that is deleted when the process exits. Return the paths of
+    the indexes, in the order of the tars. Raises DataError if an index can't be fetched; the message names its address.
+    Raises ValueError if neither folder has space for the indexes."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:

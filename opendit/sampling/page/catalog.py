@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opendit.checkpoint.files import file_id
 from opendit.checkpoint.pretrained import find_weights, read_info
 from opendit.checkpoint.run_folders import checkpoints_in, run_folders, step_of
+from opendit.checkpoint.tensor_set import file_size
 from opendit.common.json_file import MIB
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
@@ -143,7 +143,7 @@ class Catalog:
         """
         path = self.run(run) / name
         try:
-            file_id(path, self.root)
+            file_size(path, self.root)
         except ValueError:
             return None
         return path
@@ -166,7 +166,7 @@ class Catalog:
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
-        if file_id(path, self.root).size > GRID_BYTES:
+        if file_size(path, self.root) > GRID_BYTES:
             raise ValueError(f"{name} is larger than {GRID_BYTES // MIB} MiB")
         return path
 
@@ -259,7 +259,7 @@ class Catalog:
             raise ValueError(f"{checkpoint.name} leads out of the folder of runs, and is not read")
         for path in checkpoint.iterdir():
             if path.name.endswith((WHOLE, ".json")):
-                file_id(path, self.root)
+                file_size(path, self.root)
 
     def card(self, choice: WeightsChoice) -> ModelCard | None:
         """Return the card of a model from the metadata of its weights; None without metadata. Raises ValueError or

@@ -30,7 +30,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from opendit.checkpoint.lock import LOCK, FolderLock
+from opendit.checkpoint.run_folders import LOCK, FolderLock
 from opendit.common.json_file import MIB
 from opendit.common.safe_files import remove, remove_tree, replacing
 from opendit.config.checks import check_lora_weight

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import yaml
 
-from opendit.checkpoint.lock import FolderLock, boot, start_time
-from opendit.checkpoint.run_folders import ENDED
+from opendit.checkpoint.run_folders import ENDED, FolderLock, boot, start_time
 from opendit.common.json_file import MIB, read_bounded, read_json
 from opendit.common.json_models import Count, FileKind, JsonObject, Word, read_file
 from opendit.common.safe_files import make_folder, open_to_append, remove, remove_tree, write_whole

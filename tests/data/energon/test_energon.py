@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
-from opendit.data.energon.source import Subset, kept_rows
+from opendit.data.energon_source import Subset, kept_rows
 from opendit.data.shards import store
 from opendit.data.shards.index import KeptRows
 from opendit.data.shards.program import make_indexes

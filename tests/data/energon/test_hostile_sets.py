@@ -9,8 +9,8 @@ import time
 import pytest
 
 from opendit.data import build_dataset
-from opendit.data.energon import source
-from opendit.data.energon.source import read_metadataset
+from opendit.data import energon_source as source
+from opendit.data.energon_source import read_metadataset
 from opendit.data.shards import store
 from tests.data.energon.test_energon import PREPARED
 
@@ -106,8 +106,6 @@ def test_a_name_twice_at_the_end_of_many(folder):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"a/" * 1000 + "b.tar": 1}, "names a/a/.*, which is too long for a path"),
-        ({"a" * 5000: 1}, "names aaa.*, which is too long for a path"),
         ({"a.tar": 10**300}, "has no shard_counts"),
         ({"a/../../b.tar": 1}, "which is not in the folder"),
     ],

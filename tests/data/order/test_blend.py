@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data.loader import requests
-from opendit.data.order.schedule import BlendSchedule, SourceRows
+from opendit.data.order import BlendSchedule, SourceRows
 
 
 def sources_of(sizes, *stages, epoch=None):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.order.schedule import BlendSchedule, BucketSchedule, SourceRows
+from opendit.data.order import BlendSchedule, BucketSchedule, SourceRows
 from opendit.data.shaped import LEVELS, LONGEST, TokenSize, assign, kept_shares, shape_table
 
 TOKENS = st.builds(

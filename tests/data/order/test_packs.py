@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bench_packing import MIXES, balance
-from opendit.data.order.packs import Packer, PackSchedule, work_of
-from opendit.data.order.schedule import BatchSchedule, BlendSchedule, SourceRows
+from opendit.data.order import BatchSchedule, BlendSchedule, SourceRows
+from opendit.data.packs import Packer, PackSchedule, work_of
 
 LENGTHS = st.lists(st.integers(8, 64), min_size=3, max_size=60)
 

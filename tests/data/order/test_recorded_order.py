@@ -7,9 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from opendit.data.order.packs import PackSchedule
-from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
-from opendit.data.order.sequences import RowsByKey
+from opendit.data.order import BatchSchedule, BlendSchedule, BucketSchedule, RowsByKey, SourceRows
+from opendit.data.packs import PackSchedule
 from opendit.data.shaped import Lengths, summary_of
 
 ROWS = 200_003  # more than are sorted to permute them, and no multiple of a block

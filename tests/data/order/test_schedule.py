@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data import BatchSchedule, BucketSchedule
+from opendit.data import order as schedules
+from opendit.data import order as sequences
 from opendit.data.loader import requests
-from opendit.data.order import schedule as schedules
-from opendit.data.order import sequences
-from opendit.data.order.sequences import RowsByKey
+from opendit.data.order import RowsByKey
 
 
 @settings(deadline=None, max_examples=60)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.order import sequences
-from opendit.data.order.sequences import permuted, permuted_each
+from opendit.data import order as sequences
+from opendit.data.order import permuted, permuted_each
 
 
 @settings(deadline=None, max_examples=60)

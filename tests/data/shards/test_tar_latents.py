@@ -18,11 +18,11 @@ from safetensors.torch import load
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.base import Medium, View
+from opendit.data.latents import ABOUT
 from opendit.data.make_latents import make_latents
 from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards import store
 from opendit.data.shards.index import index_of
-from opendit.data.shards.latents import ABOUT
 from opendit.data.video_files import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec

@@ -11,7 +11,7 @@ import time
 import pytest
 import yaml
 
-from opendit.checkpoint.lock import Locked
+from opendit.checkpoint.run_folders import Locked
 from opendit.sampling.page import training_queue
 from opendit.sampling.page.catalog import Catalog
 from opendit.sampling.page.training_queue import FOLDER, Busy, TrainingQueue

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from opendit.data.order.schedule import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows
-from opendit.data.order.sequences import permuted
+from opendit.data.order import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows, permuted
 from opendit.data.shaped import Lengths, summary_of
 
 WINDOW = 192  # number of packs planned together, or the number of packs in a step if that is larger
@@ -40,27 +39,19 @@ DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
     """Return the cost of samples of these lengths, float64. The unit is the cost of a token in a model without
-    attention.
-
-    attention: the length at which attention takes as long as the linear layers. For a DiT whose MLP is 4 times as wide
-    as the model, it is 6 x the width."""
+    attention. attention: the length at which attention takes as long as the linear layers. For a DiT whose MLP is 4
+    times as wide as the model, it is 6 x the width."""
     return lengths * (1 + lengths / attention)
 
 
 class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
-
     Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the least work so far among
     the packs with room for it (LPT, Graham 1969, with a capacity). If a sample does not fit, it would still not fit at
     the end if any one sample placed later were taken out. Exchanging two samples therefore can't fill a pack further.
 
-    Args:
-        least: tokens of the shortest possible sample.
-        attention: see :func:`work_of`.
-
-    Attributes:
-        packs: the sample numbers in each pack.
-    """
+    least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
+    pack."""
 
     def __init__(self, count: int, capacity: int, least: int, attention: float):
         self.least, self.attention = least, attention
@@ -73,9 +64,8 @@ class Packer:
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
         """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return the numbers of the samples that
-        fit into no pack.
-
-        Samples of earlier calls stay in the packs. Samples of equal length are placed in the given order."""
+        fit into no pack. Samples of earlier calls stay in the packs. Samples of equal length are placed in the given
+        order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
         left, room, open_packs, shut = [], self._room, self._open, self._shut
@@ -156,10 +146,8 @@ class _Window(NamedTuple):
 
 class PackSchedule(BatchSchedule):
     """A schedule whose units are packs. In a pack, samples are sorted by descending length; samples of equal length
-    keep their order.
-
-    The packs of a step have nearly equal costs. They are sorted by cost, so that the packs of one micro-batch are the
-    most similar.
+    keep their order. The packs of a step have nearly equal costs. They are sorted by cost, so that the packs of one
+    micro-batch are the most similar.
 
     Args:
         tokens: (rows,) number of tokens of each row's sample.
@@ -168,8 +156,7 @@ class PackSchedule(BatchSchedule):
         sources: the sources, if the data set has several.
         attention: see ``work_of``.
 
-    Raises:
-        ValueError: a sample is longer than a pack.
+    Raises ValueError if a sample is longer than a pack.
     """
 
     def __init__(
@@ -229,10 +216,9 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the number of whole steps in ``epochs`` passes, at least one.
-
-        The steps of the first windows are counted. The number of later steps is estimated from the fill of these
-        windows and the mean length of samples in each stage of the blend."""
+        """Return the number of whole steps in ``epochs`` passes, at least one. The steps of the first windows are
+        counted. The number of later steps is estimated from the fill of these windows and the mean length of samples in
+        each stage of the blend."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -260,7 +246,6 @@ class PackSchedule(BatchSchedule):
 
     def seen(self, step: int) -> dict[int, int] | None:
         """Implement ``BatchSchedule.seen``. Return None for several sources, because :meth:`log` reports their epochs.
-
         All samples before the current position have been drawn, except waiting samples and samples in later steps of
         the window."""
         if self.sources is not None:
@@ -327,18 +312,13 @@ class PackSchedule(BatchSchedule):
         }
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
-        """Continue from the ``state`` that :meth:`state` returned after ``step`` steps.
+        """Continue from the ``state`` that :meth:`state` returned after ``step`` steps. If the capacity of packs or the
+        number of packs in a step has changed, the samples not drawn yet come in another order. Checkpoints of old
+        releases, whose windows had a fixed number of steps, do not store the window's first step. The run then
+        continues with the samples from the beginning of that window.
 
-        If the capacity of packs or the number of packs in a step has changed, the samples not drawn yet come in another
-        order. Checkpoints of old releases, whose windows had a fixed number of steps, do not store the window's first
-        step. The run then continues with the samples from the beginning of that window.
-
-        Returns:
-            True if the next packs are the same as in an uninterrupted run.
-
-        Raises:
-            ValueError: the state is damaged, or the blend lists fewer changes of weights than had already happened.
-        """
+        Return True if the next packs are the same as in an uninterrupted run. Raises ValueError if the state is
+        damaged, or the blend lists fewer changes of weights than had already happened."""
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
         if self.sources is not None and len(stages) > changes:
@@ -465,9 +445,8 @@ class PackSchedule(BatchSchedule):
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the waiting samples, followed by the samples from ``begin`` on.
-
-        They are enough for a whole window, or for one step if a source begins another pass within the window."""
+        """Return the waiting samples, followed by the samples from ``begin`` on. They are enough for a whole window, or
+        for one step if a source begins another pass within the window."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -500,7 +479,6 @@ class PackSchedule(BatchSchedule):
 
     def _stages(self, begin: Beginning) -> tuple[int, ...]:
         """Return the positions at which the weights have changed, including a change at the beginning of this window.
-
         New weights apply from the first window that begins at their step or later."""
         if self.sources is None:
             return begin.stages

@@ -12,8 +12,16 @@ from opendit.common.yaml_file import positive, read_yaml, require, require_known
 from opendit.config.names import is_address
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset
-from opendit.data.energon.cooked import CookedDataset, load_cooker
-from opendit.data.energon.prepared import COOKER, NoSuchSplit, PreparedSet, is_prepared, open_indexes, read_prepared
+from opendit.data.energon import (
+    COOKER,
+    CookedDataset,
+    NoSuchSplit,
+    PreparedSet,
+    is_prepared,
+    load_cooker,
+    open_indexes,
+    read_prepared,
+)
 from opendit.data.files import expanded, printable
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
@@ -36,9 +44,7 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 @dataclass(frozen=True)
 class Subset:
     """Selection of a split's samples: the part from fraction ``start`` to fraction ``end`` of the samples [first,
-    last).
-
-    ``last`` None means the end of the split. Numbers are rounded as in Energon."""
+    last). ``last`` None means the end of the split. Numbers are rounded as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
@@ -83,15 +89,9 @@ def is_metadataset(content: Any) -> bool:
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Read the first of ``splits`` that the file has; return (meaning of the leaves' shares, leaves).
-
-    Raises OSError, ValueError with a message that begins with ``shown``, and NoSuchSplitThere if the file has none of
-    ``splits``."""
+    """Read the first of ``splits`` that the file has; return (meaning of the leaves' shares, leaves). Raises OSError,
+    ValueError with a message that begins with ``shown``, and NoSuchSplit if the file has none of ``splits``."""
     return _Reader(shown).file(path, splits)
-
-
-class NoSuchSplitThere(ValueError):
-    """Raised if the metadataset has none of the requested splits."""
 
 
 class _Reader:
@@ -107,10 +107,8 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Read a file that the files ``above`` refer to; return (meaning of the leaves' shares, leaves).
-
-        inherited: subflavors from the files ``above``. subset: the part of this file that the files ``above`` select.
-        """
+        """Read a file that the files ``above`` refer to; return (meaning of the leaves' shares, leaves). inherited:
+        subflavors from the files ``above``. subset: the part of this file that the files ``above`` select."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -129,7 +127,7 @@ class _Reader:
         chosen = next((name for name in splits if name in content["splits"]), None)
         if chosen is None:
             there = ", ".join(printable(name[:60]) for name in list(content["splits"])[:20]) or "none"
-            raise NoSuchSplitThere(f"{where} has no split {' or '.join(splits)}; it has {there}")
+            raise NoSuchSplit(f"{where} has no split {' or '.join(splits)}; it has {there}")
         node = content["splits"][chosen]
         where = f"{where}, split {chosen}"
         require(isinstance(node, dict), where, "must be {path: ...}, {blend: [...]} or {datasets: [...]}")
@@ -261,32 +259,25 @@ _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
 
 
 def open_source(asked: Request) -> MediaDataset | None:
-    if asked.located.is_dir():
-        if not is_prepared(asked.located):
-            return None
-        found = [Leaf(asked.located, "")], ALONE
-    elif asked.located.suffix.lower() in (".yaml", ".yml") and is_metadataset(read_yaml(asked.located, asked.shown)):
-        try:
-            kind, leaves = read_metadataset(asked.located, _SPLITS[asked.split], asked.shown)
-        except NoSuchSplitThere as error:
-            raise _no_split(asked, error) from error
-        found = leaves, kind
-    else:
-        return None
-    leaves, kind = found
     try:
+        if asked.located.is_dir():
+            if not is_prepared(asked.located):
+                return None
+            kind, leaves = ALONE, [Leaf(asked.located, "")]
+        elif asked.located.suffix.lower() in (".yaml", ".yml") and is_metadataset(
+            read_yaml(asked.located, asked.shown)
+        ):
+            kind, leaves = read_metadataset(asked.located, _SPLITS[asked.split], asked.shown)
+        else:
+            return None
         parts = [_open_leaf(replace(asked, path=leaf.folder), leaf) for leaf in leaves]
     except NoSuchSplit as error:
-        raise _no_split(asked, error) from error
+        raise (ValueError if asked.split == "train" else NoSplit)(str(error)) from error
     if len(parts) == 1:
         return parts[0]
     shares, names = [leaf.share for leaf in leaves], _names(leaves, asked.located)
     epochs = shares if kind == REPETITIONS else None
     return BlendedDataset(names, parts, [(0, shares)], shown=asked.shown, epochs=epochs)
-
-
-def _no_split(asked: Request, error: ValueError) -> ValueError:
-    return ValueError(str(error)) if asked.split == "train" else NoSplit(str(error))
 
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
@@ -363,7 +354,6 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
     """Return the rows of a tar's samples [first, last), except samples with ``keys``; None if all rows are used.
-
     ``first`` and ``last`` also count samples that the index leaves out."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
