@@ -1,21 +1,16 @@
-"""An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), and working weights,
-which are copies of the masters in the forward pass's dtype.
+"""An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), and working weights.
 
-A ZeRO step reads gradient, master, both moments and the averages once and writes them once: 36 bytes per parameter with
-one average and bf16 gradients and weights. Separate operations move twice as much. Before the step, one pass over the
-gradients sums their squares. The norm, the clipping factor and the decision to skip the step are computed from the sum
-on the device, so that the host never waits. The host enqueues the same work even if the step will be skipped.
+Working weights are copies of the masters in the forward pass's dtype. With one average and bf16 gradients and weights,
+a ZeRO step moves 36 bytes per parameter; separate operations move twice as much. The gradients' norm, the clipping
+factor and the decision to skip the step are computed on the device, so that the host never waits.
 
-    step = FusedStep(masters, exp_avgs, exp_avg_sqs, working)
+    step = FusedStep(masters, exp_avgs, exp_avg_sqs, working, count=count)
     total = step.square_sum(gradients)                            # several ranks add up their totals here
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
 Tensors without second moments are updated by Muon. Between ``decide`` and ``update``, :meth:`FusedStep.momentum` and
-then opendit.parallel.muon replace the gradient of such a tensor by the direction of its update. Moments in 8 bits are
-decoded to fp32 for the update, a group of tensors at a time (opendit/kernels/eight_bit_moments.py).
-
-The kernels process all tensors in one launch (opendit/kernels/tensor_table.py).
+then opendit.parallel.muon replace the gradient of such a tensor by the direction of its update.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,11 +62,10 @@ def adamw_ema_reference(
     weight_decay: float,
 ) -> None:
     """Apply torch's AdamW to ``coefficient * gradient`` as step number ``count``, then update averages and working
-    weights. All updates are in place.
+    weights, all in place.
 
-    A tensor without a gradient (None) keeps its master and moments, but its averages are updated. For a tensor without
-    second moments, the gradient is the direction of the update: master = (1 - lr * weight_decay) * master - lr *
-    gradient.
+    A tensor without a gradient (None) keeps its master and moments. A tensor without second moments is updated along
+    its gradient: master = (1 - lr * weight_decay) * master - lr * gradient.
     """
     used = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is not None]
     directed = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is None]
@@ -103,9 +97,10 @@ def adamw_ema_reference(
 def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coefficient: float) -> None:
     """Apply Nesterov momentum, in place, with g = coefficient * gradient.
 
-    exp_avg = momentum * exp_avg + (1 - momentum) * g, and then the gradient becomes
-    ((1 - momentum) * g + momentum * exp_avg) / coefficient. The division keeps the gradient in the range of its dtype;
-    Muon needs only the gradient's direction.
+        exp_avg = momentum * exp_avg + (1 - momentum) * g
+        gradient = ((1 - momentum) * g + momentum * exp_avg) / coefficient
+
+    The division keeps the gradient in the range of its dtype; Muon needs only the gradient's direction.
     """
     own = coefficient * gradient.float()
     exp_avg.lerp_(own, 1.0 - momentum)
@@ -113,8 +108,7 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp values to fp16's range if ``dtype`` is fp16. Values exceed this range if the momentum of earlier gradients
-    is large."""
+    """Clamp values to the range of fp16, if this is ``dtype``: the momentum of large gradients can exceed it."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
@@ -154,11 +148,9 @@ def _update_block(
     table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, DIRECTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Update one block. ``table`` points to the column of the block's tensor.
-
-    ``rest1`` and ``rest2`` are 1 - beta, and ``shrink`` is lr * weight_decay. The host computes these in double
-    precision, because 1 - beta2 in fp32 would be off by 5e-5. DIRECTED: the gradient is Muon's update direction.
-    """
+    """Update one block. ``table`` points to the column of the block's tensor. ``rest1`` and ``rest2`` are 1 - beta, and
+    ``shrink`` is lr * weight_decay. The host computes these in double precision, because 1 - beta2 in fp32 would be off
+    by 5e-5. DIRECTED: the gradient is Muon's update direction."""
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)
@@ -286,22 +278,20 @@ def constant_decays(decays: Sequence[float], device: torch.device) -> Callable[[
 class FusedStep:
     """AdamW over all tensors of a rank, fused with the update of averages and working weights.
 
-    The step runs as Triton kernels where kernels are available. Elsewhere (on CPUs) it runs in torch, with the same
-    results up to rounding.
+    Triton kernels run the step where they are available. Elsewhere torch runs it, with equal results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. If a
-            master is on a GPU, moments and averages, other masters and their gradients may lie in pinned host memory. A
-            tensor that Muon updates has None in exp_avg_sqs. Moments may be kept in 8 bits, but not together with Muon
-            or with host memory.
-        working: copies of the masters in the precision of the forward pass, which every step rewrites; or None.
-        count: 0-dim fp32 tensor on the masters' device: number of steps without skipped steps; changed in place.
-        counted: for each gradient, True if :meth:`square_sum` on this rank includes its squares, False if another rank
-            does. None: this rank includes all gradients.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. If one
+            master is on a GPU, moments, averages, and other masters and their gradients may be in pinned host memory. A
+            tensor that Muon updates has None in exp_avg_sqs. Moments may be in 8 bits, but not together with Muon or
+            host memory.
+        working: copies of the masters in the forward pass's dtype, which every step rewrites.
+        count: 0-dim fp32 tensor on the masters' device: number of steps that were not skipped; changed in place.
+        counted: for each gradient, False if another rank includes it in :meth:`square_sum`. None: True for all.
 
     Attributes:
-        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device. The elements are 1, or 0 to skip the
-            step; the factor of the gradients; two bias corrections; and 1 - decay of each of the K averages.
+        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1, or 0 to skip the step; the factor of
+            the gradients; two bias corrections; 1 - decay of each of the K averages.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices don't fit.
@@ -354,7 +344,7 @@ class FusedStep:
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
-        """Add averages, which every later step updates by average += (1 - decay) * (master - average) unless it is
+        """Add averages: every later step computes average += (1 - decay) * (master - average), unless the step is
         skipped.
 
         Args:
@@ -393,14 +383,9 @@ class FusedStep:
         partial = torch.empty(len(blocks), dtype=torch.float32, device=self.device)
         if len(blocks):
             _square_sum_kernel[(len(blocks),)](
-                self._addresses.table,
-                blocks,
-                partial,
-                len(self.masters),
-                BLOCK=self.block,
-                GRAD=triton_dtype(self._gradient_dtype),
-                num_warps=WARPS,
-            )
+                self._addresses.table, blocks, partial, len(self.masters),
+                BLOCK=self.block, GRAD=triton_dtype(self._gradient_dtype), num_warps=WARPS,
+            )  # fmt: skip
         return (partial if self._block_counts is None else partial * self._block_counts).sum(dtype=torch.float64)
 
     @torch.no_grad()
@@ -410,11 +395,11 @@ class FusedStep:
         Args:
             square_sum: sum of the squared gradients of all ranks.
             scale: factor that the loss was multiplied by; a tensor of one element, or a number.
-            clip: bound of the norm of the unscaled gradients; 0 means none.
+            clip: largest norm of the unscaled gradients; 0: no limit.
 
         Returns:
             The norm of the unscaled gradients before clipping (0-dim float64, with infinity instead of NaN), and True
-            if the norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
+                if the norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
         """
         scale = scale.double().view(()) if isinstance(scale, Tensor) else scale
         norm = square_sum.sqrt() / scale
@@ -425,46 +410,25 @@ class FusedStep:
         self.count += finite
         self.updates += finite
         steps = self.count.double()
-        self.scalars = torch.cat(
-            [
-                torch.stack(
-                    [
-                        finite.double(),
-                        1.0 / (scale * excess),
-                        1.0 - self.betas[0] ** steps,
-                        (1.0 - self.betas[1] ** steps).sqrt(),
-                    ]
-                ),
-                1.0 - decays,
-            ]
-        ).float()
+        corrections = 1.0 - self.betas[0] ** steps, (1.0 - self.betas[1] ** steps).sqrt()
+        factors = torch.stack([finite.double(), 1.0 / (scale * excess), *corrections])
+        self.scalars = torch.cat([factors, 1.0 - decays]).float()
         return norm, finite
 
     @torch.no_grad()
     def momentum(self, momentum: float) -> list[Tensor | None]:
-        """Apply momentum to the tensors that have no second moments (Muon's). Call this after :meth:`decide`.
+        """Apply momentum to the tensors without second moments, which Muon updates. Call this after :meth:`decide`.
 
-        The first moments of these tensors are updated, and their gradients are replaced by the matrices that Muon
-        orthogonalises.
-
-        Returns:
-            All gradients. Muon's may be changed in place until :meth:`update`, which uses them as update directions.
+        Their first moments are updated, and their gradients become the matrices that Muon orthogonalises. Returns all
+        gradients. Muon's may be changed in place until :meth:`update`, which uses them as update directions.
         """
         if self.kernels:
             blocks = self._blocks.blocks
             if len(blocks):
                 _momentum_kernel[(len(blocks),)](
-                    self._addresses.table,
-                    blocks,
-                    self.scalars,
-                    len(self.masters),
-                    momentum,
-                    1.0 - momentum,
-                    LIMIT=FP16_MAX,
-                    BLOCK=self.block,
-                    GRAD=triton_dtype(self._gradient_dtype),
-                    num_warps=WARPS,
-                )
+                    self._addresses.table, blocks, self.scalars, len(self.masters), momentum, 1.0 - momentum,
+                    LIMIT=FP16_MAX, BLOCK=self.block, GRAD=triton_dtype(self._gradient_dtype), num_warps=WARPS,
+                )  # fmt: skip
         elif self.scalars[0]:
             coefficient = self.scalars[1].item()
             for gradient, exp_avg, squares in zip(self._gradients, self.exp_avgs, self.exp_avg_sqs, strict=True):
@@ -474,10 +438,8 @@ class FusedStep:
 
     @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
-        """Update tensors ``start`` to ``stop``. Call this after :meth:`square_sum` and :meth:`decide`.
-
-        Several calls may each update a part of the tensors; the last call must include the last tensor.
-        """
+        """Update tensors ``start`` to ``stop``. Call this after :meth:`square_sum` and :meth:`decide`. Several calls
+        may each update a part of the tensors; the last call must include the last tensor."""
         stop = len(self.masters) if stop is None else stop
         if self._decoded is None:
             self._update(lr, weight_decay, start, stop)
@@ -502,30 +464,15 @@ class FusedStep:
         mixed = any(square is None for square in self.exp_avg_sqs)
         for directed in (False, True) if mixed else (False,):
             _update_kernel[(last - first,)](
-                self._addresses.table,
-                self._blocks.blocks,
-                self.scalars,
-                len(self.masters),
-                first,
-                float(lr),
-                float(lr * weight_decay),
-                beta2,
-                1.0 - beta1,
-                1.0 - beta2,
-                self.eps,
-                shift,
-                stride,
-                BLOCK=self.block,
-                GRAD=triton_dtype(self._gradient_dtype),
+                self._addresses.table, self._blocks.blocks, self.scalars, len(self.masters), first, float(lr),
+                float(lr * weight_decay), beta2, 1.0 - beta1, 1.0 - beta2, self.eps, shift, stride,
+                BLOCK=self.block, GRAD=triton_dtype(self._gradient_dtype),
                 WORKING=triton_dtype(self.working[0].dtype if self.working else torch.float32),
-                AVERAGES=len(self.averages),
-                MIXED=mixed,
-                DIRECTED=directed,
-                num_warps=WARPS,
-            )
+                AVERAGES=len(self.averages), MIXED=mixed, DIRECTED=directed, num_warps=WARPS,
+            )  # fmt: skip
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """Access the moments, which are views of ``rows``, through the ring buffer of :class:`Staged` from now on."""
+        """Access the moments, which must be views of ``rows``, through the ring buffer of :class:`Staged`."""
         squares = [square for square in self.exp_avg_sqs if square is not None]
         self.access = Staged(rows, [self.exp_avgs, squares], self._blocks, self.device, **options)
 

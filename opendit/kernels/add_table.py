@@ -1,8 +1,8 @@
-"""Add position embeddings: y = x + table, x (B, N, D) in half precision, table (N, D) fp32 without a gradient.
+"""Add position embeddings: y = x + table, x (B, N, D), table (N, D) fp32 without a gradient.
 
-The sum is computed in fp32 and rounded once, to x's dtype. The forward pass reads x once and writes y once; each value
-of the table stays in a register for several samples. torch's kernel for operands of two dtypes took 400 us for 65,536 x
-1152 on an H200, four times the time of the memory traffic. The backward pass needs no kernel: dx = dy.
+The sum is computed in fp32 and rounded once, to x's dtype. Each value of the table stays in a register for several
+samples. torch's kernel for operands of two dtypes took 400 us for 65,536 x 1152 on an H200, four times the time of the
+memory traffic. The backward pass needs no kernel: dx = dy.
 """
 
 import torch
@@ -67,18 +67,8 @@ _forward_op = operator(
 
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
-    """Compute x + table with a Triton kernel, differentiable in x only.
-
-    Args:
-        x: (B, N, D) bf16, fp16 or fp32.
-        table: (1, N, D) or (N, D), any of these dtypes.
-
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
-    """
+    """Compute x + table with a Triton kernel, differentiable in x only. x is (B, N, D) and table (1, N, D) or (N, D),
+    both bf16, fp16 or fp32. Returns x's shape and dtype. Raises ValueError if shapes, dtypes or devices don't fit."""
     if x.dim() != 3 or table.numel() != x[0].numel() or table.shape[-2:] != x.shape[-2:]:
         raise ValueError(f"x must be (B, N, D) and table (N, D), not {tuple(x.shape)} and {tuple(table.shape)}")
     check_tensors(x=x, table=table)

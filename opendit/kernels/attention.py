@@ -1,6 +1,8 @@
 """Choose the attention kernel, with a reason: the requested kernel, or the fastest for the dtype, head size and GPU.
 
-Every kernel except ``math`` works in tiles and never builds the N x N matrix of scores in memory."""
+Every kernel except ``math`` works in tiles and never builds the N x N matrix of scores in memory.
+:func:`resolve_attention` chooses for samples of equal length, and :func:`resolve_varlen` for a pack.
+"""
 
 import functools
 import importlib
@@ -36,9 +38,7 @@ FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 @functools.cache
 def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
     """Return (function of q, k, v (B, N, H, d), package name) for the newest installed FlashAttention: 4, 3 or 2.
-
-    Return None if none is installed.
-    """
+    Return None if none is installed."""
     for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
             return importlib.import_module(package).flash_attn_func, package
@@ -54,10 +54,10 @@ def _installed() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str]:
 
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
-    """Compute attention of q, k, v (B, H, N, d) with the installed package, with heads padded by zeros to
-    ``head_size``.
+    """Compute attention of q, k, v (B, H, N, d) with the installed package and heads padded to ``head_size`` with
+    zeros.
 
-    With FlashAttention 4, only the backward pass needs the padding. The result is deterministic if
+    With FlashAttention 4, only the backward pass needs the padding. Results are deterministic if
     torch.use_deterministic_algorithms is on.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -79,18 +79,16 @@ def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: in
 
     The size is ``head_dim`` or the next multiple of 32; None if neither gives correct results on this device.
 
-    The size is tested, because some versions of the package have errors. On Hopper, flash-attn-4 4.0.0b36 rounds the
-    head size up to a multiple of 16 inside its kernel, and to a multiple of 32 outside. If the two sizes differ, its dq
-    is wrong (H200, head size 72: relative error 1.1; correct at 64 and 128). Therefore a run tests the package once, on
-    a few tokens, when it chooses its kernels.
+    The sizes are tested on a few tokens, because some versions of the package have errors. On Hopper, flash-attn-4
+    4.0.0b36 rounds the head size up to a multiple of 16 inside its kernel, and to a multiple of 32 outside. If the two
+    differ, its dq is wrong (H200, head size 72: relative error 1.1; correct at 64 and 128).
     """
     return _tried_head_size(torch.device(device).type, dtype, head_dim, _installed())
 
 
 @functools.cache
 def _tried_head_size(device: str, dtype: torch.dtype, head_dim: int, package: tuple[Any, ...]) -> int | None:
-    sizes = sorted({head_dim, -(-head_dim // 32) * 32})
-    return next((size for size in sizes if _is_right(device, dtype, head_dim, size)), None)
+    return next((size for size in _padded_sizes(head_dim) if _is_right(device, dtype, head_dim, size)), None)
 
 
 @torch.inference_mode(False)
@@ -105,9 +103,19 @@ def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool
         found = [out, *torch.autograd.grad(out, made, grad)]
     except Exception:  # an error of the package's compiler, or an assertion; in either case the package can't be used
         return False
-    q, k, v = exact
-    out = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1) @ v
-    wanted = [out, *torch.autograd.grad(out, exact, grad.double())]
+    out = _formula(*exact)
+    return _agree(found, [out, *torch.autograd.grad(out, exact, grad.double())])
+
+
+def _padded_sizes(head_dim: int) -> list[int]:
+    return sorted({head_dim, -(-head_dim // 32) * 32})
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
     # The bound 0.02 leaves a margin, because correct results in bf16 have a relative error of 0.0025.
     return all((a.double() - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))
 
@@ -116,8 +124,8 @@ class LocalAttention:
     """Attention softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
 
     ``backend`` is cudnn, flash, efficient or math (torch's kernels), flash_attn (the installed package), or auto
-    (torch's choice at each call). :func:`resolve_attention` replaces auto by the kernel measured fastest. Under
-    torch.compile, torch's flash replaces flash_attn and cudnn (RIGHT_WHEN_COMPILED has the reason).
+    (torch's choice at each call). Under torch.compile, torch's flash replaces flash_attn and cudnn (see
+    RIGHT_WHEN_COMPILED).
     """
 
     def __init__(self, backend: str = "auto"):
@@ -145,15 +153,14 @@ class LocalAttention:
 def resolve_attention(
     requested: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, length: int, *, tiled: bool = False
 ) -> tuple[str, str]:
-    """Return (backend for :class:`LocalAttention`, reason).
+    """Return (backend for :class:`LocalAttention`, reason) for q, k and v (B, H, length, head_dim).
 
     Args:
         requested: auto, or one of the kernels (``--attention``).
-        device, dtype, head_dim, length: properties of q, k and v (B, H, length, head_dim).
         tiled: True to exclude math, which builds the N x N matrix (``--enable_flashattn``).
 
     Raises:
-        ValueError: the requested backend can't run; or ``tiled`` excludes every backend that can run.
+        ValueError: the requested backend can't run, or ``tiled`` excludes every backend that can run.
     """
     device = torch.device(device)
     shape = f"{str(dtype).removeprefix('torch.')}, head size {head_dim}, {length} tokens"
@@ -186,29 +193,15 @@ def resolve_attention(
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the end of a log message: the name of the installed package, and the padded head size if heads are
-    padded."""
+    """Return the end of a log message: the installed package, and the head size if heads are padded."""
     size = right_head_size(device, dtype, head_dim)
     return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
 
 def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
-    """Return (backend, reason) pairs, the fastest backend first. ``card``: compute capability.
-
-    Measured on an H200 in bf16, TFLOP/s forward/backward (benchmarks/bench_attention.py; all in results.csv):
-
-    head size, tokens    flash     cuDNN     FlashAttention 4    FA 4, deterministic
-    72, 256            150/107   246/160
-    72, 1,024                    342/268             314/256 (heads padded with zeros to 96 backward)
-    72, 2,048                    336/295             400/322
-    72, 8,192          235/192   355/320             462/405
-    128, 256           261/177   409/240             335/227                    318/193
-    128, 1,024         327/269   565/426             535/475                    514/417
-    128, 8,192         355/314   614/538             670/605                    667/585
-    128, 74,240        346/316   607/551             681/601                    625/612
-
-    GPUs newer than Hopper get the same order without FlashAttention 4, because it was not measured on them.
-    """
+    """Return (backend, reason) pairs, the fastest backend first, as measured on an H200 (docs/kernels.md). ``card``:
+    compute capability. GPUs newer than Hopper get the same order without FlashAttention 4, because it was not measured
+    on them."""
     order = torch_preferences(card, dtype)
     shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
     if dtype in HALF and card == (9, 0) and length >= shortest:
@@ -218,7 +211,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
 
 
 def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Return (backend, reason) pairs for torch's own kernels only, the fastest first; see :func:`preferences`."""
+    """Return the pairs of :func:`preferences` for torch's own kernels only."""
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
@@ -228,7 +221,7 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 
 
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
-    """Return True if a backend can run, forward and backward, on q, k and v of this dtype and shape.
+    """Return True if a backend can run, forward and backward, on q, k and v (1, 1, length, head_dim).
 
     torch reports this for its own backends without running them. flash_attn must be documented to support the shape,
     and pass a test run.
@@ -250,6 +243,8 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
     with sdpa_kernel(BACKENDS[backend]):
         return ask(cuda_backends.SDPAParams(q, q, q, None, 0.0, False, False), False)
 
+
+# -------------------------------------------------------------------------------------------- samples of unequal length
 
 # A run is a dense call if each of its segments has at least LONG tokens, or if it has at least two segments with
 # TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half, and runs longer than the
@@ -285,8 +280,7 @@ def _torch_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
-        # Pass ``scale`` only if it differs from head_size ** -0.5. Older versions lack this argument and use that
-        # value.
+        # Older versions lack the argument ``scale`` and use head_size ** -0.5.
         how: dict[str, Any] = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
         return cast(Tensor, varlen_attn(q, k, v, offsets, offsets, longest, longest, **how))
 
@@ -298,8 +292,7 @@ def _flash_attention_4() -> Callable[..., Tensor]:
     function = importlib.import_module(CUTE).flash_attn_varlen_func
 
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
-        how = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
-        found = function(q, k, v, softmax_scale=scale, **how)
+        found = function(q, k, v, softmax_scale=scale, **flash_attention_4.pack_arguments(offsets, longest))
         return found[0] if isinstance(found, tuple) else found
 
     return call
@@ -313,9 +306,14 @@ PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
 def resolve_varlen(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, asked: str = "auto"
 ) -> tuple[VarlenAttention | None, str]:
-    """Return (kernel for segments of unequal length, reason). None instead of a kernel: each run is a dense call.
+    """Return (kernel for the segments of a pack, reason). None instead of a kernel: each run is one dense call.
 
-    asked: value of ``--attention``. If it names a kernel, that kernel is used for all runs, in dense calls.
+    A run is several neighbouring samples of equal length. FlashAttention 4 is as fast on unequal lengths as on equal
+    ones, and gets complete packs. torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length measured
+    on an H200, 256 to 32,768. But cuDNN plans for 50 ms for each new number of samples or length, and calls for many
+    short runs cost the host more time than the GPU. So ``varlen_attn`` gets short runs only.
+
+    asked: value of ``--attention``. If it names a kernel, that kernel gets all runs, in dense calls.
     """
     device = torch.device(device)
     if asked != "auto":
@@ -342,12 +340,9 @@ def resolve_varlen(
 
 @functools.cache
 def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """Return the size to which heads must be padded for correct results of ``package`` on this device.
-
-    Return None if no size gives correct results, or the package is not installed.
-    """
-    sizes = sorted({head_dim, -(-head_dim // 32) * 32})
-    return next((size for size in sizes if _right(package, device, dtype, head_dim, size)), None)
+    """Return the size to which heads must be padded for correct results of ``package`` on this device. Return None if
+    no size gives correct results, or the package is not installed."""
+    return next((size for size in _padded_sizes(head_dim) if _right(package, device, dtype, head_dim, size)), None)
 
 
 @torch.inference_mode(False)
@@ -367,9 +362,4 @@ def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: i
         return False
     parts = zip(*(x.split(lengths) for x in exact), strict=True)
     out = torch.cat([_formula(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
-    wanted = [out, *torch.autograd.grad(out, exact, grad.double())]
-    return all((a.double() - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))
-
-
-def _formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+    return _agree(found, [out, *torch.autograd.grad(out, exact, grad.double())])

@@ -1,9 +1,8 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-The step does not need the averages. Averages in host memory are therefore updated later, during the next forward and
-backward passes. This kernel runs in few programs. They saturate the slow link to the host, and leave most of the GPU's
-multiprocessors free. The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`, which
-updates averages on the device together with the step.
+The step does not need the averages. So averages in host memory are updated later, during the next forward and backward
+passes. The kernel runs in few programs, which saturate the slow link to the host, and leave most multiprocessors free.
+The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ BLOCK, WARPS, PROGRAMS = 2048, 4, 32
 
 
 def averages_reference(masters: list[Tensor], averages: list[list[Tensor]], decays: list[float]) -> None:
-    """Compute average += (1 - decay) * (master - average) for the tensors of each average, in place."""
     for shards, decay in zip(averages, decays, strict=True):
         torch._foreach_lerp_(shards, masters, 1.0 - decay)
 
@@ -48,11 +46,9 @@ def _averages_block(
 def _averages_kernel(
     table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
 ):  # fmt: skip
-    """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0.
-
-    The blocks are distributed over the programs. The table's rows are size, master, and the averages. Average k lies
-    ``shift`` + k * ``stride`` bytes after its address in the table.
-    """
+    """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0. The blocks are distributed over
+    the programs. The table's rows are size, master, and the averages. Average k lies ``shift`` + k * ``stride`` bytes
+    after its address in the table."""
     if tl.load(scalars) != 0.0:
         for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
             row = table + tl.load(blocks + 2 * block)
@@ -76,13 +72,9 @@ def _averages_kernel(
 class SeparateAverages:
     """Averages of ``masters`` that the optimizer's step does not update.
 
-    Args:
-        masters: fp32, contiguous; on a GPU, or some of them in pinned host memory; or on a CPU.
-        averages: for each average, its fp32 tensors, in the masters' sizes and order, on the masters' device or in
-            pinned host memory.
-
-    Raises:
-        ValueError: sizes, dtypes, layouts or devices don't fit.
+    Masters are fp32, contiguous, and on a GPU (some may be in pinned host memory) or all on a CPU. ``averages`` has the
+    fp32 tensors of each average, in the masters' sizes and order, on their device or in pinned host memory. Raises
+    ValueError if sizes, dtypes, layouts or devices don't fit.
     """
 
     def __init__(self, masters: Sequence[Tensor], averages: Sequence[Sequence[Tensor]], *, block: int = BLOCK):
@@ -100,9 +92,8 @@ class SeparateAverages:
     def move(self, scalars: Tensor) -> None:
         """Update all averages on the current stream, unless the step was skipped.
 
-        Args:
-            scalars: the step's ``scalars``, see :class:`opendit.kernels.adamw_ema.FusedStep`. Scalars and masters must
-                not change until the update is done.
+        scalars: the step's :attr:`opendit.kernels.adamw_ema.FusedStep.scalars`. Scalars and masters must not change
+        until the update is done.
         """
         if not self.kernels:
             finite, _, _, _, *weights = scalars.tolist()
@@ -115,19 +106,10 @@ class SeparateAverages:
 
     def _launch(self, scalars: Tensor, first: int, last: int, shift: int, stride: int) -> None:
         _averages_kernel[(min(self.programs, last - first),)](
-            self._addresses.table,
-            self._blocks.blocks,
-            scalars,
-            len(self.masters),
-            first,
-            last,
-            shift,
-            stride,
-            BLOCK=self.block,
-            AVERAGES=len(self.averages),
-            num_warps=WARPS,
-        )
+            self._addresses.table, self._blocks.blocks, scalars, len(self.masters), first, last, shift, stride,
+            BLOCK=self.block, AVERAGES=len(self.averages), num_warps=WARPS,
+        )  # fmt: skip
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """Access the averages, which are views of ``rows``, through the ring buffer of :class:`Staged` from now on."""
+        """Access the averages, which must be views of ``rows``, through the ring buffer of :class:`Staged`."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

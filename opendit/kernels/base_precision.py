@@ -1,5 +1,4 @@
-"""Frozen weights in fewer bits (--base_precision, --text_precision), stored row by row, and dequantised temporarily for
-each product.
+"""Frozen weights in fewer bits (--base_precision, --text_precision), stored by row and dequantised for each product.
 
     fp8    e4m3 with one scale per weight, a power of two: the same values as with --fp8
     int8   integers from -127 to 127, scaled by the row's largest absolute value
@@ -7,12 +6,10 @@ each product.
            app. E)
 
 A row of a weight (out, in) is stored as a row of bytes: its codes, then its scales in fp32, each padded to a multiple
-of ROW bytes. Code that shards a weight by rows, as FSDP2 does, therefore also shards the stored bytes correctly. To the
-rest of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision. Casts to this precision have
-no effect, and copies and gathers preserve the bits.
-
-The quantised values don't depend on how ranks shard a weight. Only fp8's scale spans several rows, and for this scale
-the ranks take the maximum over all ranks.
+of ROW bytes. So code that shards a weight by rows, as FSDP2 does, also shards the stored bytes correctly. To the rest
+of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision; copies, gathers and casts to this
+precision preserve them. The values don't depend on how ranks shard a weight: only fp8's scale spans several rows, and
+for this scale the ranks take the maximum over all ranks.
 """
 
 import functools
@@ -48,7 +45,7 @@ def code_bytes(kind: str, inputs: int) -> int:
 
 
 def row_bytes(kind: str, inputs: int) -> int:
-    """Return the bytes that a row of ``inputs`` weights takes: quantised values (codes) and scales, with padding."""
+    """Return the bytes that the codes and scales of a row of ``inputs`` weights take, with padding."""
     scales = {"fp8": 0, "int8": 1, "nf4": -(-inputs // NEIGHBOURS)}[kind]
     return code_bytes(kind, inputs) + _padded(4 * scales)
 
@@ -93,7 +90,6 @@ def _not_zero(scales: Tensor) -> Tensor:
 
 
 def dense_reference(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Compute :func:`dense` in torch."""
     codes = rows[:, : code_bytes(kind, inputs)]
     scales = rows[:, code_bytes(kind, inputs) :].view(torch.float32)
     if kind == "int8":
@@ -152,11 +148,10 @@ def dense(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
 
 
 class BaseWeight(StoredWeight):
-    """A weight (out, in) in one of the formats of --base_precision.
+    """A weight (out, in) in one of the formats of --base_precision: fp8, int8 or nf4.
 
     Args:
         packed: (out, row_bytes / itemsize), the bytes viewed as numbers of the run's precision.
-        kind: fp8, int8 or nf4.
         inputs: number of columns, in.
         descale: (1,) fp32, fp8's scale.
         dtype: dtype of dequantised weights; by default that of ``packed``.
@@ -172,7 +167,7 @@ class BaseWeight(StoredWeight):
 
     @property
     def float8(self) -> Float8 | None:
-        """The weight in float8, without a copy if its rows have no padding; None if it is stored in another format."""
+        """The weight in float8, without a copy if its rows have no padding; None in other formats."""
         if self._kind != "fp8":
             return None
         data = self._packed.detach().view(E4M3)
@@ -203,7 +198,6 @@ class BaseLayer(nn.Linear):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the weight, (out, in)."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
@@ -244,15 +238,11 @@ def store_base(
     device: torch.device,
     chosen: Callable[[str, tuple[int, ...]], bool] = is_stored,
 ) -> None:
-    """Replace the weights of frozen linear layers by stored weights, in place.
+    """Replace the weights of frozen linear layers by stored weights, in place, on the meta device and without values
+    yet.
 
-    The new weights are on the meta device and have no values yet.
-
-    Args:
-        kind: fp8, int8 or nf4.
-        dtype: dtype in which the model computes.
-        device: device on which the model will run.
-        chosen: tells by a weight's name and shape whether it is replaced; by default those of blocks and refiners.
+    kind: fp8, int8 or nf4. dtype: dtype in which the model computes. device: device on which the model will run.
+    chosen: function of a weight's name and shape that returns True if the weight is replaced.
     """
     kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
     for name, module in model.named_modules():

@@ -1,8 +1,7 @@
-"""The MLP's activation with the bias of the layer before it: y = GELU(x + bias), tanh form.
+"""The MLP's activation with the bias of the layer before it: y = GELU(x + bias), tanh form, x (..., D), bias (D,).
 
-x is (..., D), and bias (D,). Inputs and outputs are bf16, fp16 or fp32, the computation is fp32, and y has x's dtype.
-The preceding linear layer runs without its bias. One backward pass reads x and dy once, writes dx once, and also sums
-the bias's gradient:
+The linear layer runs without its bias. The computation is fp32, and y has x's dtype. One backward pass reads x and dy
+once, writes dx once, and also sums the bias's gradient:
 
     dx = GELU'(x + bias) * dy,  dbias = sum over rows of dx
 """
@@ -31,7 +30,6 @@ from opendit.kernels.tiles import (
 
 
 def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
-    """Compute GELU(x + bias) in torch, in the inputs' precision."""
     return F.gelu(x + bias, approximate="tanh")
 
 
@@ -129,7 +127,7 @@ def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
 def _launch_backward(
     dy: Tensor, x: Tensor, bias: Tensor, sums: bool, dx: Tensor | Float8, partial: Tensor | None = None
 ) -> Tensor | None:  # fmt: skip
-    """Run the backward kernel: write dx, and return the bias's gradient; None without ``sums``."""
+    """Write dx and return the bias's gradient; None without ``sums``."""
     cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
     total = cut.new_total() if sums else None
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
@@ -150,11 +148,8 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Ten
 
 
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Float8, Tensor | None]:
-    """Return (dx in e5m2, dbias); dbias is None without ``sums``.
-
-    The scale of dx follows from dy's amax, because GELU' is at most 1.13 in absolute value, which the scale's margin
-    covers.
-    """
+    """Return (dx in e5m2, dbias); dbias is None without ``sums``. The scale of dx follows from dy's amax: the scale's
+    margin covers |GELU'| <= 1.13."""
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
     return dx, _launch_backward(dy, x, bias, sums, dx, fp8.amax(dy))
 
@@ -164,8 +159,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and bias, the first two inputs of an autograd function that has saved both. A frozen
-    bias gets None."""
+    """Return the gradients of x and bias, the saved inputs of an autograd function; None for a frozen bias."""
     dx, dbias = _backward_op(dy, *ctx.saved_tensors, ctx.needs_input_grad[1])
     return dx, dbias if ctx.needs_input_grad[1] else None
 
@@ -177,18 +171,8 @@ _forward_op = operator("bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """Compute GELU(x + bias), tanh form, with Triton kernels, differentiable in both.
-
-    Args:
-        x: (..., D) bf16, fp16 or fp32.
-        bias: (D,), any of these dtypes.
-
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
-    """
+    """Compute GELU(x + bias), tanh form, with Triton kernels, differentiable in both. x is (..., D) and bias (D,), both
+    bf16, fp16 or fp32. Returns x's shape and dtype. Raises ValueError if shapes, dtypes or devices don't fit."""
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias must be (D,) = {tuple(x.shape[-1:])}, not {tuple(bias.shape)}")
     check_tensors(x=x, bias=bias)

@@ -1,15 +1,15 @@
-"""Code that the fused operations share: availability, launch shapes, row chunks, per-sample sums.
+"""What the fused operations share: availability of kernels, launch shapes, row chunks, per-sample sums, and checks.
 
-Division of the work: a program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In the (B, N,
-D) form, all rows of a chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and
-``sample_of_row`` (rows,), non-decreasing, holds the sample of each row. Program p processes rows [p * chunk, (p + 1) *
-chunk), one sample after the other.
+A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In the (B, N, D) form, all rows of a
+chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and ``sample_of_row`` (rows,),
+non-decreasing, holds the sample of each row. Program p processes rows [p * chunk, (p + 1) * chunk), sample by sample.
 
-Sums for the gradients of shift, scale and gate: each (program, sample) pair adds up its rows in registers, in row
-order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
-gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
-bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample)
-pair to the next, p + sample grows, so no two pairs share a slot, and rows / chunk + B slots are enough."""
+For the gradients of shift, scale and gate, each (program, sample) pair adds up its rows in registers, in row order, and
+writes one fp32 partial sum to a separate slot. ``finish_sums`` adds a sample's slots, and ``finish_total``, for a
+bias's gradient, all slots, both in slot order. There are no atomics, so two runs give the same bits. Program p uses
+slot p in the (B, N, D) form and slot p + sample in the packed form. From one pair to the next, p + sample grows, so
+that no two pairs share a slot, and rows / chunk + B slots are enough.
+"""
 
 import contextlib
 import os
@@ -27,9 +27,9 @@ GENERATIONS = {(7, 0): "Volta", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper
 
 @dataclass(frozen=True)
 class Feature:
-    """The compute capabilities that a feature supports.
+    """The compute capabilities that a feature supports: ``oldest`` to ``newest``, or without an upper bound.
 
-    needs: beginning of the message for other GPUs. oldest, newest: the range; newest None: no upper bound.
+    needs: beginning of the message for other GPUs.
     """
 
     needs: str
@@ -54,7 +54,7 @@ _pretended: list[tuple[int, int]] = []
 
 
 def compute_capability(device: torch.device | str | None = None) -> tuple[int, int]:
-    """Return the compute capability of a GPU, e.g. (9, 0) for Hopper. device: a CUDA GPU; None: the current GPU."""
+    """Return the compute capability of a GPU, e.g. (9, 0) for Hopper; None: the current GPU."""
     return _pretended[-1] if _pretended else torch.cuda.get_device_capability(device)
 
 
@@ -94,8 +94,8 @@ def interpreting() -> bool:
 
 
 def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return (True, reason) if this package's Triton kernels run on ``device`` with activations of ``dtype``, otherwise
-    (False, reason)."""
+    """Return (True, reason) if Triton kernels run on ``device`` with activations of ``dtype``, otherwise (False,
+    reason)."""
     device = torch.device(device)
     if not TRITON:
         return False, "triton is not installed"
@@ -118,19 +118,17 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """Return the number of columns per program, for kernels without sums along a row.
-
-    128 divides the widths of every DiT. In half precision, 16 lanes with 16 bytes each read 128 columns.
-    """
+    """Return the number of columns per program, for kernels without sums along a row. 128 divides the widths of every
+    DiT. In half precision, 16 lanes with 16 bytes each read 128 columns."""
     return min(128, next_power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """Return the widths of the main and the tail block that cover a row.
+    """Return the widths of the main and the tail block that cover a row: powers of two, as Triton requires.
 
-    Both widths are powers of two, as Triton requires; the tail is 0 if one block is enough. One block for 1152 columns
-    would be 2048 wide, with 44 % of the lanes and registers idle; 1024 + 128 fits exactly. The tail is at least 8 wide
-    (one 16-byte access in half precision), and masked if it extends beyond the end of the row.
+    The tail is 0 if one block is enough. One block for 1152 columns would be 2048 wide, with 44 % of the lanes and
+    registers idle; 1024 + 128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision), and
+    masked if it extends beyond the end of the row.
     """
     whole = next_power_of_2(width)
     main = whole // 2
@@ -181,9 +179,7 @@ _forced: dict[str, Launch] = {}
 
 def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
     """Return the number of rows in flight: up to three, if the prefetched rows fit into 24 KiB of shared memory.
-
-    Prefetching hides the memory's latency without using registers, which the per-sample sums need.
-    """
+    Prefetching hides the memory's latency without using registers, which the per-sample sums need."""
     return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
 
 
@@ -218,11 +214,9 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 
 @triton.jit
 def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
-    """Return the first row that belongs to ``sample`` or to a later sample; ``rows`` if no such row exists.
-
-    The rows are sorted by sample. The search compares WAYS positions at a time, which takes two or three dependent
-    reads from memory; bisection would take 16.
-    """
+    """Return the first row that belongs to ``sample`` or to a later sample; ``rows`` if no such row exists. The rows
+    are sorted by sample. The search compares WAYS positions at a time, which takes two or three dependent reads from
+    memory; bisection would take 16."""
     low = 0
     width = rows
     while width > 0:
@@ -273,7 +267,7 @@ def _finish_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one kernel call and their division among programs, for both the (B, N, D) and the packed form."""
+    """The rows of one kernel call and their division among programs, in the (B, N, D) or the packed form."""
 
     x: Tensor  # (rows, D), contiguous
     samples: int
@@ -301,11 +295,8 @@ class Rows:
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums.
-
-        If one program processes all rows of a sample, or ``like`` is empty, no second stage is needed, and the
-        outputs also serve as slots.
-        """
+        """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums. The
+        outputs serve as slots if one program processes all rows of a sample, or ``like`` is empty."""
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
         if not like or (not self.packed and self.chunks_per_sample == 1):
@@ -315,7 +306,7 @@ class Rows:
         return outputs, list(partial.unbind(0))
 
     def finish_sums(self, outputs: list[Tensor], partial: list[Tensor]) -> None:
-        """Run the second stage: add up each sample's slots, and write the sums to ``outputs``."""
+        """Add up each sample's slots, and write the sums to ``outputs``."""
         if partial is outputs:
             return
         if not self.packed:
@@ -325,10 +316,8 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for a sum over all samples.
-
-        The packed form doesn't use all slots, so they are initialised with zeros.
-        """
+        """Allocate fp32 slots for a sum over all samples. The packed form leaves some slots unused, so they start as
+        zeros."""
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -338,8 +327,8 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Add up fp32 slots, and write the sums to ``outputs``. With ``sample_of_row`` (rows,), the slots are numbered as
-    in the packed form."""
+    """Add up fp32 slots, and write the sums to ``outputs``. With ``sample_of_row``, slots are numbered as in the packed
+    form."""
     (slots, width), count = partial.shape, len(outputs)
     # Tiles have 4,096 numbers. If there are many slots, tiles are tall and narrow, so that few samples still make
     # enough programs.
@@ -361,26 +350,23 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def no_sums(other: Tensor, count: int) -> list[Tensor]:
-    """Return ``count`` tensors of size 0 in place of gradients that nothing needs, because an operator must return
-    tensors."""
+    """Return ``count`` empty tensors for gradients that nothing needs, because an operator must return tensors."""
     return [other.new_empty(0) for _ in range(count)]
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Allocate the gradient of ``bias``. Without a bias, return an empty tensor, because an operator must return a
-    tensor."""
+    """Allocate the gradient of ``bias``; an empty tensor without a bias, because an operator must return a tensor."""
     return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
-    """Add up the slots ``total``, and return the sum as the gradient of ``bias``; without a bias, return
-    :func:`like_bias`'s placeholder."""
+    """Return the gradient of ``bias``, the sum of the slots ``total``; an empty tensor without a bias."""
     return like_bias(bias, other) if bias is None else finish_total(cast(Tensor, total), bias.dtype)
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``tensor`` as a kernel's pointer argument. If ``tensor`` is None, return ``other``; the kernel then
-    doesn't read it."""
+    """Return ``tensor`` as a kernel's pointer argument, or ``other`` if ``tensor`` is None and the kernel doesn't read
+    it."""
     return other if tensor is None else tensor
 
 
@@ -397,10 +383,8 @@ def cut_rows(
 
 
 def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str, Any]]:
-    """Divide x (..., D) into chunks of rows and blocks of columns, for the kernel of an activation function.
-
-    All rows count as one sample. Returns the rows and the kernel's launch arguments.
-    """
+    """Divide x (..., D) into chunks of rows and blocks of columns, for the kernel of an activation function. All rows
+    count as one sample. Returns the rows and the kernel's launch arguments."""
     width = x.shape[-1]
     block = block_width(width)
     blocks = -(-width // block)
@@ -412,10 +396,8 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
 
 
 def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocate fp32 mean and rstd, one value for each row of x.
-
-    The mean is empty without ``center`` (RMSNorm). Both are empty without ``normalize``.
-    """
+    """Allocate fp32 mean and rstd, one value for each row of x. The mean is empty without ``center`` (RMSNorm). Both
+    are empty without ``normalize``."""
     rows = x.numel() // x.shape[-1]
     counts = rows if normalize and center else 0, rows if normalize else 0
     mean, rstd = (torch.empty(count, dtype=torch.float32, device=x.device) for count in counts)
@@ -423,8 +405,8 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return modulation vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor have unit stride already
-    and are not copied."""
+    """Return modulation vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor have it, and are not
+    copied."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 

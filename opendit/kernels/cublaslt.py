@@ -3,9 +3,7 @@
 torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
 fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with
 the first. This module times all proposals for a shape once, on random numbers. It keeps the fastest proposal whose
-results equal torch's bit for bit, so the choice changes no number. torch's call is used if cuBLASLt is missing,
-gradients are enabled, or torch.compile is active. It is also used for dtypes other than bf16 and fp16, for operands
-that are not aligned, and for new shapes within a CUDA graph capture.
+results equal torch's bit for bit, so the choice changes no number.
 
 cuBLASLt, as loaded by torch, is called through ctypes. The entry points and constants below belong to its public C
 interface and are the same in CUDA 12 and 13.
@@ -130,7 +128,7 @@ class Product:
         self._library.set("MatmulDesc", self._description, attribute, value)
 
     def __call__(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product (rows, columns) with one of the proposals. Raises RuntimeError if cuBLASLt rejects the
+        """Compute the product (rows, columns) with one proposal. Raises RuntimeError if cuBLASLt rejects the
         proposal."""
         y = torch.empty(self._shape.rows, self._shape.columns, dtype=x.dtype, device=x.device)
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
@@ -151,11 +149,8 @@ Multiply = Callable[..., Tensor]  # function of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:
-    """Return the index of the proposal to use, or None to use torch's call.
-
-    times: time of torch's call, then of each proposal. equal: True for each proposal whose result equals torch's bit
-    for bit.
-    """
+    """Return the index of the proposal to use, or None to use torch's call. For the arguments, see
+    :class:`Measured`."""
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
 
@@ -223,7 +218,9 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        ``torchs`` is torch's call, with GELU if ``gelu`` is true.
+        ``torchs`` is torch's call, with GELU if ``gelu`` is true. This call is also used where cuBLASLt is not: if
+        gradients or torch.compile are on, for dtypes other than bf16 and fp16, for unaligned operands, and for new
+        shapes in a CUDA graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):
@@ -255,8 +252,7 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Return True if gradients are off, and x, weight and bias have dtypes and memory layouts that cuBLASLt
-    supports."""
+    """Return True if gradients are off, and cuBLASLt supports the dtypes and layouts of x, weight and bias."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False
@@ -273,12 +269,12 @@ _products = FastestProducts()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a tensor equal to ``F.linear(x, weight, bias)`` (..., out), for x (..., in), weight (out, in), bias
-    (out,); without gradients."""
+    """Return ``F.linear(x, weight, bias)`` (..., out), without gradients: x (..., in), weight (out, in), bias
+    (out,)."""
     return _products(x, weight, bias, F.linear)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """Return a tensor equal to ``torchs(x, weight, bias)`` bit for bit: GELU(x W^T + bias) in tanh form, by cuBLAS's
-    epilogue."""
+    """Return ``torchs(x, weight, bias)``, which is GELU(x W^T + bias) in tanh form, by cuBLAS's epilogue; bit for
+    bit."""
     return _products(x, weight, bias, torchs, gelu=True)

@@ -1,11 +1,8 @@
 """AdamW's moments in 8 bits: an 8-bit code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
 
-The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A code represents
-one of 256 levels between -1 and 1. The levels cover seven decades, and half of them lie in the highest decade. A step
-computes in fp32: it decodes one group of tensors at a time into fp32 memory, updates the group, and encodes it again.
-Between steps, a moment takes 1 + 4 / 256 bytes per number.
-
-Levels, scales and codes have the same bits as torchao 0.18's, on CPUs and GPUs.
+The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A step decodes one
+group of tensors at a time into fp32 memory, updates the group, and encodes it again. Between steps, a moment takes 1 +
+4 / 256 bytes per number. Levels, scales and codes have the same bits as torchao 0.18's, on CPUs and GPUs.
 """
 
 import functools
@@ -47,10 +44,8 @@ def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
 class EightBits:
     """A moment of a tensor, kept in 8 bits.
 
-    Attributes:
-        codes: (numel,) uint8.
-        scales: (units,) fp32, the largest magnitude in each unit of 256 numbers.
-        signed: True for the first moment; the second moment has no negative numbers.
+    codes: (numel,) uint8. scales: (units,) fp32, the largest magnitude in each unit of 256 numbers. signed: True for
+    the first moment; the second moment has no negative numbers.
     """
 
     codes: Tensor
@@ -69,7 +64,6 @@ class EightBits:
         return (found * self.scales[:, None]).view(-1)[: self.codes.numel()]
 
     def encode(self, values: Tensor) -> None:
-        """Replace the moment by ``values``, fp32 of any shape."""
         values = values.to(self.codes.device)  # values from a checkpoint are on the host
         numbers, units = levels(self.signed, values.device), _units(values.reshape(-1))
         self.scales.copy_(units.abs().amax(1).clip(LEAST_SCALE))
@@ -82,8 +76,8 @@ class EightBits:
     def saved(self) -> Tensor:
         """Return (numel,) fp32 values for a checkpoint, which :meth:`encode` turns into the same codes and scales.
 
-        The values are those of :meth:`decode`, except for the lowest code of a signed moment. :meth:`encode` maps
-        -1 * scale to this code, but :meth:`decode` maps the code to -0.993 * scale, so that the scale would be lost.
+        The values are those of :meth:`decode`, except for the lowest code of a signed moment. :meth:`encode` maps -1 *
+        scale to this code, but :meth:`decode` maps the code to -0.993 * scale, so that the scale would be lost.
         """
         numbers = levels(self.signed, self.codes.device)
         return self.decode(torch.cat([-numbers[-1:], numbers[1:]])) if self.signed else self.decode()
@@ -121,10 +115,8 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
 
 
 def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
-    """Divide a list of tensors with these sizes into ranges [start, stop) of at least ``elements`` elements each.
-
-    The last range may have fewer.
-    """
+    """Divide tensors of these sizes into ranges [start, stop) of at least ``elements`` elements. The last may have
+    fewer."""
     edges, size = [0], 0
     for i, numel in enumerate(sizes, start=1):
         size += numel
@@ -146,11 +138,8 @@ def _moments_kernel(
     table, blocks, numbers, scalars, tensors, first, ENCODE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0.
-
-    scalars[0] is 0 if the step was skipped. A skipped step does not encode, because decoded values may encode to other
-    codes.
-    """
+    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0. scalars[0] is 0 if the step was
+    skipped. A skipped step does not encode, because decoded values may encode to other codes."""
     block = tl.program_id(0) + first
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
     table += tl.load(blocks + 2 * block)
@@ -186,7 +175,7 @@ def _moments_kernel(
 class DecodedMoments:
     """fp32 memory for the decoded moments of one group of neighbouring tensors at a time.
 
-    Triton kernels decode and encode if they are available. Elsewhere (on CPUs), torch computes the same bits.
+    Triton kernels decode and encode if they are available. Elsewhere torch computes the same bits.
 
     Args:
         moments: first and second moment of each tensor. Moments in fp32 are not copied.
@@ -240,7 +229,6 @@ class DecodedMoments:
         self._run(start, stop, scalars, False)
 
     def encode(self, start: int, stop: int, scalars: Tensor) -> None:
-        """Encode the moments of tensors ``start`` to ``stop``, all of one group, unless scalars[0] is 0."""
         self._run(start, stop, scalars, True)
 
     def _run(self, start: int, stop: int, scalars: Tensor, encode: bool) -> None:
@@ -248,17 +236,9 @@ class DecodedMoments:
             first, last = self._blocks.first[start], self._blocks.first[stop]
             if last > first:
                 _moments_kernel[(last - first,)](
-                    self._addresses.table,
-                    self._blocks.blocks,
-                    self._numbers,
-                    scalars,
-                    len(self._moments),
-                    first,
-                    ENCODE=encode,
-                    BLOCK=self._blocks.block,
-                    UNIT=UNIT,
-                    LEAST_SCALE=LEAST_SCALE,
-                )
+                    self._addresses.table, self._blocks.blocks, self._numbers, scalars, len(self._moments), first,
+                    ENCODE=encode, BLOCK=self._blocks.block, UNIT=UNIT, LEAST_SCALE=LEAST_SCALE,
+                )  # fmt: skip
         elif scalars[0]:
             pairs = zip(self._moments[start:stop], self.views[start:stop], strict=True)
             for moment, view in ((m, v) for ms, vs in pairs for m, v in zip(ms, vs, strict=True)):

@@ -1,7 +1,4 @@
-"""Redistribute activations between P GPUs for sequence parallelism.
-
-Before the exchange, each rank has a part of the tokens with all heads. After it, each rank has all tokens with a part
-of the heads. The reverse exchange is supported, too.
+"""Redistribute activations between P GPUs for sequence parallelism, from tokens to heads and back.
 
 A kernel reads or writes the other GPUs' memory directly, in one pass over the links, without packing or collectives.
 
@@ -11,9 +8,7 @@ S is 3 for q, k and v in a projection's output, and 1 for the attention output. 
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
-:func:`exchange_heads` fills this rank's heads from the rows of all ranks. With ``push``, it fills the rows of all ranks
-from this rank's heads, except for the padding rows past N. :func:`send_rows` fills the heads of all ranks from this
-rank's rows, with S = 1. The caller must ensure that the other ranks are ready (opendit.parallel.sequence.peer_memory).
+The caller must ensure that the other ranks are ready (opendit.parallel.sequence.peer_memory).
 """
 
 import torch
@@ -25,7 +20,7 @@ from opendit.kernels.language import tl, triton
 
 
 def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], first: int, push: bool) -> None:
-    """Compute :func:`exchange_heads` with torch. peers: each rank's rows (B, n, S, H, d)."""
+    """peers: each rank's rows (B, n, S, H, d)."""
     _, h, N, _ = heads[0].shape
     for p, rows in enumerate(peers):
         n = rows.shape[1]
@@ -37,7 +32,7 @@ def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], fir
 
 
 def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
-    """Compute :func:`send_rows` with torch. peers: each rank's heads (B, N, h, d)."""
+    """peers: each rank's heads (B, N, h, d)."""
     n, (_, length, h, _) = rows.shape[1], peers[0].shape
     real = min(max(length - rank * n, 0), n)
     for p, heads in enumerate(peers):
@@ -56,11 +51,9 @@ def _exchange_heads_kernel(
     VISITED: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK units per program between this rank and one other.
-
-    Neighbouring programs access different ranks, so that all links are busy at all times. Strides and sizes are in
-    units of UNIT values, which are 16 bytes where possible.
-    """
+    """Move BLOCK units per program between this rank and one other. Neighbouring programs access different ranks, so
+    that all links are busy at all times. Strides and sizes are in units of UNIT values, which are 16 bytes where
+    possible."""
     program = tl.program_id(0)
     peer = (start + program % VISITED) % ranks
     part = (program // VISITED) % PARTS
@@ -99,7 +92,8 @@ def exchange_heads(
     own: bool = False,
     offset: int = 0,
 ) -> None:
-    """Fill ``heads`` from all ranks' rows, or with ``push``, all ranks' rows from ``heads``, with one Triton kernel.
+    """Fill ``heads`` from all ranks' rows; with ``push``, all ranks' rows from ``heads``, except for padding rows past
+    N.
 
     Args:
         heads: 1 or 3 tensors (B, h, N, d) with the same strides, and unit stride in d.
@@ -107,7 +101,6 @@ def exchange_heads(
         shape: shape (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
         rank: this rank; the kernel visits the other ranks in order from the next one.
         first: index that the first head of ``heads`` has among all H heads.
-        push: True to write the rows instead of reading them.
         own: True to exchange only between this rank's rows and heads.
         offset: bytes from the addresses to the rows; a multiple of 16 if a head's d values take a multiple of 16 bytes.
 
@@ -138,8 +131,8 @@ def _send_rows_kernel(
     rows_ptr, table_ptr, rank, ranks, samples, tokens, length,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy BLOCK units (of UNIT values) per program from this rank's rows to one other rank. A row has ``ranks`` *
-    WIDTH units."""
+    """Copy BLOCK units (of UNIT values) per program from this rank's rows, of ``ranks`` * WIDTH units, to one other
+    rank."""
     peer = (rank + 1 + tl.program_id(0) % ranks) % ranks
     unit = (tl.program_id(0) // ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = unit // WIDTH, unit % WIDTH
@@ -154,16 +147,11 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Send this rank's tokens to all ranks with one Triton kernel. Each rank gets the heads that it holds.
+    """Fill the heads (S = 1) of all ranks from this rank's rows. Each rank gets the heads that it holds.
 
-    Args:
-        rows: (B, n, H, d), contiguous, H divisible by the number of ranks.
-        addresses: (P,) int64 on the device: addresses of each rank's contiguous heads (B, N, h, d), of rows' dtype.
-        rank: this rank.
-        length: N; tokens past N are padding and are not sent.
-
-    Raises:
-        ValueError: H is not divisible by the number of ranks, or N is larger than the ranks' tokens.
+    rows: (B, n, H, d), contiguous. addresses: (P,) int64 on the device: addresses of each rank's contiguous heads (B,
+    N, h, d), of rows' dtype. length: N; tokens past N are padding and are not sent. Raises ValueError if H is not
+    divisible by the number of ranks, or N is larger than the ranks' tokens.
     """
     (B, n, H, d), ranks = rows.shape, len(addresses)
     if H % ranks or length > ranks * n:
@@ -178,7 +166,7 @@ def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
 
 
 def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Allocate ``parts`` tensors (B, h, N, d) whose memory is that of contiguous (B, N, h, d) tensors, as in a
-    projection's output."""
+    """Allocate ``parts`` tensors (B, h, N, d) with the memory of contiguous (B, N, h, d), as in a projection's
+    output."""
     make = {"dtype": like.dtype, "device": like.device}
     return tuple(torch.empty_strided((B, h, N, d), (N * h * d, d, h * d, 1), **make) for _ in range(parts))

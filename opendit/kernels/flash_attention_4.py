@@ -1,9 +1,11 @@
-"""FlashAttention 4 (package flash-attn-4) with heads padded by zeros in the backward pass only.
+"""Attention by packages at padded head sizes, and FlashAttention 4 (flash-attn-4) with padding in its backward pass
+only.
 
-At some head sizes, the package's forward pass is correct and its backward pass is not, so only the backward pass needs
-padding. The package's autograd function saves its inputs unchanged, and can't pad them in the backward pass. Therefore
-this module runs the forward pass without autograd, and calls the backward pass by its private name in the package.
-Before a run uses this module, its results are tested (``attention.right_head_size``, ``varlen.resolve_varlen``)."""
+At some head sizes, an attention kernel is correct only with heads that are padded with zeros, which don't change the
+result. FlashAttention 4 needs the padding only in its backward pass. Its autograd function can't pad there, so this
+module runs the forward pass without autograd, and calls the backward pass by its private name in the package. Before a
+run uses a package, its results are tested (``attention.right_head_size``, ``attention.right_size``).
+"""
 
 import functools
 import importlib
@@ -17,15 +19,13 @@ from torch import Tensor
 from opendit.kernels.common import kernels_available, next_power_of_2
 from opendit.kernels.language import tl, triton
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# ------------------------------------------------------------------------------------------------ heads of another size
 
 
 def resize_heads_reference(x: Tensor, size: int) -> Tensor:
     """Return x (..., H, d), cut or padded with zeros to (..., H, size), contiguous."""
     return F.pad(x, (0, size - x.shape[-1])) if size > x.shape[-1] else x[..., :size].contiguous()
 
-
-# ------------------------------------------------------------------------------------------------------------- kernel
 
 ROWS = 32  # rows per program
 
@@ -35,8 +35,7 @@ def _resize_heads_kernel(
     x_ptr, out_ptr, heads, total, token_stride,
     HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy ``total`` rows of D values to rows of SIZE values. A row is one head of a token, and a token has ``heads``
-    rows."""
+    """Copy ``total`` rows of D values to rows of SIZE values. A row is one of the ``heads`` heads of a token."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     live = (row < total)[:, None]
@@ -46,11 +45,8 @@ def _resize_heads_kernel(
 
 
 def resize_heads(x: Tensor, size: int) -> Tensor:
-    """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient.
-
-    The kernel reads and writes every value once. F.pad would first write zeros to the whole result, and torch copies
-    slices of wider rows value by value.
-    """
+    """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient, reading and writing each value
+    once. F.pad would first write zeros to the whole result, and torch copies slices of wider rows value by value."""
     heads, d = x.shape[-2:]
     by_token = x.reshape(-1, heads, d)
     by_token = by_token if by_token.stride(-1) == 1 else by_token.contiguous()
@@ -63,14 +59,8 @@ def resize_heads(x: Tensor, size: int) -> Tensor:
     return resized
 
 
-# ---------------------------------------------------------------------------------------------------------- operation
-
-
 def with_heads_of(x: Tensor, size: int) -> Tensor:
-    """Return x (..., H, d), cut or padded with zeros to (..., H, size), without gradient.
-
-    The Triton kernel is used where it is available.
-    """
+    """Compute :func:`resize_heads_reference`, by the Triton kernel where it is available; without gradient."""
     return (resize_heads if kernels_available(x.device, x.dtype)[0] else resize_heads_reference)(x, size)
 
 
@@ -88,8 +78,8 @@ class _Resize(torch.autograd.Function):
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Call ``attend`` with q, k, v (..., H, d) padded with zeros to (..., H, head_size); return its result as
-    (..., H, d).
+    """Call ``attend`` with q, k, v (..., H, d) padded with zeros to (..., H, head_size); return its result as (..., H,
+    d).
 
     Tensors that ``attend`` saves for its backward pass are stored without the padding, and padded again in the backward
     pass. Otherwise q, k and v would be stored twice.
@@ -123,6 +113,9 @@ CUTE = "flash_attn.cute"
 BACKWARD = "_flash_attn_bwd"
 
 
+# ----------------------------------------------------------------------------------------------------- FlashAttention 4
+
+
 class SegmentLengths(NamedTuple):
     """Lengths of the samples in a pack: offsets (samples + 1,) int32, and the largest length."""
 
@@ -150,17 +143,8 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v with FlashAttention 4; pad heads to ``head_size`` in the backward pass only.
 
-    Args:
-        q, k, v: (B, N, H, d) bf16 or fp16, or (N, H, d) with ``lengths``.
-        head_size: at least d.
-        lengths: lengths of the samples in a pack.
-        deterministic: compute the same gradients, bit for bit, in every run.
-
-    Returns:
-        The shape and dtype of q.
-
-    Raises:
-        AssertionError: the package does not have the needed function; see :func:`backward_pass`.
+    q, k and v are (B, N, H, d) bf16 or fp16, or with ``lengths``, those of the samples in a pack, (N, H, d). With
+    ``deterministic``, gradients have the same bits in every run. Raises AssertionError without :func:`backward_pass`.
     """
     return _FilledBackward.apply(q, k, v, head_size, lengths, deterministic)
 
@@ -173,7 +157,9 @@ class _FilledBackward(torch.autograd.Function):
         ctx.longest = None if lengths is None else lengths.longest
         offsets = None if lengths is None else lengths.offsets
         function = package.flash_attn_func if lengths is None else package.flash_attn_varlen_func
-        out, logsumexp = function(q, k, v, softmax_scale=ctx.scale, return_lse=True, **_by(offsets, ctx.longest))
+        out, logsumexp = function(
+            q, k, v, softmax_scale=ctx.scale, return_lse=True, **pack_arguments(offsets, ctx.longest)
+        )
         ctx.save_for_backward(q, k, v, out, logsumexp, offsets)
         return out
 
@@ -183,13 +169,13 @@ class _FilledBackward(torch.autograd.Function):
         function, d = backward_pass(), grad.shape[-1]
         assert function is not None
         filled = (with_heads_of(x, ctx.head_size) for x in (*heads, grad))
-        how = {"softmax_scale": ctx.scale, "deterministic": ctx.deterministic, **_by(offsets, ctx.longest)}
+        how = {"softmax_scale": ctx.scale, "deterministic": ctx.deterministic, **pack_arguments(offsets, ctx.longest)}
         found = function(*filled, logsumexp, **how)
         return *(with_heads_of(x, d) for x in found[:3]), None, None, None
 
 
-def _by(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:
-    """Return the package's keyword arguments for a pack; empty without ``offsets``."""
+def pack_arguments(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:
+    """Return the package's arguments for a pack's offsets and longest sample; none without ``offsets``."""
     if offsets is None:
         return {}
     return dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)

@@ -1,19 +1,18 @@
-"""Tensors in float8 for ``torch._scaled_mm``: scales, casts, transposed copies, and products.
+"""Tensors in float8 for ``torch._scaled_mm``: scales, casts, weights, transposed copies, and products.
 
 The formats are those of Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights,
-e5m2 for gradients. A tensor has one scale, a power of two. The scaling has no state: it is *current* scaling, which
-computes the scale from the tensor itself.
+e5m2 for gradients. A tensor has one scale, a power of two, which is always computed from the tensor itself.
 
 - The scale of a weight follows from its largest absolute value (amax).
 - The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so
   |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above the amax costs no precision, only range at the lower end,
   and e4m3 covers 18 powers of two.
-- Every other scale follows from the amax of a sample of values, spread evenly over the tensor's tokens and columns,
-  times a margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number. The sample has
-  about 4 million values for any size of the tensor, so that sampling is short compared with the cast.
+- Every other scale follows from the amax of some 4 million values, spread evenly over tokens and columns, times a
+  margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number.
 
 A kernel needs the scale before it writes the tensor, so the exact amax would cost an extra pass. Other recipes use the
-amax of earlier steps (delayed scaling), which is state that must be kept, saved and loaded."""
+amax of earlier steps (delayed scaling), which is state that must be kept, saved and loaded.
+"""
 
 import functools
 import math
@@ -95,7 +94,7 @@ def kernel_arguments(
     return (y.data, y.descale if partial is None else partial, y.descale), options
 
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# ------------------------------------------------------------------------------------------------------------ reference
 
 
 def float8_factor_reference(amax: Tensor, target: int) -> Tensor:
@@ -109,7 +108,7 @@ def float8_reference(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scaled.isfinite(), scaled.clamp(-LIMIT[dtype], LIMIT[dtype]), torch.nan).to(dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit(do_not_specialize=("lines", "step"))
@@ -118,10 +117,8 @@ def _amax_kernel(
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial maxima over up to three matrices, reading every ``step``-th run of BLOCK columns.
-
-    Runs are numbered row by row.
-    """
+    """Compute partial maxima over up to three matrices from every ``step``-th run of BLOCK columns, counted row by
+    row."""
     largest = tl.zeros((LINES, BLOCK), dtype=tl.float32)
     for line in range(tl.program_id(0) * LINES, lines, PARTIALS * LINES):
         run = (line + tl.arange(0, LINES)) * step
@@ -160,17 +157,14 @@ def _cast_kernel(
     tl.store(y_ptr + offsets, float8_range(x, factor, LIMIT).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# --------------------------------------------------------------------------------------------------------- operations
+# ----------------------------------------------------------------------------------------------------------- operations
 
 CAST = {"ROWS": 16, "num_warps": 4}
 
 
 def sample_step(runs: int, blocks: int) -> int:
-    """Return the step between sampled runs of :func:`_amax_kernel`.
-
-    With this step, at least SAMPLE values are sampled. The step is coprime to ``blocks``, the number of runs per row,
-    because otherwise some columns would never be sampled.
-    """
+    """Return the step between sampled runs of :func:`_amax_kernel`, so that at least SAMPLE values are sampled. The
+    step is coprime to ``blocks``, the number of runs per row, because otherwise some columns would never be sampled."""
     step = max(1, runs * 128 // SAMPLE)
     while math.gcd(step, blocks) > 1:
         step -= 1
@@ -180,7 +174,7 @@ def sample_step(runs: int, blocks: int) -> int:
 def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
     """Return partial maxima of the absolute values of one to three tensors (..., D) with one shape, for float8_factor.
 
-    The result is fp32, with up to PARTIALS elements, whose maximum is the amax of all tensors.
+    The result is fp32, with up to PARTIALS elements, whose maximum is the amax of all tensors, or of a sample of them.
 
     Args:
         bias: (D,); return the maxima of GELU(x + bias) instead of x.
@@ -220,10 +214,8 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor |
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Transpose float8 (..., D) with T rows in all to (D, T rounded up to a multiple of 16), padded with zeros.
-
-    This is a separate pass, because kernels that write a tensor in both orders took longer (docs/kernels.md).
-    """
+    """Transpose float8 (..., D) with T rows in all to (D, T rounded up to a multiple of 16), padded with zeros. This is
+    a separate pass, because kernels that write a tensor in both orders took longer."""
     return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
 
@@ -233,18 +225,15 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Return a b^T + bias, (M, N) of ``dtype``, for a (M, K) and b (N, K) in float8; K and N are multiples of 16.
 
-    Args:
-        descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N).
-        fast: True to accumulate all of K in the tensor cores, with about 14 bits; False to accumulate partial sums in
-            fp32.
-        out: (M, N) of ``dtype``, contiguous: memory for the result.
+    descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N). fast: True to accumulate all of K in the tensor
+    cores, with about 14 bits; False to accumulate partial sums in fp32. out: (M, N), contiguous: memory for the result.
     """
     options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))
     options |= {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **({} if out is None else {"out": out})}
     return torch._scaled_mm(a, b.t(), **options)
 
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# ---------------------------------------------------------------------------------------------------- one scale per row
 
 
 def rows_in_float8_reference(y: Tensor) -> Float8:
@@ -252,9 +241,6 @@ def rows_in_float8_reference(y: Tensor) -> Float8:
     rows = y.float().flatten(0, -2)
     factor = float8_factor_reference(rows.abs().amax(1, keepdim=True), EXACT)
     return Float8(float8_reference(rows, factor, E4M3).view(y.shape), 1 / factor)
-
-
-# ------------------------------------------------------------------------------------------------------------- kernel
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -285,16 +271,11 @@ def _rows_kernel(
         store_tiles(y_ptr, y * factor, yt * factor, row, live, D, MAIN, TAIL, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------- operation
-
-
 def default_warps(width: int, rows: int) -> int:
     """Return the number of warps per program, 1 to 16: one for each 2,048 columns of the main block.
 
-    For at most 1,024 rows, which leave the GPU half empty, there are four times as many warps.
-
-    Measured on an H200 for GELU's 4,608 columns: 512 rows took 4.7 us with 4 warps and 3.9 with 8; 32,768 rows 118 with
-    4 and 112 with 2.
+    For at most 1,024 rows, which leave the GPU half empty, there are four times as many warps. Measured on an H200 for
+    GELU's 4,608 columns: 512 rows took 4.7 us with 4 warps and 3.9 with 8; 32,768 rows 118 with 4 and 112 with 2.
     """
     return min(16, max(1, split_width(width)[0] // (512 if rows <= 1024 else 2048)))
 
@@ -302,12 +283,11 @@ def default_warps(width: int, rows: int) -> int:
 def rows_in_float8(
     x: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, warps: int | None = None, chunk: int = 1
 ) -> Float8:
-    """Cast x (..., D) bf16, fp16 or fp32 to e4m3 with one scale per row; with ``bias`` (D,), GELU(x + bias).
+    """Cast x (..., D) bf16, fp16 or fp32, or with ``bias`` (D,) GELU(x + bias), to e4m3 with one scale per row.
 
-    Args:
-        scale: (rows, 1) fp32, factors for the rows of x.
-        warps: warps per program.
-        chunk: rows that a program processes, one after the other.
+    A program reads a complete row once, for both scale and codes. A token's result depends on this token only, and thus
+    not on the other samples of the batch. ``scale``: (rows, 1) fp32, factors for the rows of x. ``warps`` and
+    ``chunk``: warps per program, and rows that it processes one after the other.
     """
     x, y = x.contiguous(), Float8.empty(x.shape, E4M3, x.device, by_row=True)
     rows, width = y.descale.shape[0], x.shape[-1]
@@ -319,6 +299,9 @@ def rows_in_float8(
         APPROXIMATE=approximate, num_warps=warps or default_warps(width, rows),
     )  # fmt: skip
     return y
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
 
 
 class Float8Weight(Tensor):
@@ -371,10 +354,11 @@ class KeptWeight:
 
 
 def keep_weights(model: nn.Module) -> int:
-    """Cast the weights of all projections that can run in float8, and cache the casts until the weights change.
+    """Cast the weights of all projections that can run in float8, and cache the casts; return the cache's size in
+    bytes.
 
-    Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, the cached cast
-    becomes invalid, and from then on every product casts the weight. Returns the cache's size in bytes.
+    Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, its cached cast
+    becomes invalid, and every product casts the weight again.
     """
     taken = 0
     for layer in model.modules():

@@ -1,9 +1,8 @@
 """A block's linear layers in float8 without a backward pass; each row of an activation has its own scale.
 
-fp8_linear.py is for training; this module is for inference. No separate pass computes a scale: fp8_rows.py computes it
-while casting, and LayerNorm + modulate uses a bound for each sample. Nothing is saved, and a sample's result doesn't
-depend on the other samples of the batch. Attention's output, which no kernel writes in float8, is cast if the float8
-product saves more time than the cast takes.
+No separate pass computes a scale: :func:`opendit.kernels.fp8.rows_in_float8` computes it while casting, and LayerNorm +
+modulate uses a bound for each sample. Nothing is saved, and a sample's result doesn't depend on the other samples of
+the batch. fp8_linear.py is the counterpart for training.
 """
 
 import functools
@@ -58,7 +57,6 @@ def _in_float8(x: Tensor | QuantizedRows | Modulated, columns: int) -> Tensor | 
 
 
 def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias, (..., out)."""
     x = _in_float8(x, len(weight))
     if isinstance(x, Tensor):
         return F.linear(x, weight, bias)
@@ -88,7 +86,6 @@ def _one(device: torch.device) -> Tensor:
 
 
 def linear(x: Tensor | QuantizedRows | Modulated, layer: Projection) -> Tensor:
-    """Compute the linear layer's output for x."""
     return layer.product(cast(Tensor, x), layer.bias, multiply)
 
 
@@ -100,13 +97,11 @@ def linear_heads(
 
 
 def linear_gelu(x: Tensor | QuantizedRows | Modulated, linear: Projection) -> QuantizedRows:
-    """Compute GELU(linear(x)), tanh form, for the next linear layer."""
     u, scale = _unscaled_product(x, linear.weight)
     return QuantizedRows(rows_in_float8(u, linear.bias, scale), u.dtype)
 
 
 def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection) -> Tensor:
-    """Compute x + gate * linear(z)."""
     if isinstance(linear, NormalisedProjection):
         branch = linear.before_norm(cast(Tensor, z), multiply)
         return gate_rmsnorm_residual(x, gate, branch, linear.norm.weight, linear.norm.eps)

@@ -2,14 +2,12 @@
 
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
-kernels/fp8.py describes scales and formats. The tensor cores need the summed dimension contiguous in both factors, so
-the backward pass transposes W, dy and x. Every forward pass casts the weights from their current values, so that there
-is no state. The exceptions are weights that sampling caches in float8, and weights that FSDP2 gathers in float8
-(fp8_weight.py). The rest of a block is unchanged.
+fp8.py describes scales and formats. The tensor cores need the summed dimension contiguous in both factors, so the
+backward pass transposes W, dy and x. Every forward pass casts the weights from their current values, so that there is
+no state. The exceptions are weights that sampling caches, or that FSDP2 gathers, in float8.
 
-If only linear layers read an activation, the kernel that computes the activation writes it in float8 only. Autograd
-sees a stand-in: a tensor of the activation's shape and dtype that has no memory and carries the gradient
-(:class:`Quantized`).
+If only linear layers read an activation, the kernel that computes it writes float8 only. Autograd then sees a stand-in:
+a tensor of the activation's shape and dtype without memory, which carries the gradient (:class:`Quantized`).
 """
 
 import functools
@@ -37,8 +35,7 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return (True, reason) if blocks can run in float8 on ``device`` with activations of ``dtype``, otherwise (False,
-    reason)."""
+    """Return (True, reason) if blocks can run in float8 on ``device`` beside ``dtype``, otherwise (False, reason)."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why
@@ -53,11 +50,8 @@ def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, st
 
 @dataclass(frozen=True)
 class Quantized:
-    """A float8 activation (B, N, D), the input of a linear layer.
-
-    stand_in: the tensor that autograd sees; its elements must not be read, because they may not be in memory.
-    data: the values.
-    """
+    """A float8 activation (B, N, D), the input of a linear layer. Its values are ``data``. Autograd sees ``stand_in``,
+    whose elements must not be read, because they may not be in memory."""
 
     stand_in: Tensor
     data: Float8
@@ -71,11 +65,9 @@ class Quantized:
 class Modulated:
     """The deferred result of LN(x) * (1 + scale) + shift, which a linear layer later computes in float8.
 
-    Without ``center``, the norm is RMSNorm, whose weight is part of the scale (kernels/rmsnorm_modulate.py).
-
-    If a torch function is called with this object, for example by the final layer, it gets the result in x's dtype from
-    the ordinary kernel. If several linear layers read the same object (attention and the MLP of a parallel block), the
-    first of them computes the float8 values, and the others reuse these.
+    Without ``center``, the norm is RMSNorm, whose weight is part of the scale (rmsnorm_modulate.py). A torch function
+    that is called with this object, for example by the final layer, gets the result in x's dtype. If several linear
+    layers read one object (attention and the MLP of a parallel block), the first computes the float8 values for all.
     """
 
     x: Tensor
@@ -170,11 +162,8 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
 
 
 def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx in x's shape, and dW (out, in); each is None if not needed.
-
-    Partial sums of dW are accumulated in fp32, because dW sums over all tokens, far more values than the other
-    products.
-    """
+    """Return dx in x's shape, and dW (out, in); each is None if not needed. Partial sums of dW are accumulated in fp32,
+    because dW sums over all tokens, far more values than the other products."""
     (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
     dx = dw = None
     if ctx.needs_input_grad[0]:
@@ -220,11 +209,9 @@ def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LinearBesideLora(Function):
-    """x W^T + bias + scale * (x a^T) b^T: the product with W is in float8, and LoRA's products are in x's dtype.
-
-    LoRA's products are added in place to the float8 product's output, forward and backward. If x exists only in float8,
-    x is converted for LoRA's products, and saved in float8.
-    """
+    """x W^T + bias + scale * (x a^T) b^T: the product with W is in float8, and LoRA's products are in x's dtype. LoRA's
+    products are added in place to the float8 product's output, forward and backward. If x exists only in float8, x is
+    converted for LoRA's products, and saved in float8."""
 
     @staticmethod
     def forward(ctx, stand_in, x, weight, bias, a, b, scale):
@@ -250,8 +237,7 @@ class _LinearBesideLora(Function):
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
-    """Multiply a product of LoRA's A matrix by the scale of x in float8. The scale is a power of two, so nothing is
-    rounded."""
+    """Multiply a product of LoRA's A by the scale of x in float8, a power of two, so that nothing is rounded."""
     return thin if descale is None else thin * descale.to(thin.dtype)
 
 
@@ -317,10 +303,8 @@ class _GateResidualNormModulate(Function):
 def multiply(
     x: Tensor | Quantized | Modulated, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
-    """Return x W^T + bias (..., out) in x's dtype, computed in float8; LoRA's products are in x's dtype.
-
-    This is the ``multiply`` argument of ``Projection.product``.
-    """
+    """Return x W^T + bias (..., out) in x's dtype, computed in float8; LoRA's products are in x's dtype. This is the
+    ``multiply`` argument of ``Projection.product``."""
     x = quantized(x)
     if low_rank is None:
         return _Linear.apply(x.stand_in, x.data, weight, bias)
@@ -329,7 +313,6 @@ def multiply(
 
 
 def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:
-    """Return layer(x), with the product in float8."""
     return layer.product(cast(Tensor, x), layer.bias, multiply)
 
 

@@ -4,10 +4,8 @@
     amax = quantizer.amax()          # with several ranks, take the maximum over the ranks
     quantizer.quantize(amax)
 
-The result has the same bits as rounding the weight to the precision of the forward pass, gathering the shards, and
-calling :func:`opendit.kernels.fp8.cast` on the complete weight. This holds because the shards' rounded values have the
-same maximum as the complete weight, and the scale is a power of two. The kernels process all shards in one launch
-(opendit/kernels/tensor_table.py).
+The result has the same bits as rounding a weight to the forward pass's precision, gathering its shards, and calling
+:func:`opendit.kernels.fp8.cast`: the shards' rounded values have the same maximum, and the scale is a power of two.
 """
 
 from collections.abc import Sequence
@@ -26,10 +24,8 @@ BLOCK, WARPS = 4096, 4  # elements and warps per program; not tuned, because the
 
 
 def amax_reference(shards: Sequence[Tensor], rounded: torch.dtype) -> Tensor:
-    """Return the largest absolute value of each shard after rounding to ``rounded``, (shards,) fp32.
-
-    NaNs are ignored, and an empty shard has 0.
-    """
+    """Return the amax of each shard after rounding to ``rounded``, (shards,) fp32; NaNs are ignored, and an empty shard
+    has 0."""
     numbers = (shard.to(rounded).float().abs().flatten() for shard in shards)
     return torch.stack([torch.cat([n.new_zeros(1), n[~n.isnan()]]).amax() for n in numbers])
 

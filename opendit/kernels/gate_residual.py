@@ -1,9 +1,8 @@
 """adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
-x and branch are (B, N, D), and gate (B, D). In the packed form, x and branch are (rows, D) with sample_of_row (rows,),
-see kernels/common.py. bias (D,), if any, is the bias of the branch's last linear layer. Adding the bias in this kernel
-costs no time, and its gradient needs no separate pass. Inputs and outputs are bf16, fp16 or fp32, the computation is
-fp32, and out has x's dtype. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
+x and branch are (B, N, D), and gate (B, D); for the packed form see common.py. bias (D,), if any, is the bias of the
+branch's last linear layer. Adding it here costs no time, and its gradient needs no separate pass. The computation is
+fp32. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
@@ -30,7 +29,6 @@ from opendit.kernels.tiles import (
 def gate_residual_reference(
     x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None = None, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """Compute x + gate * (branch + bias) in torch, in the inputs' precision."""
     return x + rows_of_samples(gate, sample_of_row) * (branch if bias is None else branch + bias)
 
 
@@ -87,10 +85,8 @@ def _backward_rows(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch of rows first .. stop, all of one sample.
-
-    With SUMS, also write the sum for dgate to one slot; with HAS_BIAS, the sum for dbias.
-    """
+    """Write dbranch of rows first .. stop, all of one sample. With SUMS, also write the sum for dgate to one slot; with
+    HAS_BIAS, the sum for dbias."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
     if SUMS:
         # one sum per row of the tile, added up at the end, because warps hold different rows
@@ -245,11 +241,7 @@ def gate_residual(
         bias: (D,), any of these dtypes, or None.
         sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    Returns x's shape and dtype. Raises ValueError if shapes, dtypes or devices don't fit.
     """
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate)
     return _forward_op(x, gate, branch, bias, sample_of_row)

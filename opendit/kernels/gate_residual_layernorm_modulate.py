@@ -2,8 +2,7 @@
 
     h = x + gate * (branch + bias),  y = LN(h) * (1 + scale) + shift
 
-The operation returns (h, y). x and branch are (B, N, D), and gate, shift and scale (B, D). In the packed form, x and
-branch are (rows, D) with sample_of_row (rows,), see kernels/common.py. bias is (D,) or None, see gate_residual.py. The
+x and branch are (B, N, D), gate, shift and scale (B, D), and bias (D,) or None; for the packed form see common.py. The
 LayerNorm doesn't read h back from memory: the forward pass moves four activation tensors instead of five, and the
 backward pass six instead of eight. From dh and dy, the backward pass computes
 
@@ -64,7 +63,6 @@ def gate_residual_layernorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute h = x + gate * (branch + bias) and LN(h) * (1 + scale) + shift in torch, in the inputs' precision."""
     h = gate_residual.gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, layernorm_modulate.layernorm_modulate_reference(h, shift, scale, eps, sample_of_row)
 
@@ -76,11 +74,9 @@ def forward_launch(width: int, element_size: int, row_scales: bool = False) -> L
     """Return the launch shape of the forward kernel. Two warps hold gate, shift, scale and two rows of 1,024 + 128
     columns in registers.
 
-    row_scales: y is float8 with one scale per row, so that a program must read all of shift and scale before its first
-    row. A program therefore processes more rows, with one warp. One warp sums a row without a barrier, and its
-    registers are enough for 1,024 + 128 columns because the forward pass has no per-sample sums. (With two warps and 8
-    rows, 55 calls of this kernel took 14 % of a sampling step of DiT-XL/2 with 64 pictures: H200,
-    benchmarks/bench_sampling.py --profile.)
+    row_scales: y is float8 with one scale per row, so that a program reads all of shift and scale before its first row.
+    A program therefore processes more rows, with one warp, which sums a row without a barrier. (With two warps and 8
+    rows, 55 calls of this kernel took 14 % of a sampling step of DiT-XL/2 with 64 pictures on an H200.)
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -91,11 +87,8 @@ def forward_launch(width: int, element_size: int, row_scales: bool = False) -> L
 
 
 def backward_launch(width: int, element_size: int) -> Launch:
-    """Return the launch shape of the backward kernel. A thread has at most 20 columns, because each column needs four
-    fp32 sums in registers.
-
-    So 1,152 columns get two warps, which take 253 us; four warps take 279 us (65,536 rows, H200).
-    """
+    """Return the launch shape of the backward kernel, with at most 20 columns per thread. Each column needs four fp32
+    sums in registers. So 1,152 columns get two warps, which take 253 us; four warps take 279 us (65,536 rows, H200)."""
     main = split_width(width)[0]
     rows = max(1, 512 // main)
     stages = pipeline_stages(rows * width, 4, element_size)
@@ -107,10 +100,8 @@ def _load_branch(
     branch_ptr, branch_scale_ptr, bias_ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of branch, multiply each row by its scale if SCALED, and add the bias.
-
-    Every tile reads the bias from the L1 cache, because no registers are left to hold the bias.
-    """
+    """Load rows of branch, multiply each row by its scale if SCALED, and add the bias. Every tile reads the bias from
+    the L1 cache, because no registers are left to hold the bias."""
     branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
     if SCALED:
         number = load_rows(branch_scale_ptr, row, live, ROWS)
@@ -209,10 +200,8 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dbranch of rows first .. stop, all of one sample.
-
-    With SUMS, also write the sums for dgate, dshift and dscale to one slot each; with HAS_BIAS, the sum for dbias.
-    """
+    """Write dx and dbranch of rows first .. stop, all of one sample. With SUMS, also write the sums for dgate, dshift
+    and dscale to one slot each; with HAS_BIAS, the sum for dbias."""
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
@@ -343,8 +332,8 @@ def gate_residual_layernorm_modulate_float8(
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
     """Return h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32.
 
-    by_row: give y one scale per row. branch_scale: (B * N, 1) fp32, a factor for each row of the branch.
-    center: False computes RMSNorm, and the mean is of size 0.
+    by_row: give y one scale per row. branch_scale: (B * N, 1) fp32, a factor for each row of the branch. center: False
+    computes RMSNorm, and the mean is empty.
     """
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = common.new_statistics(x, center=center)
@@ -406,7 +395,7 @@ def save(
     ctx: Any, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
     sample_of_row: Tensor | None,
 ) -> None:  # fmt: skip
-    """Save only the tensors that :func:`gradients` needs for those inputs of the autograd function that require
+    """Save the tensors that :func:`gradients` needs for those inputs of the autograd function that require
     gradients."""
     _, of_gate, _, of_shift, of_scale, of_bias = ctx.needs_input_grad[:6]
     ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
@@ -473,19 +462,9 @@ def gate_residual_layernorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Compute h = x + gate * (branch + bias) and y = LN(h) * (1 + scale) + shift with Triton kernels.
 
-    The operation is differentiable in x, gate, branch, shift, scale and bias.
-
-    Args:
-        x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
-        gate, shift, scale: (B, D), shift and scale of one dtype; rows may be strided (chunks of a (B, 6 D) tensor).
-        bias: (D,) bf16, fp16 or fp32, or None.
-        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
-
-    Returns:
-        (h, y), both of x's shape and dtype; y is computed from h after its rounding to that dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    The operation is differentiable in x, gate, branch, shift, scale and bias. For the arguments and errors, see
+    :func:`opendit.kernels.gate_residual.gate_residual`; shift and scale are (B, D) of one dtype. Returns (h, y), both
+    of x's shape and dtype; y is computed from h after its rounding to that dtype.
     """
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
     return gate_residual_layernorm_modulate_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, True)[:2]

@@ -1,13 +1,11 @@
-"""The gated residual connection of a branch whose output is normalised by an RMSNorm (Z-Image), alone or fused with the
-next branch's RMSNorm.
+"""The gated residual connection of a branch with an RMSNorm after it (Z-Image), alone or fused with the next RMSNorm.
 
     h = x + gate * RMSNorm(branch),  y = RMSNorm(h) * (1 + scale) + shift,  RMSNorm(z) = z / rms(z) * weight
 
-x and branch are (B, N, D), and gate, shift and scale (B, D). In the packed form, x and branch are (rows, D) with
-sample_of_row (rows,), see kernels/common.py. Each of the two norms has its own weight (D,). Statistics and sums are
-fp32; inputs and outputs are bf16, fp16 or fp32, and h and y have x's dtype. The forward pass reads x and branch once,
-writes h and y once, and saves 1 / rms of both norms (fp32, one per row). With bhat = branch / rms(branch) and
-hhat = h / rms(h), the backward pass computes from dh and dy
+x and branch are (B, N, D), and gate, shift and scale (B, D); for the packed form see common.py. Each of the two norms
+has its own weight (D,). Statistics and sums are fp32. The forward pass reads x and branch once, writes h and y once,
+and saves 1 / rms of both norms (fp32, one per row). With bhat = branch / rms(branch) and hhat = h / rms(h), the
+backward pass computes from dh and dy
 
     g = dy * next_weight * (1 + scale),  dx = dh + (g - hhat * mean_D(g * hhat)) / rms(h)
     f = dx * gate * weight,              dbranch = (f - bhat * mean_D(f * bhat)) / rms(branch)
@@ -48,7 +46,6 @@ from opendit.kernels.tiles import (
 def gate_rmsnorm_residual_reference(
     x: Tensor, gate: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """Compute x + gate * RMSNorm(branch) in torch, in the inputs' precision."""
     return gate_residual_reference(x, gate, F.rms_norm(branch, branch.shape[-1:], weight, eps), None, sample_of_row)
 
 
@@ -64,10 +61,6 @@ def gate_rmsnorm_residual_rmsnorm_modulate_reference(
     next_eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute h = x + gate * RMSNorm(branch) and RMSNorm(h) * (1 + scale) + shift in torch.
-
-    The precision is that of the inputs.
-    """
     h = gate_rmsnorm_residual_reference(x, gate, branch, weight, eps, sample_of_row)
     return h, rmsnorm_modulate_reference(h, next_weight, shift, scale, next_eps, sample_of_row)
 
@@ -77,7 +70,7 @@ def gate_rmsnorm_residual_rmsnorm_modulate_reference(
 
 @triton.jit
 def _product(ptr, weight_ptr, ADD: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Load a row of a vector and of a weight. Return (vector + ADD) * weight, as main and tail block."""
+    """Return (vector + ADD) * weight of a row of a vector and of a weight, as main and tail block."""
     vector, vector_t = load_vectors(ptr, D, MAIN, TAIL)
     weight, weight_t = load_vectors(weight_ptr, D, MAIN, TAIL)
     return (vector + ADD) * weight, (vector_t + ADD) * weight_t
@@ -151,9 +144,7 @@ def _backward_rows(
     HOLD: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Write dbranch and, with NEXT, dx of rows first .. stop, all of one sample; with SUMS, each sum to one slot.
-
-    Without NEXT, dx equals dh and is not written.
-    """
+    Without NEXT, dx equals dh and is not written."""
     if HOLD:
         gate, gate_t = _product(gate_ptr, weight_ptr, 0.0, D, MAIN, TAIL)
         if NEXT:
@@ -358,17 +349,8 @@ def gate_rmsnorm_residual(
 ) -> Tensor:
     """Compute x + gate * RMSNorm(branch) with Triton kernels, differentiable in x, gate, branch and weight.
 
-    Args:
-        x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
-        gate: (B, D), any of these dtypes; rows may be strided (a chunk of a (B, 6 D) tensor).
-        weight: (D,), RMSNorm's weight, any of these dtypes.
-        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
-
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    For the arguments and errors, see :func:`opendit.kernels.gate_residual.gate_residual`. weight: (D,), RMSNorm's
+    weight, bf16, fp16 or fp32. Returns x's shape and dtype.
     """
     _check_weights(x, weight=weight)
     check_inputs(x, sample_of_row, {"branch": branch}, weight, gate=gate)

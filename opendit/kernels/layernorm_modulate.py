@@ -1,9 +1,8 @@
 """adaLN: y = LN(x) * (1 + scale) + shift, LN over D without weights; and the modulation alone, without LN.
 
-x is (B, N, D), and shift and scale (B, D). In the packed form, x is (rows, D) with sample_of_row (rows,), see
-kernels/common.py. Statistics and sums are fp32; inputs and outputs are bf16, fp16 or fp32, and y has x's dtype. The
-forward pass reads x once, writes y once, and saves mean and rstd (fp32, one per row). The backward pass reads x and dy
-once, writes dx once and recomputes the normalised x:
+x is (B, N, D), and shift and scale (B, D); for the packed form see common.py. Statistics and sums are fp32, and y has
+x's dtype. The forward pass reads x once, writes y once, and saves mean and rstd (fp32, one per row). The backward pass
+reads x and dy once, writes dx once and recomputes the normalised x:
 
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
@@ -55,21 +54,18 @@ from opendit.kernels.tiles import (
 
 
 def modulate_reference(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """Compute x * (1 + scale) + shift in torch, in the inputs' precision."""
     return x * (1 + rows_of_samples(scale, sample_of_row)) + rows_of_samples(shift, sample_of_row)
 
 
 def layernorm_modulate_reference(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """Compute LN(x) * (1 + scale) + shift in torch, in the inputs' precision."""
     return modulate_reference(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale, sample_of_row)
 
 
 def residual_layernorm_modulate_reference(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x and LN(x) * (1 + scale) + shift, computed in torch."""
     return x, layernorm_modulate_reference(x, shift, scale, eps, sample_of_row)
 
 
@@ -77,8 +73,8 @@ def residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int) -> Launch:
-    """Return the launch shape of the forward kernel: one warp for up to 2,047 columns, because a single warp sums a row
-    without a barrier.
+    """Return the launch shape of the forward kernel. Up to 2,047 columns get one warp, which sums a row without a
+    barrier.
 
     At D = 1152 a lane has 36 values. Every tile reads shift and scale again from the L1 cache. This takes 96 registers
     per thread instead of 128, so that a multiprocessor processes a quarter more rows at once.
@@ -88,13 +84,13 @@ def forward_launch(width: int) -> Launch:
 
 
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
-    """Return the launch shape of the backward kernel: two warps for 1024 + 128 columns, with two fp32 sums per column
-    in registers.
+    """Return the launch shape of the backward kernel: two warps for 1024 + 128 columns, with two sums per column in
+    registers.
 
-    More warps were slower (measured: eight, by 3 to 4 times), because the sums over a row then wait for all warps. In
-    the packed form the compiler uses 20 more registers, so that fewer programs run at once. With at most 18 columns per
-    thread, a limit of 128 registers avoids this (H200, 65,536 x 1,152: 160 us without the limit, 136 with it, 131 in
-    the (B, N, D) form).
+    More warps were slower (eight: by 3 to 4 times), because the sums over a row then wait for all warps. In the packed
+    form the compiler uses 20 more registers, so that fewer programs run at once. With at most 18 columns per thread, a
+    limit of 128 registers avoids this (H200, 65,536 x 1,152: 160 us without the limit, 136 with it, 131 in the (B, N,
+    D) form).
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -175,10 +171,8 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop, all of one sample.
-
-    With SUMS, also write the sums for dshift and dscale to one slot each.
-    """
+    """Write dx of rows first .. stop, all of one sample; with SUMS, also the sums for dshift and dscale to one slot
+    each."""
     if HOLD:
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
     if SUMS:
@@ -322,8 +316,11 @@ def _backward_fake(
 def gradients(
     ctx: Any, dy: Tensor, saved: Sequence[Tensor | None], normalize: bool = True, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, shift and scale, the first three inputs of an autograd function; None for a shift and
-    a scale that need none. saved: x, scale, mean, rstd and sample_of_row. other: a second gradient of x."""
+    """Return the gradients of x, shift and scale, the first inputs of an autograd function; None for vectors that need
+    none.
+
+    saved: x, scale, mean, rstd and sample_of_row. other: a second gradient of x.
+    """
     x, scale, *of_norm = saved
     sums = any(ctx.needs_input_grad[1:3])
     dx, *grads = layernorm_modulate_backward(dy, dy if x is None else x, scale, *of_norm, normalize, other, sums)
@@ -371,21 +368,15 @@ def layernorm_modulate(
         shift, scale: (B, D) of one dtype, not necessarily x's; rows may be strided (chunks of a (B, 6 D) tensor).
         sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    Returns x's shape and dtype. Raises ValueError if shapes, dtypes or devices don't fit.
     """
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, True)[0]
 
 
 class ResidualNormModulate(torch.autograd.Function):
-    """Autograd function that returns (x, normalised and modulated x).
-
-    This is not a registered operator, because an operator must not return its input.
-    """
+    """Autograd function that returns (x, normalised and modulated x). This is not a registered operator, because an
+    operator must not return its input."""
 
     @staticmethod
     def forward(
@@ -406,17 +397,13 @@ class ResidualNormModulate(torch.autograd.Function):
 def residual_layernorm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (x, LN(x) * (1 + scale) + shift), for a caller that also uses x.
-
-    The backward kernel adds the gradients of x from both uses. Otherwise autograd would add them in a separate pass
-    over three tensors. For the arguments, see :func:`layernorm_modulate`.
-    """
+    """Return (x, LN(x) * (1 + scale) + shift), for a caller that also uses x. The backward kernel adds the gradients of
+    x from both uses, which autograd would add in a separate pass. For the arguments, see :func:`layernorm_modulate`."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """Compute x * (1 + scale) + shift with the kernels of this module. For the arguments, see
-    :func:`layernorm_modulate`."""
+    """Compute x * (1 + scale) + shift with the kernels of :func:`layernorm_modulate`, which describes the arguments."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

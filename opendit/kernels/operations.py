@@ -1,13 +1,9 @@
 """The registry of kernels: for each operation of a block, the kernels that can replace its torch reference.
 
 Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A kernel is a row of
-:data:`KERNELS`. :func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. A row also states the
-kernel's properties: whether it computes in float8, whether it replaces the projection, and which activations it saves
-for the backward pass. ``BlockOps.kernel`` looks these up. To add a kernel, write its file, test and benchmark, and add
-a row here.
-
-:func:`opendit.kernels.common.kernels_available` checks whether device and dtype suit the kernels, and
-:func:`opendit.kernels.fp8_linear.float8_available` whether they suit float8.
+:data:`KERNELS`, which also states whether the kernel computes in float8, whether it replaces the projection, and which
+activations it saves. :func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. To add a kernel,
+write its file, test and benchmark, and add a row here.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,5 +1,4 @@
-"""Rematerialization policies (``--recompute``): which activations of a block the backward pass recomputes instead of
-reading them from memory.
+"""Rematerialization policies (``--recompute``): activations of a block that the backward pass recomputes.
 
 With the fused kernels, a block saves 18 tensors of tokens x D:
 
@@ -8,9 +7,8 @@ With the fused kernels, a block saves 18 tensors of tokens x D:
     second LayerNorm's output 1 (for fc1), fc1's output 4 (for GELU), GELU's output 4 (for fc2), fc2's output 1
 
 With LoRA on attention and MLPs alone, the gates have no gradients, and neither attention's projection nor fc2's output
-is saved (16 tensors).
-
-The policies:
+is saved (16 tensors). Without the fused LayerNorm + modulate, a block also saves the normalised input of both
+modulations (20 tensors), which the policies recompute, too. The policies:
 
     norms   recompute the LayerNorms' outputs, in one pass over memory each; 16 tensors are left.
     cheap   also recompute GELU's output, in one pass; 12 are left.
@@ -19,13 +17,9 @@ The policies:
 
 To recompute complete blocks, with or without their attention, see ``opendit.models.blocks.run_blocks``.
 
-Without the fused LayerNorm + modulate, a block also saves the normalised input of both modulations (20 tensors). The
-policies recompute these, too.
-
-In place of a recomputed tensor, autograd saves a :class:`Recomputed`. Recomputing gives the same bits, with one
-exception. If the forward pass computes a LayerNorm's output together with the residual stream
-(gate_residual_layernorm_modulate), the output is recomputed from the stream by a different kernel. On a GPU this kernel
-may sum a row in another order, so that a value in half precision sometimes rounds to its neighbour.
+Recomputing gives the same bits, with one exception: a LayerNorm's output that the forward pass computes together with
+the residual stream (gate_residual_layernorm_modulate) is recomputed by a different kernel. On a GPU this kernel may sum
+a row in another order, so that a value in half precision sometimes rounds to its neighbour.
 """
 
 import functools
@@ -49,8 +43,8 @@ class Recomputed:
     """A tensor that ``make(*inputs)`` recomputes, without gradients, under the autocast state at construction.
 
     An input is a tensor, which stays in memory, or a Recomputed object. ``share`` registers a use of the tensor, and
-    ``take`` returns the tensor for one use. The first ``take`` computes the tensor, and the last ``take`` frees it, so
-    that ``make`` runs once for several uses. A second backward pass through the same graph computes the tensor again.
+    ``take`` returns the tensor for one use. The first ``take`` computes the tensor, and the last frees it, so that
+    ``make`` runs once for several uses. A second backward pass through the same graph computes the tensor again.
 
     result: the tensor between its first and its last use, else None.
     """
@@ -83,10 +77,8 @@ class Recomputed:
 
 
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Attach a :class:`Recomputed` to ``tensor``, the result of make(*inputs), and return ``tensor``.
-
-    Inputs that have a Recomputed attached are recomputed as well, instead of kept in memory.
-    """
+    """Attach a :class:`Recomputed` to ``tensor``, the result of make(*inputs), and return ``tensor``. Inputs that have
+    a Recomputed attached are recomputed as well, instead of kept in memory."""
     if torch.is_grad_enabled():
         made: Any = tensor  # Any, because type checkers know no such attribute of Tensor
         made.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
@@ -94,13 +86,9 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves the :class:`Recomputed` attached to ``tensor`` instead of ``tensor``.
-
-    Without a Recomputed attached, the context has no effect.
-
-    The hooks recognise the tensor and its views by their memory address, because autograd passes a new tensor object
-    each time. This costs the host one comparison per saved tensor.
-    """
+    """Return a context in which autograd saves the :class:`Recomputed` attached to ``tensor``, if any, instead of
+    ``tensor``. The hooks recognise the tensor and its views by their memory address, because autograd passes a new
+    tensor object each time. This costs the host one comparison per saved tensor."""
     recomputed = getattr(tensor, "recomputed", None)
     if recomputed is None:
         return nullcontext()
@@ -117,10 +105,8 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _as_a_linear_sees(x: Tensor) -> Tensor:
-    """Convert ``x`` to autocast's dtype, as a recomputable tensor.
-
-    Without this, the linear layer would convert ``x`` and save the copy for the backward pass.
-    """
+    """Convert ``x`` to autocast's dtype, as a recomputable tensor. Without this, the linear layer would convert ``x``
+    and save the copy for the backward pass."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -128,14 +114,11 @@ def _as_a_linear_sees(x: Tensor) -> Tensor:
 
 
 def recomputing(ops: BlockOps, level: str) -> BlockOps:
-    """Wrap a block's operations so that they save less for the backward pass.
+    """Wrap a block's operations so that they save less for the backward pass. ``level``: none, norms, cheap or mlp.
 
-    ``ops`` are torch's references or the kernels of opendit.kernels.select, except FP8. Gradients are the same except
-    for the LayerNorm's rounding, see the module's docstring. Weights must not change or be freed between forward and
-    backward pass. torch.compile is not supported, because it ignores the hooks for saved tensors.
-
-    Args:
-        level: none, norms, cheap or mlp.
+    ``ops`` are torch's references or the kernels of opendit.kernels.select, except FP8. Weights must not change or be
+    freed between forward and backward pass. torch.compile is not supported, because it ignores the hooks for saved
+    tensors.
     """
     if level == "none":
         return ops
@@ -203,9 +186,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
 def recompute_in(model: DiT, level: str) -> None:
     """Apply policy ``level`` (none, norms, cheap, half or mlp) to the blocks and the final layer of ``model``.
-
-    ``model`` may be any model with BlockOps. Call this after ``model.use``, which sets the operations to wrap.
-    """
+    ``model`` may be any model with BlockOps. Call this after ``model.use``, which sets the operations to wrap."""
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"
         block.ops = recomputing(block.ops, alternating if level == "half" else level)

@@ -23,7 +23,7 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """Recorder that uses a separate side stream, and one memory pool for all of its recordings.
+    """Recorder with a side stream, and one memory pool for all of its recordings.
 
     Work between recordings must run on the side stream, too. Autograd uses the stream on which a weight was first used,
     and this must not be the default stream when recording.
@@ -55,8 +55,7 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
     """Record the kernels that ``work`` enqueues, without running them.
 
     Returns the result of ``work``, whose tensors have no values yet, and a function that runs the recorded kernels.
-
-    Raises RuntimeError if part of ``work`` can't be recorded. After this error, the pool can't be used again.
+    Raises RuntimeError if part of ``work`` can't be recorded; the pool can't be used again then.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
@@ -90,9 +89,7 @@ def end_recordings() -> None:
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
     """Clear the state that torch keeps after a failed capture, because torch regards the capture as still running.
-
-    Otherwise, memory that another stream has used would never be reused, and drawing random numbers would fail.
-    """
+    Otherwise, memory that another stream has used would never be reused, and drawing random numbers would fail."""
     _FAILED.append(graph)  # keep the graph alive, because the pinned-memory allocator still queries its streams
     with contextlib.suppress(RuntimeError):  # torch raises this error if the capture ended without failure
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)

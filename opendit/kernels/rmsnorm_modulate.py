@@ -4,9 +4,7 @@ The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can
 
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
-torch computes this formula, whose tensors have few rows. The weight's gradient follows by autograd from the kernel's
-gradient of scale'. Shapes and dtypes are those of layernorm_modulate.py and gate_residual_layernorm_modulate.py. eps is
-the eps of RMSNorm in opendit/models/layers.py.
+torch computes this formula, whose tensors have few rows, and by autograd the weight's gradient from that of scale'.
 """
 
 import torch
@@ -24,14 +22,12 @@ from opendit.kernels.layernorm_modulate import ResidualNormModulate, layernorm_m
 def rmsnorm_modulate_reference(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """Compute RMSNorm(x) * (1 + scale) + shift in torch, in the inputs' precision."""
     return modulate_reference(F.rms_norm(x, x.shape[-1:], weight, eps), shift, scale, sample_of_row)
 
 
 def residual_rmsnorm_modulate_reference(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x and RMSNorm(x) * (1 + scale) + shift, computed in torch."""
     return x, rmsnorm_modulate_reference(x, weight, shift, scale, eps, sample_of_row)
 
 
@@ -46,10 +42,6 @@ def gate_residual_rmsnorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute h = x + gate * (branch + bias) and RMSNorm(h) * (1 + scale) + shift in torch.
-
-    The precision is that of the inputs.
-    """
     h = gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, rmsnorm_modulate_reference(h, weight, shift, scale, eps, sample_of_row)
 
@@ -82,17 +74,8 @@ def rmsnorm_modulate(
 ) -> Tensor:
     """Compute RMSNorm(x) * (1 + scale) + shift with Triton kernels, differentiable in x, weight, shift and scale.
 
-    Args:
-        x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
-        weight: (D,), RMSNorm's weight, any of these dtypes; None: no weight.
-        shift, scale: (B, D), any of these dtypes; rows may be strided (chunks of a (B, 6 D) tensor).
-        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
-
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    weight is (D,) bf16, fp16 or fp32, or None for a norm without weight. For the other arguments and errors, see
+    :func:`opendit.kernels.layernorm_modulate.layernorm_modulate`; the dtypes of shift and scale may differ.
     """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
@@ -107,10 +90,8 @@ def residual_rmsnorm_modulate(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x, RMSNorm(x) * (1 + scale) + shift), for a caller that also uses x.
-
-    The backward kernel adds the gradients of x from both uses. For the arguments, see :func:`rmsnorm_modulate`.
-    """
+    """Return (x, RMSNorm(x) * (1 + scale) + shift), for a caller that also uses x. The backward kernel adds the
+    gradients of x from both uses. For the arguments, see :func:`rmsnorm_modulate`."""
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, False)
@@ -130,8 +111,8 @@ def gate_residual_rmsnorm_modulate(
     """Compute h = x + gate * (branch + bias) and y = RMSNorm(h) * (1 + scale) + shift with Triton kernels.
 
     The operation is differentiable in all seven tensors. For arguments and errors, see :func:`rmsnorm_modulate` and
-    gate_residual_layernorm_modulate. Returns (h, y), both of x's shape and dtype; y is computed from h after its
-    rounding to that dtype.
+    :func:`opendit.kernels.gate_residual.gate_residual`. Returns (h, y), both of x's shape and dtype; y is computed from
+    h after its rounding to that dtype.
     """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)

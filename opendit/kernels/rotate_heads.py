@@ -1,9 +1,8 @@
 """RMSNorm of queries and keys, then rotary position embedding (a rotation of neighbouring pairs of channels).
 
-The RMSNorm is over the channels of each head, or "across heads", over all channels of a token. q (B, N, H, d) and
-k (B, N, K, d) may be strided views of one projection; the results are contiguous and keep the dtype. The norm's weight
-is (d,), or (H d,) across heads. The table of cosines and sines is (N, d / 2, 2) or (B, N, d / 2, 2) fp32 and has no
-gradient. The norm or the rotation may be missing. One launch processes both q and k. With x = q or k, in fp32:
+The RMSNorm is over the channels of each head, or "across heads", over all channels of a token. q (B, N, H, d) and k (B,
+N, K, d) may be strided views of one projection. The norm or the rotation may be missing. One launch processes both q
+and k. With x = q or k, in fp32:
 
     xhat = x / rms(x),  z = xhat * weight,  y_2i = z_2i cos_i - z_2i+1 sin_i,  y_2i+1 = z_2i sin_i + z_2i+1 cos_i
 
@@ -14,7 +13,9 @@ reads x and dy once and writes dx once; g is dy rotated by the opposite angles:
 
 A row is one head of one token. For a norm of each head, a tile has rows of several tokens, and each row is normalised
 by itself. Across heads, a tile has the rows of one token, which are normalised together.
-In sampling, :func:`join_heads` also writes queries, keys and values of several streams into one sequence."""
+
+:func:`join_heads`, for sampling, also writes queries, keys and values of several streams into one sequence.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from opendit.kernels.common import Launch, check_tensors, choose_launch, next_po
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# ------------------------------------------------------------------------------------------------------------ reference
 
 
 def rotate_heads_reference(
@@ -41,7 +42,6 @@ def rotate_heads_reference(
     eps: float = 1e-6,
     across: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute q and k normalised and rotated in torch, in the inputs' precision."""
     found = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if weight is not None:
@@ -54,7 +54,7 @@ def rotate_heads_reference(
     return found[0], found[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 VALUES = 2048  # values in a tile of several tokens
 LARGEST = 8192  # maximum number of values in a tile across heads
@@ -71,8 +71,7 @@ def forward_launch(size: int, across: bool) -> Launch:
 
 
 def backward_launch(size: int, across: bool) -> Launch:
-    """Return the launch shape of the backward kernel: the forward shape with 32 tiles per program, because a program
-    sums the weight's gradient over its tiles."""
+    """Return the forward launch shape with 32 tiles per program, which sums the weight's gradient over its tiles."""
     return replace(forward_launch(size, across), tiles=32)
 
 
@@ -93,10 +92,8 @@ def _rows_of_tile(start, stop, H: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.c
 
 @triton.jit
 def _place(token, head, length, batch_stride, token_stride, head_stride, UNIT: tl.constexpr):
-    """Return the offsets of rows in a strided tensor.
-
-    Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once.
-    """
+    """Return the offsets of rows in a strided tensor. Strides are in units of UNIT values, so that the compiler knows
+    the alignment and reads 16 bytes at once."""
     batch = (token // length).to(tl.int64)
     return (batch * batch_stride + (token % length).to(tl.int64) * token_stride + head * head_stride) * UNIT
 
@@ -143,8 +140,7 @@ def _load_weight(
 
 @triton.jit
 def _sums(x, ACROSS: tl.constexpr):
-    """Return sums over the channels that are normalised together: over the complete tile if ACROSS, otherwise over each
-    row."""
+    """Return sums over the channels that are normalised together: the complete tile if ACROSS, otherwise each row."""
     if ACROSS:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
     else:
@@ -159,10 +155,8 @@ def forward_rows(
     H: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Write y of rows first .. stop (if ACROSS, of tokens first .. stop).
-
-    A sample has ``length`` tokens in x and ``out_length`` tokens in y. The tokens of x become the first tokens of y.
-    """
+    """Write y of rows first .. stop (if ACROSS, of tokens first .. stop). A sample has ``length`` tokens in x and
+    ``out_length`` tokens in y. The tokens of x become the first tokens of y."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -188,17 +182,9 @@ def forward_rows(
 
 @triton.jit(
     do_not_specialize=(
-        "tokens",
-        "length",
-        "q_batch",
-        "q_token",
-        "q_head",
-        "k_batch",
-        "k_token",
-        "k_head",
-        "table_stride",
-    )  # fmt: skip
-)
+        "tokens", "length", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "table_stride",
+    )
+)  # fmt: skip
 def _rotate_heads_forward_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, table_ptr, q_out_ptr, k_out_ptr, tokens, length, q_batch, q_token, q_head,
     k_batch, k_token, k_head, table_stride, eps,
@@ -234,10 +220,8 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop).
-
-    If SUMS, also write these rows' sum for the weight's gradient to one slot.
-    """
+    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also write these rows' sum for the
+    weight's gradient to one slot."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -283,23 +267,10 @@ def _backward_rows(
 
 @triton.jit(
     do_not_specialize=(
-        "tokens",
-        "length",
-        "dq_batch",
-        "dq_token",
-        "dq_head",
-        "dk_batch",
-        "dk_token",
-        "dk_head",
-        "q_batch",
-        "q_token",
-        "q_head",
-        "k_batch",
-        "k_token",
-        "k_head",
-        "table_stride",
-    )  # fmt: skip
-)
+        "tokens", "length", "dq_batch", "dq_token", "dq_head", "dk_batch", "dk_token", "dk_head", "q_batch",
+        "q_token", "q_head", "k_batch", "k_token", "k_head", "table_stride",
+    )
+)  # fmt: skip
 def _rotate_heads_backward_kernel(
     dq_ptr, dk_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, table_ptr, q_out_ptr, k_out_ptr, q_total_ptr, k_total_ptr,
     tokens, length, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, q_batch, q_token, q_head, k_batch,
@@ -333,7 +304,7 @@ def _rotate_heads_backward_kernel(
         )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------- operator
+# ------------------------------------------------------------------------------------------------------------- operator
 
 
 def fits_across(num_heads: int, head_dim: int) -> bool:
@@ -342,10 +313,8 @@ def fits_across(num_heads: int, head_dim: int) -> bool:
 
 
 def in_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x with unit stride in the last dimension, and UNIT, a divisor of the head size and of all strides.
-
-    UNIT is the number of values in 16 bytes if this is a divisor, otherwise 1.
-    """
+    """Return x with unit stride in the last dimension, and UNIT, a divisor of the head size and of all strides. UNIT is
+    the number of values in 16 bytes if this is a divisor, otherwise 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     unit = 16 // x.element_size()
     return x, 1 if any(size % unit for size in (x.shape[-1], *x.stride()[:3])) else unit
@@ -357,10 +326,8 @@ def strides_of(x: Tensor, unit: int) -> list[int]:
 
 
 def pointer_of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """Return the table as a pointer argument, and the distance, in rows, from one sample's table to the next.
-
-    The distance is 0 if all samples share one table, or if there is no table.
-    """
+    """Return the table as a pointer argument, and the distance, in rows, from one sample's table to the next. The
+    distance is 0 if all samples share one table, or if there is no table."""
     if table is None:
         return other, 0
     if table.stride()[-3:] != (2 * table.shape[-2], 2, 1):
@@ -483,19 +450,15 @@ def rotate_heads(
     eps: float = 1e-6,
     across: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys normalised and rotated by Triton kernels, differentiable in q, k and the weights.
+    """Return queries and keys normalised and rotated by Triton kernels, contiguous, differentiable in q, k and the
+    weights.
 
     Args:
-        q: (B, N, H, d) bf16, fp16 or fp32, of any strides.
-        k: (B, N, K, d), q's dtype.
+        q, k: (B, N, H, d) and (B, N, K, d) of one dtype, bf16, fp16 or fp32, of any strides.
         q_weight, k_weight: RMSNorm's weights (d,), any of these dtypes; across heads (H d,) and (K d,). None for both:
             no norms.
         table: (N, d / 2, 2) or (B, N, d / 2, 2) fp32, cosines and sines of each token's pairs. None: no rotation.
-        eps: RMSNorm's eps.
         across: compute each norm over all channels of a token instead of each head's.
-
-    Returns:
-        q and k, contiguous.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit, or there are too many channels for a norm across heads.
@@ -528,12 +491,15 @@ def rotate_heads(
     return _forward_op(q, k, q_weight, k_weight, table, eps, across)
 
 
+# ------------------------------------------------------------------------------------------------------ several streams
+
+
 @dataclass(frozen=True)
 class StreamHeads:
-    """The heads of one stream.
+    """The heads of one stream, the tokens of a caption or of media.
 
     q: (B, n, H, d). k, v: (B, n, K, d). q_weight, k_weight: weights (d,) of RMSNorm; None: no norms. table: cosines and
-    sines, see :func:`opendit.kernels.rotate_heads.rotate_heads`; None: no rotation.
+    sines, see :func:`rotate_heads`; None: no rotation.
     """
 
     q: Tensor
@@ -544,36 +510,18 @@ class StreamHeads:
     table: Tensor | None = None
 
 
-# ---------------------------------------------------------------------------------------------------------- reference
-
-
 def join_heads_reference(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`join_heads` in torch."""
     turned = [rotate_heads_reference(s.q, s.k, s.q_weight, s.k_weight, s.table, eps) for s in streams]
     q, k = (torch.cat(parts, dim=1) for parts in zip(*turned, strict=True))
     return q, k, torch.cat([stream.v for stream in streams], dim=1)
 
 
-# ------------------------------------------------------------------------------------------------------------- kernel
-
-
 @triton.jit(
     do_not_specialize=(
-        "tokens",
-        "length",
-        "out_length",
-        "q_batch",
-        "q_token",
-        "q_head",
-        "k_batch",
-        "k_token",
-        "k_head",
-        "v_batch",
-        "v_token",
-        "v_head",
-        "table_stride",
-    )  # fmt: skip
-)
+        "tokens", "length", "out_length", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch",
+        "v_token", "v_head", "table_stride",
+    )
+)  # fmt: skip
 def _join_heads_kernel(
     q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, q_out_ptr, k_out_ptr, v_out_ptr, tokens, length,
     out_length, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, table_stride, eps,
@@ -607,16 +555,13 @@ def _join_heads_kernel(
         )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------- operation
-
-
 def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (B, N, H, d), k and v (B, N, K, d) of all streams, joined in order, computed by a Triton kernel.
 
-    q and k of a stream are normalised if the stream has weights, and rotated if it has a table. Not differentiable.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    q and k of a stream are normalised if the stream has weights, and rotated if it has a table. One launch per stream
+    reads and writes each value once; torch would write q and k twice and copy v. Not differentiable: training uses
+    torch, because the backward pass of a concatenation costs nothing. Raises ValueError if shapes, dtypes or devices
+    don't fit.
     """
     first = streams[0]
     (B, _, H, d), K = first.q.shape, first.k.shape[2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from opendit.kernels.common import next_power_of_2, or_unused
 from opendit.kernels.language import tl, triton
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# -------------------------------------------------------------------------------------------------------------- patches
 
 
 def as_clip(sides: tuple[int, ...]) -> tuple[int, int, int]:
@@ -33,8 +33,6 @@ def embed_patches_reference(
     y = y.flatten(2).mT
     return (y if positions is None else y + positions).to(weight.dtype).repeat(copies, 1, 1)
 
-
-# ------------------------------------------------------------------------------------------------------------- kernel
 
 ROWS, COLUMNS = 16, 128  # tokens and columns per program
 
@@ -79,21 +77,21 @@ def _embed_patches_kernel(
         tl.store(y_ptr + row + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# ---------------------------------------------------------------------------------------------------------- operation
-
-
 def embed_patches(
     x: Tensor, weight: Tensor, bias: Tensor, positions: Tensor | None, scale: Tensor | None = None, copies: int = 1
 ) -> Tensor:
-    """Return (copies * B, N, D) in weight's dtype: the B samples' tokens, repeated ``copies`` times.
+    """Compute y = patches(s x) W^T + bias + positions, (copies * B, N, D) in W's dtype: B samples' tokens, repeated.
+
+    The kernel rounds patches to W's dtype. Sums are fp32 and rounded once. Both halves of a guided batch start with the
+    same tokens, so the kernel computes these once and writes them twice.
 
     Args:
-        x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous; its sides are divisible by the patch's.
+        x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous: the sampler's state. Its sides are divisible by the
+            patch's.
         weight: weight (D, C, *patch) of the patch convolution, bf16, fp16 or fp32.
         bias: (D,).
         positions: (1, N, D) or (N, D), any of these dtypes; None: no positions are added.
-        scale: (B,) fp32, the factor s of each sample; None: 1.
-        copies: number of times that the tokens are written.
+        scale: (B,) fp32, the factor s of each sample, such as EDM's c_in; None: 1.
     """
     D, C, *patch = weight.shape
     patch, sides = as_clip(tuple(patch)), as_clip(tuple(x.shape[2:]))
@@ -109,18 +107,14 @@ def embed_patches(
     return y
 
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# ------------------------------------------------------------------------------------------------------- rows of tables
 
 
 def take_step_reference(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`take_step` in torch."""
     order = torch.arange(len(step), device=step.device)
     found = (rows + step * stride).flatten(), numbers[step], order + step * len(step)
     step += 1
     return found
-
-
-# ------------------------------------------------------------------------------------------------------------- kernel
 
 
 @triton.jit(do_not_specialize=("samples", "stride"))
@@ -151,9 +145,6 @@ def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, stride, WIDTH: tl
     tl.store(out_ptr + tl.cast(tl.program_id(1), tl.int64) * columns + cols, value, mask=cols < columns)
 
 
-# --------------------------------------------------------------------------------------------------------- operations
-
-
 def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows of tables for samples that may be at different steps, and add 1 to ``step``.
 
@@ -179,7 +170,11 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Return ``table.index_select(0, rows)``. table: (R, W), may be a slice of columns; rows: (n,) int64."""
+    """Return ``table.index_select(0, rows)``. table: (R, W), may be a slice of columns; rows: (n,) int64.
+
+    The kernel suits a few wide rows, such as DiT-XL/2's modulations with 195,840 values. For 16 of them on an H200,
+    torch's kernel took 17 us, four times the time of the memory traffic.
+    """
     out = torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device)
     _gather_rows_kernel[(-(-table.shape[1] // WIDTH), len(rows))](
         table, rows, out, table.shape[1], table.stride(0), WIDTH=WIDTH, num_warps=8
@@ -189,7 +184,7 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 MOST_OLD, MOST_NEW = 3, 2  # maximum length of ``old`` and of ``new``, equal to the number of the kernel's pointers
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# -------------------------------------------------------------------------------------------------- guidance and update
 
 
 def unpatchify_reference(tokens: Tensor, channels: int, patch: tuple[int, ...], sides: tuple[int, ...]) -> Tensor:
@@ -206,7 +201,6 @@ def guided_update_reference(
     guidance: Tensor | None = None, channels: int | None = None, noise: Tensor | None = None,
     noise_rows: Tensor | None = None, variance: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute :func:`guided_update` in torch."""
     B, C, *sides = old[0].shape
     output = unpatchify_reference(tokens, tokens.shape[-1] // math.prod(patch), patch, tuple(sides)).to(old[0].dtype)
 
@@ -230,8 +224,6 @@ def guided_update_reference(
     for into, value in zip(new, sums, strict=True):
         into.copy_(value)
 
-
-# ------------------------------------------------------------------------------------------------------------- kernel
 
 BLOCK = 256  # values of one sample that a program processes
 
@@ -305,22 +297,27 @@ def _guided_update_kernel(
     tl.store(new0_ptr + place, new0, mask=live)
 
 
-# ---------------------------------------------------------------------------------------------------------- operation
-
-
 def guided_update(
     tokens: Tensor, old: list[Tensor], new: list[Tensor], coefficients: Tensor, patch: tuple[int, ...],
     guidance: Tensor | None = None, channels: int | None = None, noise: Tensor | None = None,
     noise_rows: Tensor | None = None, variance: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute the update and write ``new``.
+    """Unpatchify the network's output, apply guidance, and write the sampler's update to ``new``.
+
+        o = u + g (c - u) in guided channels, o = c in other channels
+        new_j = sum_i a[b, j, i] old_i + a[b, j, n] o + a[b, j, n + 1] noise
+
+    c and u are the conditional and the unconditional prediction. The samplers' updates are linear in their state old_i,
+    o and noise, with coefficients a and guidance g for each sample b. With a learned variance (Nichol, Dhariwal 2021,
+    eq. 15), the noise's coefficient in new_0 is exp(p + q v), where v is the second half of the network's output
+    channels. The computation is fp32 and element-wise, so outputs may overwrite inputs.
 
     Args:
         tokens: (B or 2 B, N, prod(patch) * outputs), bf16, fp16 or fp32, contiguous: output of the network's last
             linear layer. The first C output channels are the prediction, and the next C, if any, are v. With
             ``guidance``, the conditional half comes first, then the unconditional half.
         old: one to three tensors (B, C, ...) fp32, contiguous.
-        new: one or two tensors (B, C, ...) fp32, contiguous, to write to; may be among ``old``.
+        new: one or two tensors (B, C, ...) fp32, contiguous; may be among ``old``.
         coefficients: (B, len(new), terms) fp32, contiguous in each sample. The terms are the tensors of old, the
             prediction, and the noise if there is any.
         patch: (h, w) or (t, h, w).
@@ -328,7 +325,7 @@ def guided_update(
         channels: number of guided channels, counted from the first; None: all.
         noise: (B, C, ...) fp32; with ``noise_rows``, (rows, C, ...).
         noise_rows: (B,) int64, the row of ``noise`` for each sample; None: row b for sample b.
-        variance: (B, 2) fp32, contiguous in each sample: p and q of the noise's coefficient in new_0.
+        variance: (B, 2) fp32, contiguous in each sample: p and q.
     """
     B, C, *sides = old[0].shape
     sides, patch = as_clip(tuple(sides)), as_clip(tuple(patch))

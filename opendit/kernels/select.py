@@ -51,8 +51,7 @@ def select_kernels(
     shared: bool = False,
     packs: bool = False,
 ) -> KernelChoice:
-    """Return the kernels for activations of ``dtype`` on ``device``, heads of ``head_dim``, and ``tokens`` tokens per
-    sample.
+    """Return the kernels for activations of ``dtype`` on ``device``, heads of ``head_dim``, and ``tokens`` per sample.
 
     If a requested kernel can't be used, its torch reference replaces it, and the note gives the reason.
 
@@ -117,17 +116,12 @@ def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
     usable, why = kernels_available(device, dtype)
     if not flags.enable_modulate_kernel or not usable:
         reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
-        apex = () if norm is None else (Kernel("layernorm_modulate", _after(norm, modulate)),)
+        apex = () if norm is None else (Kernel("layernorm_modulate", lambda x, *vectors: modulate(norm(x), *vectors)),)
         return set(), apex, norm_note + reason
     if flags.enable_layernorm_kernel:
         fused = f"LayerNorm or RMSNorm + modulate, gated residual, rotations, GELU or SwiGLU and biases fused ({why})"
         return {MODULATE, NORM}, (), fused
     return {MODULATE}, (), f"modulate, gated residual, rotations, GELU or SwiGLU and biases fused, {norm_note} ({why})"
-
-
-def _after(norm, modulation):
-    """Return a function that computes adaLN with a separate norm and modulation."""
-    return lambda x, *modulated_by: modulation(norm(x), *modulated_by)
 
 
 def _apex_layer_norm():

@@ -1,9 +1,8 @@
 """Attention for short sequences, without gradients, for heads whose size is not a power of two.
 
 Training kernels pad a head of size 72 to 128, and spend time on the padding. This kernel divides the head into two
-blocks, 64 + 16, and adds their products, so that a head of size 72 costs as much as one of size 80. Scores, sums and
-the softmax are fp32; probabilities are rounded to the inputs' dtype, as in every tiled kernel (Dao 2023,
-"FlashAttention-2", algorithm 1).
+blocks, 64 + 16, so that it costs as much as one of size 80. Scores, sums and the softmax are fp32; probabilities are
+rounded to the inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
 """
 
 import math
@@ -47,10 +46,8 @@ def short_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def split_head(size: int) -> tuple[int, int]:
-    """Return the widths of the two blocks that cover a head: (64, 16) for size 72, (64, 0) for size 64.
-
-    A width is 0, or a power of two that is at least 16.
-    """
+    """Return the widths of the two blocks that cover a head: (64, 16) for size 72, (64, 0) for size 64. A width is 0,
+    or a power of two that is at least 16."""
     main = max(16, next_power_of_2(size + 1) // 2)
     rest = size - main
     return main, 0 if rest <= 0 else max(16, next_power_of_2(rest))
@@ -88,11 +85,8 @@ def _short_attention_kernel(
     D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for one tile of queries of one head.
-
-    Strides are in units of UNIT values, so that the compiler knows the alignment to 16 bytes. EVEN: True if all tiles
-    of keys are full.
-    """
+    """Compute attention for one tile of queries of one head. Strides are in units of UNIT values, so that the compiler
+    knows the alignment to 16 bytes. EVEN: True if all tiles of keys are full."""
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_ptr += (tl.cast(sample, tl.int64) * q_batch + head * q_head) * UNIT
     k_ptr += (tl.cast(sample, tl.int64) * k_batch + head * k_head) * UNIT
@@ -139,11 +133,8 @@ def _short_attention_kernel(
 
 
 class ShortAttention:
-    """Attention without gradients: :func:`short_attention` if :func:`takes` returns True for q and k, else
-    ``otherwise``.
-
-    Cross-attention to a caption uses ``otherwise``, because the numbers of keys and queries differ.
-    """
+    """Attention without gradients: :func:`short_attention` if :func:`takes` returns True, else ``otherwise``.
+    Cross-attention to a caption uses ``otherwise``, because the numbers of keys and queries differ."""
 
     def __init__(self, otherwise: Attend):
         self.otherwise = otherwise
@@ -153,7 +144,7 @@ class ShortAttention:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:
-    """Compute attention of q, k, v (B, H, N, d), bf16 or fp16, where d is a multiple of 8. Return (B, H, N, d), whose
+    """Compute attention of q, k, v (B, H, N, d), bf16 or fp16, where d is a multiple of 8. Returns (B, H, N, d), whose
     memory is that of a contiguous (B, N, H, d)."""
     B, H, N, d = q.shape
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]

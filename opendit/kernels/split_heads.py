@@ -1,9 +1,8 @@
-"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d), with one kernel for the gradient of
-qkv.
+"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d); one kernel computes qkv's gradient.
 
 torch's backward stacks dq, dk and dv and then copies the stack into qkv's order, which reads or writes 12 activation
-tensors. This kernel writes dq, dk and dv directly to their positions in dqkv, which reads or writes 6. The kernel also
-computes the gradient of the projection's bias:
+tensors. This kernel writes dq, dk and dv directly to their positions in dqkv, which reads or writes 6. It also computes
+the gradient of the projection's bias:
 
     dqkv[b, n, (s, h, j)] = (dq, dk, dv)[s][b, h, n, j],  dbias = sum over b, n of dqkv
 """
@@ -22,10 +21,8 @@ from opendit.kernels.tiles import column_block, float8_factor, float8_range, sto
 
 
 def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch.
-
-    qkv already includes ``bias`` (3 D,), but this function computes the gradient of ``bias``.
-    """
+    """Return q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch. qkv already includes ``bias`` (3 D,), but this function
+    computes the gradient of ``bias``."""
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
     return head_views(qkv, num_heads)
@@ -51,11 +48,8 @@ def _gather_rows(
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows first .. stop of dq, dk or dv to dqkv, and write the sum of these rows to ``total_ptr``, which points
-    into a slot.
-
-    Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once.
-    """
+    """Copy rows first .. stop of dq, dk or dv to dqkv, and write the sum of these rows to ``total_ptr``, part of a
+    slot. Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once."""
     cols = column + tl.arange(0, BLOCK)
     inside = (cols // HEAD) * (head_stride * UNIT) + cols % HEAD
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -149,10 +143,7 @@ def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tup
 
 
 def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Float8, Tensor | None]:
-    """Return dqkv (B, N, 3 D) in e5m2, and dbias (3 D,) in the dtype ``sums``, from dq, dk, dv (B, H, N, d).
-
-    dbias is None if ``sums`` is None.
-    """
+    """Return dqkv (B, N, 3 D) in e5m2 from dq, dk, dv (B, H, N, d), and dbias (3 D,) in the dtype ``sums``, or None."""
     grads = _of_one_layout(dq, dk, dv)
     B, H, N, d = dq.shape
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
@@ -175,8 +166,8 @@ _gather_op = operator(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Split qkv into views. This is not registered as a torch operator, because operators must not return views of
-    their inputs."""
+    """Split qkv into views. This is not a registered operator, because operators must not return views of their
+    inputs."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):
@@ -192,14 +183,9 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D); one Triton kernel computes the gradient of qkv.
 
-    Args:
-        qkv: (B, N, 3 D) bf16, fp16 or fp32, contiguous; D is divisible by num_heads.
-        num_heads: H.
-        bias: (3 D,), any of these dtypes: a bias that the projection has already added to qkv, detached. The bias is
-            not added again, but the kernel computes its gradient. None if the projection computes the gradient itself.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit.
+    qkv is contiguous, bf16, fp16 or fp32. ``bias`` (3 D,), any of these dtypes, is a bias that the projection has
+    already added to qkv, detached: the kernel computes its gradient. None if the projection computes the gradient
+    itself. Raises ValueError if shapes, dtypes or devices don't fit.
     """
     if qkv.dim() != 3 or qkv.shape[-1] % (3 * num_heads):
         raise ValueError(f"qkv must be (B, N, 3 D) with D divisible by {num_heads} heads, not {tuple(qkv.shape)}")

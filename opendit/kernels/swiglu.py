@@ -1,9 +1,7 @@
-"""SwiGLU's activation: y = SiLU(a) * b, where a, b are the halves of x = [a | b] (Shazeer 2020, "GLU Variants Improve
-Transformer").
+"""SwiGLU's activation: y = SiLU(a) * b, where x = [a | b] (Shazeer 2020, "GLU Variants Improve Transformer").
 
-x (..., 2 H) is the output of one projection, and y is (..., H). Inputs and outputs are bf16, fp16 or fp32, the
-computation is fp32, and y has x's dtype. The forward pass reads x once and writes y once. The backward pass reads x and
-dy once and writes dx = [da | db] once:
+x (..., 2 H) is the output of one projection, and y is (..., H). The computation is fp32, and y has x's dtype. The
+forward pass reads x once and writes y once. The backward pass reads x and dy once and writes dx = [da | db] once:
 
     s = sigmoid(a),  da = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s
 """
@@ -22,7 +20,6 @@ from opendit.kernels.tiles import column_block, logistic
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
-    """Compute SiLU(a) * b of x = [a | b] in torch, in the input's precision."""
     a, b = x.chunk(2, dim=-1)
     return F.silu(a) * b
 
@@ -126,17 +123,8 @@ _forward_op = operator("swiglu(Tensor x) -> Tensor", _forward, _forward_fake, _a
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Compute SiLU(a) * b of x = [a | b] with Triton kernels, differentiable.
-
-    Args:
-        x: (..., 2 H) bf16, fp16 or fp32.
-
-    Returns:
-        (..., H), x's dtype.
-
-    Raises:
-        ValueError: the last dimension is odd, or the dtype is not supported.
-    """
+    """Compute SiLU(a) * b of x = [a | b] (..., 2 H), bf16, fp16 or fp32, with Triton kernels, differentiable. Returns
+    (..., H) in x's dtype. Raises ValueError if the last dimension is odd, or the dtype is not supported."""
     if x.shape[-1] % 2:
         raise ValueError(f"x must be (..., 2 H), not {tuple(x.shape)}")
     check_tensors(x=x)

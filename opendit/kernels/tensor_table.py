@@ -24,10 +24,7 @@ def at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 def block_table(counts: Tensor) -> Tensor:
-    """Return (blocks, 2) int32: for each block, the tensor's number and the block's number in the tensor.
-
-    counts: number of blocks of each tensor.
-    """
+    """Return :attr:`BlockTable.blocks`. counts: number of blocks of each tensor."""
     tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
     first = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
     return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).int()
@@ -44,7 +41,6 @@ def send(host: Tensor, device: torch.device) -> Tensor:
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's dtype for a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -53,10 +49,8 @@ class BlockTable:
     shorter.
 
     Attributes:
-        blocks: (blocks, 2) int32 on the device: for each block, the tensor's number and the block's number in the
-            tensor.
+        blocks: (blocks, 2) int32 on the device: for each block, the tensor's number and the block's number in it.
         first: number of the first block of each tensor, and at the end the number of all blocks.
-        block: elements per block.
     """
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device):
@@ -66,13 +60,8 @@ class BlockTable:
 
 
 class AddressTable:
-    """A table (1 + rows, tensors) int64 on the device: sizes in the first row, and addresses in the other rows.
-
-    Address 0 means that there is no tensor.
-
-    Attributes:
-        table: the table as of the last :meth:`refresh`.
-    """
+    """A table (1 + rows, tensors) int64 on the device: sizes in the first row, addresses in the others, 0 for no
+    tensor. ``table`` is the table as of the last :meth:`refresh`."""
 
     table: Tensor
 
@@ -89,13 +78,11 @@ class AddressTable:
 def check_tensors_fit(
     tensors: Sequence[Tensor], name: str, masters: Sequence[Tensor], dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Check that a kernel can access ``tensors`` together with ``masters``, and return ``tensors``, detached.
-
-    The tensors must be contiguous, have ``dtype`` and the masters' sizes, and be on the masters' device or in pinned
-    host memory.
+    """Return ``tensors``, detached, if a kernel can access them together with ``masters``.
 
     Raises:
-        ValueError: sizes, dtypes, layouts or devices don't fit.
+        ValueError: a tensor is not contiguous, has another size than its master or another dtype than ``dtype``, or is
+            neither on the masters' device nor in pinned host memory.
     """
     tensors, device = [tensor.detach() for tensor in tensors], device_of(masters)
     if len(tensors) != len(masters):
@@ -122,6 +109,8 @@ def in_reach(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and (tensor.numel() == 0 or tensor.is_pinned())
 
 
+# ---------------------------------------------------------------------------------------------------------- host memory
+
 Launch = Callable[[int, int, int, int], None]  # arguments: first block, block after the last, shift, stride
 
 
@@ -137,22 +126,17 @@ class InPlace:
 
 
 class Staged:
-    """Access through a ring buffer in device memory.
+    """Access through a ring buffer of ``depth`` parts, of ``part`` blocks each, in device memory.
 
-    The state is divided into parts of ``part`` blocks. While the kernel processes a part, the next parts are copied to
-    the device and the previous part is copied back, on separate streams.
+    While the kernel processes one part of the state, the next parts are copied to the device and the previous part is
+    copied back, on separate streams.
 
     Args:
         rows: the state, (rows, elements) fp32 in host memory, pinned if the kernel's device is a GPU.
-        tensors: for each row of ``rows``, the tensors that are views of this row, in order. Each tensor must begin at
-            the first element of its first block.
+        tensors: for each row of ``rows``, the tensors that are views of this row, in order. Each must begin at the
+            first element of its first block; otherwise ValueError is raised.
         table: division of the tensors into blocks.
         device: device of the kernel.
-        part: blocks per part.
-        depth: parts in the ring buffer.
-
-    Raises:
-        ValueError: a tensor does not begin at its first block.
     """
 
     def __init__(
@@ -179,10 +163,8 @@ class Staged:
         return self._ring.nbytes
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """Launch a kernel for each part of blocks ``first`` .. ``last`` - 1.
-
-        When the current stream has finished, the last parts may still be in transit to the host; see :meth:`finish`.
-        """
+        """Launch a kernel for each part of blocks ``first`` .. ``last`` - 1. When the current stream has finished, the
+        last parts may still be in transit to the host; see :meth:`finish`."""
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list[Any] = []
         if self._coming is not None and self._going is not None:
@@ -207,10 +189,8 @@ class Staged:
             self._going.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream | None, after: "torch.Event | None", source: Tensor, target: Tensor):
-        """Copy row by row on ``stream`` after the event ``after``, and return an event that marks the end.
-
-        Rows are copied one by one, because only contiguous copies are asynchronous.
-        """
+        """Copy on ``stream`` after the event ``after``, and return an event that marks the end. Rows are copied one by
+        one, because only contiguous copies are asynchronous."""
         if stream is None:
             target.copy_(source)
             return None

@@ -1,7 +1,5 @@
 """Device functions that the row kernels share.
 
-The functions load and store tiles of rows, sum over rows, normalise tiles, and compute the scale factors of float8.
-
 A row of D columns is held as two blocks, main and tail (common.split_width). If there is no tail (TAIL = 0), arguments
 and results for the tail hold the main block and are not used. Values are fp32 between load and store.
 """
@@ -53,10 +51,8 @@ def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl
 
 @triton.jit
 def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Return the offsets, relative to ``row``, and the mask of a (ROWS, WIDTH) tile that begins at column START.
-
-    The offsets are 32-bit; only ``row`` is 64-bit.
-    """
+    """Return 32-bit offsets from ``row`` (64-bit), and the mask, of a (ROWS, WIDTH) tile that begins at column
+    START."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None]
     if START + WIDTH > D:
@@ -66,17 +62,14 @@ def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Load a tile of a contiguous (rows, D) tensor as fp32; elements outside the tensor are zero.
-
-    The load marks the tile for early eviction from the L1 cache, because a tile is read only once.
-    """
+    """Load a tile of a contiguous (rows, D) tensor as fp32; elements outside the tensor are zero. The load marks the
+    tile for early eviction from the L1 cache, because a tile is read only once."""
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     return tl.load(ptr + row * D + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, value, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Store a tile, the counterpart of load_tile, rounded to the pointer's dtype."""
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     tl.store(ptr + row * D + offsets, value.to(ptr.dtype.element_ty), mask=mask)
 
@@ -95,7 +88,6 @@ def load_tiles(ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.con
 def store_tiles(
     ptr, main, tail, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store complete rows, the counterpart of load_tiles."""
     store_tile(ptr, main, row, live, 0, MAIN, D, ROWS)
     if TAIL > 0:
         store_tile(ptr, tail, row, live, MAIN, TAIL, D, ROWS)
@@ -134,11 +126,9 @@ def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS
 
 @triton.jit
 def row_sums(x, ROWS: tl.constexpr):
-    """Return the sums of a tile's rows, (ROWS, 1); a scalar for a tile of one row.
-
-    The sum of a single row is a scalar, because adding (1,) tensors of the main and the tail block would need a
-    conversion of layouts: 84 warp shuffles for a row of the forward pass instead of 20.
-    """
+    """Return the sums of a tile's rows, (ROWS, 1); a scalar for a tile of one row. The sum of a single row is a scalar,
+    because adding (1,) tensors of the main and the tail block would need a conversion of layouts: 84 warp shuffles for
+    a row of the forward pass instead of 20."""
     if ROWS == 1:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
     else:
@@ -148,8 +138,7 @@ def row_sums(x, ROWS: tl.constexpr):
 
 @triton.jit
 def row_sums_of_two(a, b, ROWS: tl.constexpr):
-    """Return the row_sums of two tiles. Both sums share their barriers, so that this costs no more barriers than one
-    sum."""
+    """Return the row_sums of two tiles. Both share their barriers, so that the two cost no more barriers than one."""
     pair = tl.sum(tl.join(a, b), axis=1)
     if ROWS == 1:
         pair = tl.sum(pair, axis=0)
@@ -173,7 +162,6 @@ def load_rows(ptr, row, live, ROWS: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, value, row, live, ROWS: tl.constexpr):
-    """Store one value for each row of a tile, the counterpart of load_rows."""
     if ROWS == 1:
         tl.store(ptr + row, value)
     else:
@@ -185,11 +173,9 @@ def normalize_rows(
     x, xt, mean_ptr, rstd_ptr, row, live, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute xhat = (x - mean) * rstd for each row, and store mean and rstd. Columns of x from D on must be zero.
-
-    The mean is computed first, and then the variance, both from registers. Without CENTER (RMSNorm) there is no mean:
-    xhat = x * rstd with rstd = 1 / rms(x).
-    """
+    """Compute xhat = (x - mean) * rstd for each row, and store mean and rstd. Columns of x from D on must be zero. The
+    mean is computed first, and then the variance, both from registers. Without CENTER (RMSNorm) there is no mean: xhat
+    = x * rstd with rstd = 1 / rms(x)."""
     if CENTER:
         total = row_sums(x, ROWS)
         if TAIL > 0:
@@ -228,8 +214,8 @@ def normalize_backward(
     dy, dyt, xhat, xhat_t, gain, gain_t, rstd,
     D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) for each row, where g = dy * gain. Without CENTER,
-    mean(g) is omitted."""
+    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) for each row, g = dy * gain; mean(g) only with
+    CENTER."""
     g = dy * gain
     gt = g
     if TAIL > 0:
@@ -291,10 +277,8 @@ def gelu_coarse(u, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
-    """Compute sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3).
-
-    GELU(u) = u * sigmoid(2 z), because (1 + tanh(z)) / 2 = sigmoid(2 z).
-    """
+    """Compute sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU(u) = u * sigmoid(2 z), because (1 + tanh(z)) /
+    2 = sigmoid(2 z)."""
     # The constants express exp(-2 z) as a power of 2.
     return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
@@ -304,10 +288,8 @@ def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Return a program's sample, its first row, and the row after its last.
-
-    In the packed form, 0 is returned as the sample, because next_segment finds the samples.
-    """
+    """Return a program's sample, its first row, and the row after its last. In the packed form, 0 is returned as the
+    sample, because next_segment finds the samples."""
     sample = 0
     if PACKED:
         first = program * CHUNK
@@ -321,10 +303,8 @@ def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constex
 
 @triton.jit
 def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
-    """Return the sample of ``row``, and the end (at most ``stop``) of the rows of this sample.
-
-    A sample's rows are contiguous, so the end is ``row`` plus the number of its remaining rows in the chunk.
-    """
+    """Return the sample of ``row``, and the end (at most ``stop``) of the rows of this sample. A sample's rows are
+    contiguous, so the end is ``row`` plus the number of its remaining rows in the chunk."""
     sample = tl.load(sample_ptr + row).to(tl.int32)
     rows = row + tl.arange(0, CHUNK)
     same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
@@ -333,8 +313,8 @@ def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def of_sample(ptr, sample, stride):
-    """Return a pointer to a sample's row of shift, scale or gate. The offset is 64-bit, because the row may be part of
-    a wide (B, 6 D) tensor."""
+    """Return a pointer to a sample's row. The offset is 64-bit, because the row may be part of a wide (B, 6 D)
+    tensor."""
     return ptr + tl.cast(sample, tl.int64) * stride
 
 
@@ -343,11 +323,9 @@ def of_sample(ptr, sample, stride):
 
 @triton.jit
 def power_of_2(largest, TARGET: tl.constexpr):
-    """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse.
-
-    Multiplying by a power of two doesn't round. The factor is computed from the exponent's bits, so that every program
-    and device computes the same factor.
-    """
+    """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse. Multiplying by a
+    power of two doesn't round. The factor is computed from the exponent's bits, so that every program and device
+    computes the same factor."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.maximum(exponent, TARGET + 1)  # keeps both powers normal numbers when ``largest`` is near zero
     factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
@@ -356,10 +334,8 @@ def power_of_2(largest, TARGET: tl.constexpr):
 
 @triton.jit
 def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
-    """Return the float8 factor, a power of two, for the largest of the partial maxima.
-
-    The first program also stores the inverse of the factor, by which the matrix product is multiplied.
-    """
+    """Return the float8 factor, a power of two, for the largest of the partial maxima. The first program also stores
+    the inverse of the factor, by which the matrix product is multiplied."""
     largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
     factor, inverse = power_of_2(largest, TARGET)
     if tl.program_id(0) == 0:
@@ -378,10 +354,8 @@ def largest_of(x, xt, TAIL: tl.constexpr):
 
 @triton.jit
 def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.constexpr, TARGET: tl.constexpr):
-    """Return the float8 factor, and its inverse, for all rows LN(x) * (1 + scale) + shift of a sample.
-
-    The factor follows from the bound |LN(x)| <= sqrt(D), without reading x.
-    """
+    """Return the float8 factor, and its inverse, for all rows LN(x) * (1 + scale) + shift of a sample. The factor
+    follows from the bound |LN(x)| <= sqrt(D), without reading x."""
     root = tl.sqrt(D * 1.0)
     bound, bound_t = root * tl.abs(1.0 + scale) + tl.abs(shift), root * tl.abs(1.0 + scale_t) + tl.abs(shift_t)
     return power_of_2(largest_of(bound, bound_t, TAIL), TARGET)
@@ -389,9 +363,7 @@ def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.c
 
 @triton.jit
 def float8_range(value, factor, LIMIT: tl.constexpr):
-    """Return value * factor, clamped to the range of the float8 format.
-
-    Infinity becomes NaN, because a cast of a clamped infinity would hide the error.
-    """
+    """Return value * factor, clamped to the range of the float8 format. Infinity becomes NaN, because a cast of a
+    clamped infinity would hide the error."""
     value = value * factor
     return tl.where(tl.abs(value) < float("inf"), tl.clamp(value, -LIMIT, LIMIT), float("nan"))
