@@ -108,7 +108,7 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp values to the range of fp16, if this is ``dtype``: the momentum of large gradients can exceed it."""
+    """If ``dtype`` is fp16, clamp values to its range, which the momentum of large gradients can exceed."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 

@@ -218,9 +218,9 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        ``torchs`` is torch's call, with GELU if ``gelu`` is true. This call is also used where cuBLASLt is not: if
-        gradients or torch.compile are on, for dtypes other than bf16 and fp16, for unaligned operands, and for new
-        shapes in a CUDA graph capture.
+        ``torchs`` is torch's call, with GELU if ``gelu`` is true. The call itself computes the product if gradients or
+        torch.compile are on, for dtypes other than bf16 and fp16, for unaligned operands, and for new shapes in a CUDA
+        graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):
@@ -269,12 +269,11 @@ _products = FastestProducts()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``F.linear(x, weight, bias)`` (..., out), without gradients: x (..., in), weight (out, in), bias
-    (out,)."""
+    """Return a tensor equal to ``F.linear(x, weight, bias)`` (..., out), without gradients."""
     return _products(x, weight, bias, F.linear)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """Return ``torchs(x, weight, bias)``, which is GELU(x W^T + bias) in tanh form, by cuBLAS's epilogue; bit for
-    bit."""
+    """Return GELU(x W^T + bias), tanh form, computed in cuBLAS's epilogue and equal to ``torchs(x, weight, bias)`` bit
+    for bit."""
     return _products(x, weight, bias, torchs, gelu=True)

@@ -143,8 +143,9 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v with FlashAttention 4; pad heads to ``head_size`` in the backward pass only.
 
-    q, k and v are (B, N, H, d) bf16 or fp16, or with ``lengths``, those of the samples in a pack, (N, H, d). With
-    ``deterministic``, gradients have the same bits in every run. Raises AssertionError without :func:`backward_pass`.
+    q, k and v are (B, N, H, d), bf16 or fp16. For a pack, they are (N, H, d), and ``lengths`` has its samples' lengths.
+    With ``deterministic``, gradients have the same bits in every run. If :func:`backward_pass` returns None, the
+    backward pass raises AssertionError.
     """
     return _FilledBackward.apply(q, k, v, head_size, lengths, deterministic)
 

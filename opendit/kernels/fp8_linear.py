@@ -35,7 +35,8 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return (True, reason) if blocks can run in float8 on ``device`` beside ``dtype``, otherwise (False, reason)."""
+    """Return (True, reason) if blocks can run in float8 on ``device`` with activations of ``dtype``, otherwise (False,
+    reason)."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why

@@ -316,10 +316,10 @@ def _backward_fake(
 def gradients(
     ctx: Any, dy: Tensor, saved: Sequence[Tensor | None], normalize: bool = True, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, shift and scale, the first inputs of an autograd function; None for vectors that need
-    none.
+    """Return the gradients of x, shift and scale, the first three inputs of an autograd function.
 
-    saved: x, scale, mean, rstd and sample_of_row. other: a second gradient of x.
+    shift and scale get None if neither needs a gradient. saved: x, scale, mean, rstd and sample_of_row. other: a second
+    gradient of x.
     """
     x, scale, *of_norm = saved
     sums = any(ctx.needs_input_grad[1:3])

@@ -71,7 +71,8 @@ def forward_launch(size: int, across: bool) -> Launch:
 
 
 def backward_launch(size: int, across: bool) -> Launch:
-    """Return the forward launch shape with 32 tiles per program, which sums the weight's gradient over its tiles."""
+    """Return the launch shape of the backward kernel: the forward shape with 32 tiles per program, because a program
+    sums the weight's gradient over its tiles."""
     return replace(forward_launch(size, across), tiles=32)
 
 

@@ -184,7 +184,7 @@ def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tupl
     """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D); one Triton kernel computes the gradient of qkv.
 
     qkv is contiguous, bf16, fp16 or fp32. ``bias`` (3 D,), any of these dtypes, is a bias that the projection has
-    already added to qkv, detached: the kernel computes its gradient. None if the projection computes the gradient
+    already added to qkv, detached: the kernel computes its gradient. Pass None if the projection computes this gradient
     itself. Raises ValueError if shapes, dtypes or devices don't fit.
     """
     if qkv.dim() != 3 or qkv.shape[-1] % (3 * num_heads):

@@ -24,7 +24,7 @@ def at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 def block_table(counts: Tensor) -> Tensor:
-    """Return :attr:`BlockTable.blocks`. counts: number of blocks of each tensor."""
+    """Return :attr:`BlockTable.blocks`, on the host, for tensors that have these numbers of blocks."""
     tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
     first = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
     return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).int()
