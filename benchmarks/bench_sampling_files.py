@@ -71,7 +71,7 @@ class Variants:
                 pipeline.put(index, latents)
 
     def save(self, number: int, picture: np.ndarray) -> None:
-        save_one(self.folder / f"{number:06d}", picture, 1)
+        save_one(self.folder / f"{number:06d}.png", picture, 1)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -111,7 +111,7 @@ def parts(folder: Path) -> None:
 def packed(folder: Path) -> None:
     data = folder.parent / "pictures" / "class"
     data.mkdir(parents=True, exist_ok=True)
-    save_one(data / "a", PIXELS[0], 1)
+    save_one(data / "a.png", PIXELS[0], 1)
     make_shards(str(data.parent), str(folder), num_workers=1)
 
 
@@ -162,7 +162,7 @@ CASES = {
         ),
     ),
     "samples": Case(
-        lambda folder: [save_one(folder / "0", PIXELS[0], 1), save_one(folder / "1", CLIP, 4)],
+        lambda folder: [save_one(folder / "0.png", PIXELS[0], 1), save_one(folder / "1.mp4", CLIP, 4)],
         ("0.png", "1.mp4", f".0.{PID}.png", f"1.mp4.{PID}.partial"),
     ),
     "list of samples": Case(lambda folder: OutputFolder(folder, ["0.png"]).begin(), (".samples.json",)),
@@ -176,7 +176,7 @@ CASES = {
     "results": Case(lambda folder: append_results(folder, [FIGURE]), ("results.jsonl",)),
     "sweep": Case(lambda folder: write_sweep(folder, [FIGURE]), ("sweep.csv",)),
     "features": Case(
-        lambda folder: save_features(folder / "f.npz", Features(1, {"pool": torch.zeros(2, 2)}, {}, 0.0, 1), {}, "cpu"),
+        lambda folder: save_features(folder / "f.npz", Features(1, {"pool": torch.zeros(2, 2)}, 0.0, 1), {}, "cpu"),
         ("f.npz",),
     ),
     "weights": Case(

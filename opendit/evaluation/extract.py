@@ -25,10 +25,9 @@ from opendit.common.utils import hash_parts
 from opendit.evaluation.media import Media
 from opendit.evaluation.networks import FeatureNetwork
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.job_settings import pixel_shape, settings_of
-from opendit.sampling.replica_batches import replica_batches
+from opendit.sampling.output_pipeline import replica_batches
 from opendit.sampling.sample_cache import CacheWriter, SampleCache, SamplingJob, find_unfinished_job, samples_a_part
-from opendit.sampling.sample_output import writer_threads
+from opendit.sampling.sample_output import pixel_shape, settings_of, writer_threads
 from opendit.sampling.sampling_run import SamplingRun
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,7 @@ AHEAD = 3  # number of batches that are read ahead
 Layout = dict[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
 class Extractor:
     """Function from pixels to features that applies all networks of an evaluation.
 
@@ -50,17 +50,12 @@ class Extractor:
         batch_size: number of pictures or frames at a time.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        pictures: FeatureNetwork | None = None,
-        clips: FeatureNetwork | None = None,
-        captions: FeatureNetwork | None = None,
-        motion: bool = False,
-        batch_size: int = 64,
-    ):
-        self.device, self.batch_size, self.motion = device, batch_size, motion
-        self.pictures, self.clips, self.captions = pictures, clips, captions
+    device: torch.device
+    pictures: FeatureNetwork | None = None
+    clips: FeatureNetwork | None = None
+    captions: FeatureNetwork | None = None
+    motion: bool = False
+    batch_size: int = 64
 
     def settings(self) -> dict[str, str]:
         """Return all settings that affect the features of pixels."""
@@ -120,14 +115,12 @@ class Features:
     """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0.
 
     Attributes:
-        settings: all settings that affect the features.
         seconds: time of the computation.
         computed: number of samples whose features were not in the cache.
     """
 
     count: int
     arrays: dict[str, Tensor]
-    settings: dict[str, str]
     seconds: float = 0.0
     computed: int = 0
 
@@ -195,18 +188,15 @@ class _FiniteLatents:
 
     def look(self, index: Tensor, latents: Tensor) -> None:
         self._waiting.append((index, latents.flatten(1).isfinite().all(dim=1)))
-        if len(self._waiting) > 1:
-            self._check(*self._waiting.popleft())
+        self.check(waiting=1)
 
-    def check(self) -> None:
-        while self._waiting:
-            self._check(*self._waiting.popleft())
-
-    @staticmethod
-    def _check(index: Tensor, finite: Tensor) -> None:
-        bad = index[~finite.cpu()]
-        if len(bad):
-            raise ValueError(f"sample {int(bad[0]):,} is not finite: the model gives NaN or infinity for it")
+    def check(self, waiting: int = 0) -> None:
+        """Check all batches but the last ``waiting`` ones."""
+        while len(self._waiting) > waiting:
+            index, finite = self._waiting.popleft()
+            bad = index[~finite.cpu()]
+            if len(bad):
+                raise ValueError(f"sample {int(bad[0]):,} is not finite: the model gives NaN or infinity for it")
 
 
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
@@ -233,16 +223,8 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 class _Store:
     """Cache of features on disk, with the numbers of the parts that an earlier start has not written."""
 
-    def __init__(
-        self,
-        output: Path,
-        settings: dict[str, str],
-        count: int,
-        batch_size: int,
-        layout: Layout,
-        mesh: Mesh,
-    ):
-        self.layout, self.mesh, self.settings, self._output = layout, mesh, settings, output
+    def __init__(self, output: Path, settings: dict[str, str], count: int, batch_size: int, layout: Layout, mesh: Mesh):
+        self.layout, self.mesh, self._output = layout, mesh, output
         width = sum(math.prod(shape) for shape in layout.values())
         settings = {**settings, "layout": " ".join(f"{name} {shape}" for name, shape in layout.items())}
         size = samples_a_part(count, batch_size, 4 * width)
@@ -300,7 +282,7 @@ class _Store:
                 arrays[name] = rows[:, first : first + width].unflatten(1, shape)
                 first += width
         computed = sum(len(self.parts.samples(part)) for part in self.missing)
-        return Features(count, arrays, self.settings, seconds, computed)
+        return Features(count, arrays, seconds, computed)
 
 
 class Sink:
@@ -333,19 +315,16 @@ class Sink:
                 done = torch.cuda.Event()
                 done.record(self._stream)
         self._waiting.append((numbers, rows, done))
-        if len(self._waiting) > 1:
-            self._hand_over(*self._waiting.popleft())
+        self.flush(waiting=1)
 
-    def flush(self) -> None:
-        """Write the features of all delivered batches."""
-        while self._waiting:
-            self._hand_over(*self._waiting.popleft())
-
-    def _hand_over(self, numbers: list[int], rows: Tensor, done: torch.cuda.Event | None) -> None:
-        if done is not None:
-            done.synchronize()
-        for number, row in zip(numbers, rows.numpy(), strict=True):
-            if not np.isfinite(row).all():
-                raise ValueError(f"the features of sample {number:,} are not finite numbers")
-            if self._assembly.wants(number):
-                self._assembly.add(number, row)
+    def flush(self, waiting: int = 0) -> None:
+        """Write the features of all delivered batches but the last ``waiting`` ones."""
+        while len(self._waiting) > waiting:
+            numbers, rows, done = self._waiting.popleft()
+            if done is not None:
+                done.synchronize()
+            for number, row in zip(numbers, rows.numpy(), strict=True):
+                if not np.isfinite(row).all():
+                    raise ValueError(f"the features of sample {number:,} are not finite numbers")
+                if self._assembly.wants(number):
+                    self._assembly.add(number, row)

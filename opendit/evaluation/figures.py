@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,24 +14,10 @@ from torch import Tensor
 from opendit.config.console import print_block
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.names import DIGITS, METRICS
+from opendit.evaluation import metrics
 from opendit.evaluation.digits import COPY_QUANTILE, AskedDigits, moved_right, named_right, share_of_copies
 from opendit.evaluation.extract import Extractor, Layout
 from opendit.evaluation.media import MediaOptions
-from opendit.evaluation.metrics import (
-    GROUPS,
-    NEIGHBOURS,
-    NORMAL_95,
-    SPLIT,
-    SUBSET,
-    SUBSETS,
-    Moments,
-    clip_scores,
-    frechet_distance,
-    inception_score,
-    jackknife_error,
-    kernel_distance,
-    precision_recall,
-)
 from opendit.evaluation.networks import FeatureNetwork, caption_embeddings, digits_network, find_default, load_network
 from opendit.evaluation.results import Measurement
 from opendit.evaluation.samples import DescribedSamples, Reference, clip_shape, open_reference, real_digits
@@ -219,12 +206,12 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
         rows, reference = inputs.of(features), inputs.reference and inputs.reference.gaussian(features, inputs.device)
         assert reference is not None  # plan() has checked this
-        value = frechet_distance(Moments.of(rows).gaussian(), reference)
+        value = metrics.frechet_distance(metrics.Moments.of(rows).gaussian(), reference)
         interval, by, note = None, None, None
         samples = inputs.features[features]
-        if inputs.intervals and len(samples) >= 2 * GROUPS:
-            error = NORMAL_95 * jackknife_error(samples.to(inputs.device), reference)
-            interval, by = (value - error, value + error), f"jackknife of {GROUPS} groups, 95 %"
+        if inputs.intervals and len(samples) >= 2 * metrics.GROUPS:
+            error = metrics.NORMAL_95 * metrics.jackknife_error(samples.to(inputs.device), reference)
+            interval, by = (value - error, value + error), f"jackknife of {metrics.GROUPS} groups, 95 %"
         if len(rows) <= rows.shape[1]:
             note = (
                 f"{metric}: {len(rows):,} samples are not more than the {rows.shape[1]:,} numbers of their features: "
@@ -234,31 +221,31 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
         floor = None
         if inputs.real is not None and inputs.real.reference:
             train = _rows(inputs.real.train[features], inputs.device)
-            floor = frechet_distance(Moments.of(train).gaussian(), reference)
+            floor = metrics.frechet_distance(metrics.Moments.of(train).gaussian(), reference)
         yield Figure(name, value, network, interval, by, of_real=floor, note=note)
 
     return compute
 
 
 def _inception(inputs: MetricInputs) -> Iterator[Figure]:
-    value, spread = inception_score(inputs.of("logits"))
+    value, spread = metrics.inception_score(inputs.of("logits"))
     interval = None if spread is None else (value - spread, value + spread)
-    by = None if spread is None else f"standard deviation of splits of {SPLIT:,}"
+    by = None if spread is None else f"standard deviation of splits of {metrics.SPLIT:,}"
     yield Figure("is", value, "pictures", interval, by, compared=False)
 
 
 def _precision_recall(inputs: MetricInputs) -> Iterator[Figure]:
-    values = precision_recall(inputs.of("pool"), inputs.of_reference("pool"))
-    note = f"precision and recall: {NEIGHBOURS} neighbours, float32 distances (ADM's are float16)"
+    values = metrics.precision_recall(inputs.of("pool"), inputs.of_reference("pool"))
+    note = f"precision and recall: {metrics.NEIGHBOURS} neighbours, float32 distances (ADM's are float16)"
     for name, value in zip(("precision", "recall"), values, strict=True):
         yield Figure(name, value, "pictures", note=note)
 
 
 def _kernel(inputs: MetricInputs) -> Iterator[Figure]:
     samples, reference = inputs.of("pool"), inputs.of_reference("pool")
-    value, spread = kernel_distance(samples, reference)
-    size = min(SUBSET, len(samples), len(reference))
-    by = f"standard deviation of {SUBSETS} subsets of {size:,}"
+    value, spread = metrics.kernel_distance(samples, reference)
+    size = min(metrics.SUBSET, len(samples), len(reference))
+    by = f"standard deviation of {metrics.SUBSETS} subsets of {size:,}"
     yield Figure("kid", value, "pictures", (value - spread, value + spread), by)
 
 
@@ -308,9 +295,9 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
     The interval stays within [0, 1]. It has a width above 0 at shares of 0 and 1.
     """
-    square = NORMAL_95**2 / count
+    square = metrics.NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
-    error = NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
+    error = metrics.NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
     return max(0.0, middle - error), min(1.0, middle + error)
 
 
@@ -318,7 +305,7 @@ def _mean(values: Tensor) -> tuple[float, tuple[float, float] | None, str | None
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None, None
-    error = NORMAL_95 * float(values.std()) / len(values) ** 0.5
+    error = metrics.NORMAL_95 * float(values.std()) / len(values) ** 0.5
     return mean, (mean - error, mean + error), "standard error, 95 %"
 
 
@@ -363,20 +350,21 @@ class Measuring:
     def __init__(self, flags: EvaluateConfig, samples: DescribedSamples, output: Path, mesh: Mesh):
         self._flags, self._samples, self._device = flags, samples, mesh.device
         self._of_clips = samples.options if samples.clips else None
-        self._networks = load_networks(flags, self._of_clips, mesh)
-        self._with_captions = samples.captions is not None and self._networks.captions is not None
-        self.extractor = self._networks.extractor(flags, mesh.device, samples.clips, self._with_captions)
+        self.extractor = load_networks(flags, self._of_clips, mesh)
+        if samples.captions is None:
+            self.extractor = replace(self.extractor, captions=None)
+        captions = self.extractor.captions is not None
         layout = _usable(self.extractor.layout(samples.shape), samples)
-        check_features(flags.metrics, layout, self._with_captions)
+        check_features(flags.metrics, layout, captions)
         self._real: RealSamples | None = None  # cached, because a training run measures many times
         self.reference = None
         if flags.reference is not None and _compares(flags):
-            of_reference = self._networks.extractor(flags, mesh.device, samples.clips, captions=False)
+            of_reference = replace(self.extractor, captions=None)
             self.reference = open_reference(
                 flags.reference, of_reference, samples.options, output, mesh, clips=samples.clips
             )
-        self.metrics, left_out = _agreed(mesh, lambda: plan(flags.metrics, layout, self.reference, self._with_captions))
-        pictures = self._networks.pictures
+        self.metrics, left_out = _agreed(mesh, lambda: plan(flags.metrics, layout, self.reference, captions))
+        pictures = self.extractor.pictures
         kind = samples.clips, pictures is not None and pictures.inception, flags.features == DIGITS
         self.figure_names = [name for metric in self.metrics for name in figure_names(metric, *kind)]
         self.why_nothing = f"there is nothing to measure: {'; '.join(left_out) or 'no network, and no reference'}"
@@ -394,7 +382,7 @@ class Measuring:
             count = "" if reference.count is None else f", {reference.count:,} samples"
             rows["reference"] = f"{reference.name}{count}, SHA-256 {reference.sha256}"
         for name in ("pictures", "clips", "captions"):
-            if (network := getattr(self._networks, name)) is not None:
+            if (network := getattr(self.extractor, name)) is not None:
                 rows[f"features of {name}"] = network.describe()
         rows["metrics"] = ", ".join(self.metrics) or "none"
         print_block("OpenDiT evaluation", rows)
@@ -415,11 +403,12 @@ class Measuring:
                 problems.append(str(error))
 
     def _inputs(self, features: dict[str, Tensor]) -> MetricInputs:
-        flags, samples, pictures = self._flags, self._samples, self._networks.pictures
+        flags, samples, pictures = self._flags, self._samples, self.extractor.pictures
         scores, truncated = None, None
-        if self._with_captions and "caption" in features and flags.clip_model and samples.captions is not None:
+        if self.extractor.captions is not None:
+            assert flags.clip_model is not None and samples.captions is not None  # otherwise there is no such network
             words, cut = caption_embeddings(Path(flags.clip_model), list(samples.captions), self._device)
-            scores, truncated = clip_scores(features["caption"].to(self._device), words), sum(cut)
+            scores, truncated = metrics.clip_scores(features["caption"].to(self._device), words), sum(cut)
         inception = pictures is not None and pictures.inception
         inputs = MetricInputs(
             features, samples.clips, inception, self.reference, self._device, flags.intervals, scores, truncated
@@ -431,7 +420,7 @@ class Measuring:
 
     def _measurement(self, figure: Figure, details: dict[str, Any]) -> Measurement:
         details, samples, reference = dict(details), self._samples, self.reference
-        if figure.network is not None and (network := getattr(self._networks, figure.network)) is not None:
+        if figure.network is not None and (network := getattr(self.extractor, figure.network)) is not None:
             details |= {
                 "features": network.name,
                 "features_sha256": network.sha256,
@@ -463,26 +452,13 @@ class Measuring:
         )
 
 
-@dataclass(frozen=True)
-class Networks:
-    """Feature networks of an evaluation. A network that no metric needs is None."""
-
-    pictures: FeatureNetwork | None
-    clips: FeatureNetwork | None
-    captions: FeatureNetwork | None
-
-    def extractor(self, flags: EvaluateConfig, device: torch.device, motion: bool, captions: bool) -> Extractor:
-        """Build the extractor. motion: measure the motion of clips. captions: compute CLIP's features."""
-        shown = self.captions if captions else None
-        return Extractor(device, self.pictures, self.clips, shown, motion, flags.feature_batch_size)
-
-
-def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Networks:
+def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Extractor:
     """Load the networks that the metrics need. Raises FileNotFoundError if a requested network does not exist.
 
     of_clips: options for reading clips; None if the samples are pictures.
     """
     device = mesh.device
+    extractor = partial(Extractor, device, motion=of_clips is not None, batch_size=flags.feature_batch_size)
     asked = {METRICS[name].features for name in flags.metrics or METRICS}
     how = {"how": flags.resize, "precision": flags.feature_precision}
 
@@ -498,13 +474,13 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 
     if flags.features == DIGITS:
         network = digits_network(device, clip_shape(of_clips) if of_clips else None)
-        return Networks(None if of_clips else network, network if of_clips else None, None)
+        return extractor(clips=network) if of_clips else extractor(pictures=network)
     pictures = load(flags.features, False, "--features") if asked & {"pool", "spatial", "logits"} else None
     clips = load(flags.video_features, True, "--video_features") if of_clips and "clip" in asked else None
     captions = None
     if flags.clip_model is not None:
         captions = load_network(flags.clip_model, device, precision=flags.feature_precision)
-    return Networks(pictures, clips, captions)
+    return extractor(pictures=pictures, clips=clips, captions=captions)
 
 
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:

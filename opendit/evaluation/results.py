@@ -408,11 +408,7 @@ def _lines(
             seed = "" if row.seed in (None, 0) else f"seed {row.seed}"
             found.setdefault((_model(row), *(other(row) for other in others), seed), {})[x] = row
     return [
-        PlotLine(
-            ", ".join(filter(None, key)),
-            [_point(x, at[x]) for x in sorted(at)],
-            run=key[0],
-        )
+        PlotLine(", ".join(filter(None, key)), [_point(x, at[x]) for x in sorted(at)], run=key[0])
         for key, at in found.items()
     ]
 

@@ -43,8 +43,8 @@ from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, 
 from opendit.evaluation.metrics import Gaussian, Moments
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.conditioning_frames import note_on_missing_frames
-from opendit.sampling.job_settings import pixel_shape, settings_of
 from opendit.sampling.model_loading import SOURCE_FPS
+from opendit.sampling.sample_output import pixel_shape, settings_of
 from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose_labels, load_run
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,6 @@ class Reference:
     Attributes:
         gaussians: name of the features -> mean and covariance.
         features: name -> features (N, ...) of the reference's samples, if known.
-        settings: settings of the networks that computed the features; None if unknown.
     """
 
     name: str
@@ -225,7 +224,6 @@ class Reference:
     count: int | None
     gaussians: dict[str, Gaussian] = field(default_factory=dict)
     features: dict[str, Tensor] = field(default_factory=dict)
-    settings: dict[str, str] | None = None
 
     def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
         """Return the mean and covariance of the features with this name; None without such features."""
@@ -237,12 +235,7 @@ class Reference:
 
 
 def open_reference(
-    path: str | os.PathLike[str],
-    extractor: Extractor,
-    options: MediaOptions,
-    output: Path,
-    mesh: Mesh,
-    clips: bool,
+    path: str | os.PathLike[str], extractor: Extractor, options: MediaOptions, output: Path, mesh: Mesh, clips: bool
 ) -> Reference:
     """Open the reference at a path. Collective.
 
@@ -282,7 +275,7 @@ def _reference_of(
 ) -> Reference:
     """Return a reference with the features of samples and the statistics ``gaussians``. Collective."""
     found = extract_media(media, extractor, output, mesh)
-    return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
+    return Reference(media.name, media.sha256, media.count, gaussians, found.arrays)
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
@@ -330,7 +323,7 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
         for name in sorted(names)
         if name.startswith(FEATURES)
     }
-    return Reference(path.name, sha256_of(path), int(npz_member(path, COUNT)), gaussians, arrays, there)
+    return Reference(path.name, sha256_of(path), int(npz_member(path, COUNT)), gaussians, arrays)
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:

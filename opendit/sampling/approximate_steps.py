@@ -1,12 +1,11 @@
 """Approximate sampling steps: skip part of the network's work and reuse the results of earlier steps.
 
 :func:`plan_steps` decides, before sampling starts, what every step evaluates. A :class:`BlockStack` runs all or some of
-the network's blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance.
-``opendit.config.sample`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists
-their errors.
+the network's blocks in a step. ``opendit.config.sample`` describes the methods and names their papers, [T] and [F];
+docs/sampling.md lists their errors.
 
-Tensors that are kept between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. They fit
-one batch size. If a step evaluates the network twice (Heun's method), each evaluation has separate tensors.
+Tensors that are kept between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. If a
+step evaluates the network twice (Heun's method), each evaluation has separate tensors.
 """
 
 import math
@@ -53,7 +52,6 @@ class Step(NamedTuple):
     """A step of the plan.
 
     Attributes:
-        mode: the work that the step does.
         slot: index of the slot (see ``TaylorStack.kept``) in which the step stores its evaluation of the blocks.
         weights: weight of every slot in the step's extrapolation.
     """
@@ -66,11 +64,9 @@ class Step(NamedTuple):
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
     """Return the plan of all steps.
 
-    Args:
-        approximations: the approximations to plan for.
-        starts: for each step, True if the step can't reuse earlier results. These are the first step, and steps that
-            call another model than the step before, such as a guided instead of an unguided one.
-        levels: the noise level at which each step begins.
+    starts: for each step, True if it can't reuse earlier results: the first step, and steps that call another model
+    than the step before, such as a guided instead of an unguided one. levels: the noise level at which each step
+    begins.
     """
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
@@ -105,12 +101,9 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     """Return the indices of the steps to evaluate: about one in ``every`` steps, always the first and the last.
 
-    Two coordinates measure a step's position: its index, and the logarithm of its noise level. The chosen steps are
-    spaced about evenly in the mean of both. With the index alone, there would be few evaluations at the end for
-    samplers whose last steps are long (a shifted flow), although the log level changes most there. With the log level
-    alone, other samplers would have few evaluations in the noisy half.
-
-    levels: the noise level at which each step begins.
+    The chosen steps are spaced about evenly in the mean of two coordinates: the step's index, and the logarithm of its
+    noise level. With the index alone, there would be few evaluations at the end for samplers whose last steps are long
+    (a shifted flow). With the log level alone, other samplers would have few evaluations in the noisy half.
     """
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
@@ -128,8 +121,8 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
     """Return the weights of polynomial extrapolation from the positions ``known`` to the position ``at``.
 
-    The sum of weight times value is exact for polynomials of a degree below the number of positions. The weights are
-    Lagrange's form of Newton's series of divided differences.
+    The sum of weight times value is exact for polynomials of a degree below the number of positions (Lagrange's form of
+    Newton's series of divided differences).
     """
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
 
@@ -138,7 +131,7 @@ def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
-    """Return the block stack for the cache in ``approximations``; without a cache, return the exact stack."""
+    """Return the block stack for the cache in ``approximations``; the exact stack without a cache."""
     cache = approximations.cache
     if cache is None:
         return BlockStack()
@@ -146,11 +139,8 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
-    """Parse a value of ``--guidance_by``. Return the route that weakens guidance's second half; None if that half uses
-    all tokens.
-
-    Raises ValueError for an invalid value, and for one that the model does not support.
-    """
+    """Parse a value of ``--guidance_by``: return the route that weakens guidance's second half; None if that half uses
+    all tokens. Raises ValueError for an invalid value, and for one that the model does not support."""
     asked, fused = f"--guidance_by {by}", config.sprint
     if by == "null":
         return None
@@ -174,7 +164,7 @@ class WeakHalf(NamedTuple):
     Attributes:
         route: a fused route, whose result is replaced by mask tokens; or blocks that process only some tokens.
         samples: B; a guided batch has 2 B rows.
-        kept: for every step, (1, n) int64 indices of the tokens that these blocks process; empty with a fused route.
+        kept: for every step, (1, n) int64 indices of the tokens to process; empty with a fused route.
     """
 
     route: TokenRoute
@@ -185,8 +175,7 @@ class WeakHalf(NamedTuple):
 class BlockStack:
     """Runs all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
 
-    ``evaluated`` accumulates, over all calls, the number of blocks times the number of batch rows. Replaying a CUDA
-    graph does not call the stack and is not counted.
+    ``evaluated`` accumulates the number of blocks times the number of batch rows. A replayed CUDA graph is not counted.
     """
 
     def __init__(self):
@@ -199,14 +188,12 @@ class BlockStack:
         self._evaluation = 0
 
     def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
-        """Set the model's fused route and its fusion, and the settings of guidance's second half. None means that there
-        is none."""
+        """Set the model's fused route and its fusion, and the settings of guidance's second half, if there are any."""
         self.fusion, self.weak = fusion, weak
         self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
         self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
 
     def begin(self, blocks: int | str) -> None:
-        """Begin a step. blocks: see :class:`Mode`."""
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
@@ -279,7 +266,7 @@ class _Blocks:
     def _in_halves(
         self, blocks: Sequence[Block], x: Tensor, context: Context | list[Context] | None, samples: int
     ) -> Tensor:
-        """Run blocks of a route on x (2 B, N, D). For the second half of x, follow :class:`WeakHalf`."""
+        """Run blocks of a route on x (2 B, N, D). The second half of x follows :class:`WeakHalf`."""
         modulations = [next(self._modulations) for _ in blocks]
 
         def run(x: Tensor, rows: slice, grid: TokenGrid | None) -> Tensor:
@@ -315,17 +302,15 @@ class TaylorStack(BlockStack):
     """Block stack that extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't
     evaluate the blocks.
 
-    TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
-    derivatives are finite differences. This class uses Newton's series of the same differences. Newton's series is
-    exact if F is a polynomial of degree ``order`` or less in the step's index. The series of [T] is exact up to degree
-    1 only, and was less accurate on the digits data set from order 2 on.
+    TaylorSeer [T] extrapolates the output of every attention and MLP, by a Taylor series whose derivatives are finite
+    differences (eq. 4). This class uses Newton's series of the same differences, which is exact if F is a polynomial of
+    degree ``order`` or less in the step's index. The series of [T] is exact up to degree 1 only, and was less accurate
+    on the digits data set from order 2 on.
 
-    Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, with weights that depend on the steps'
-    indices only. Therefore extrapolating the sum of all L blocks gives the same result, up to rounding, as
-    extrapolating every block, and takes 1 / L of the memory. F includes the gates, whereas [T] applies gates after
-    extrapolating. Order 0 reuses the last F.
-
-    The schedule is fixed, so a sample depends only on its seed, not on its batch.
+    Both series are sums over the last evaluations, with weights that depend on the steps' indices only. So
+    extrapolating the sum of all L blocks gives the same result, up to rounding, as extrapolating every block, in 1 / L
+    of the memory. F includes the gates, which [T] applies after extrapolating. Order 0 reuses the last F. The schedule
+    is fixed, so a sample depends only on its seed, not on its batch.
 
     Attributes:
         kept: F of the last evaluations, (evaluation, rows) -> (slots, rows, N, D).
@@ -360,10 +345,8 @@ class TaylorStack(BlockStack):
 
 
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider.
-
-    kept: (n, *x.shape). weights: float64, at least n; surplus weights are ignored.
-    """
+    """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider. kept: (n, *x.shape). weights:
+    float64, at least n."""
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     weights = weights.to(total.dtype)
     for weight, part in zip(weights, kept, strict=False):
@@ -372,8 +355,7 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Raised after the first block of a step. The code that runs the step then decides whether to run the other
-    blocks."""
+    """Raised after the first block of a step, so that the caller can decide whether to run the other blocks."""
 
 
 class FirstBlockStack(BlockStack):
@@ -384,10 +366,9 @@ class FirstBlockStack(BlockStack):
 
         mean |r - r'| < threshold mean |r'|
 
-    and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, including both halves of guidance.
-
-    The host reads one number per step, after the first block. In a step with several evaluations, the first evaluation
-    decides for all. The decision is made for a whole batch, so a sample depends on the other samples in its batch.
+    and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, including both halves of guidance, so a
+    sample depends on the other samples in its batch. The host reads one number per step. In a step with several
+    evaluations, the first evaluation decides for all.
 
     Attributes:
         kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
@@ -455,18 +436,14 @@ class FirstBlockStack(BlockStack):
 class ReusedGuidance:
     """Wraps ``model(x, t, y)`` so that some steps skip the unconditional half of a guided batch.
 
-    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step computes both halves and
-    stores their difference. A step that skips the unconditional half replaces its output by the conditional output
-    minus the stored difference. Guidance adds a multiple of this difference, so its formula does not change.
+    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the difference of
+    both halves. A step that skips the unconditional half replaces its output by the conditional output minus the stored
+    difference. Guidance adds a multiple of this difference, so its formula does not change.
 
-    Reusing the direction of guidance in neighbouring steps comes from Lv et al., "FasterCache", 2024, sec. 3.3. That
-    paper's weighting of frequencies is not used. Every evaluation of a step has a separate stored difference, at a
-    fixed address.
+    Reusing the direction of guidance comes from Lv et al., "FasterCache", 2024, sec. 3.3, without that paper's
+    weighting of frequencies.
 
-    Args:
-        model: the wrapped ``model(x, t, y)``. A step that skips the unconditional half calls it on the first half of
-            the rows.
-        samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged.
+    samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged.
     """
 
     def __init__(self, model: Callable[[Tensor, Tensor, Tensor], Tensor], samples: int):
@@ -476,7 +453,6 @@ class ReusedGuidance:
         self.rows = 0  # total number of rows that guidance has requested, including skipped rows
 
     def begin(self, fresh: bool) -> None:
-        """Begin a step. fresh: True if the step evaluates the unconditional half."""
         self._fresh, self._evaluation = fresh, 0
 
     def __call__(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:

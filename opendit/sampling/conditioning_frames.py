@@ -28,10 +28,8 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note if a model that supports conditioning frames draws without any; otherwise an empty list.
-
-    Raises ValueError if the model can't draw without conditioning frames.
-    """
+    """Return a note if a model that supports conditioning frames draws without any; otherwise an empty list. Raises
+    ValueError if the model can't draw without them."""
     if config.given_beside:
         raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
@@ -40,10 +38,8 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
 
 
 def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """Return the summary's row with the number of conditioning frames and their files; an empty dict without frames.
-
-    frames: (n, 1 + C, T, H, W), mask and latents of each picture or clip.
-    """
+    """Return the summary's row about conditioning frames (n, 1 + C, T, H, W) and their files; an empty dict without
+    frames."""
     if frames is None:
         return {}
     mask = frames[0, 0].flatten(1).amax(1)
@@ -66,13 +62,10 @@ def encode_frames(
     """Read and encode conditioning frames from pictures or clips.
 
     The last frames of a clip become the conditioning frames. If the model was trained on a fixed number of conditioning
-    frames, this number is used. Otherwise ``frames`` sets the number; the default is half of the frames to draw.
+    frames, this number is used. Otherwise ``frames`` sets it; the default is half of the frames to draw.
 
     Args:
-        config: the model's configuration.
-        codec: encodes the frames.
         size: (t, h, w) of the latents.
-        device: device of the result.
         image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
         clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
         frames: number of frames to use from a clip.
@@ -84,8 +77,8 @@ def encode_frames(
         Masks and latents (n, 1 + C, T, H, W), fp32 on ``device``, for n pictures or clips; None if there are none.
 
     Raises:
-        ValueError: the model has no conditioning frames or was trained on another number of frames, or a file can't be
-            read. The message names the flag and the fix.
+        ValueError: the model takes no conditioning frames, or another number, or a file can't be read. The message
+            names the flag and the fix.
     """
     flag, media = ("--image", image) if image is not None else ("--clip", clip)
     if frames is not None and clip is None:
@@ -121,10 +114,8 @@ def encode_frames(
 
 
 def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any = None) -> Tensor | None:
-    """Encode n pictures, or the last frames of n clips, to tokens (n, tokens, width).
-
-    pictures: the model's image encoder, or None; then the result is None. image, clip: see :func:`encode_frames`.
-    """
+    """Encode n pictures, or the last frames of n clips, to tokens (n, tokens, width); None if ``pictures``, the model's
+    image encoder, is None."""
     if pictures is None:
         return None
     if image is not None:
@@ -145,10 +136,8 @@ def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal: int, path: str) -> int:
-    """Return the number of conditioning frames, counted in latent frames.
-
-    Raises ValueError if the number does not fit the model or the clip to draw.
-    """
+    """Return the number of conditioning latent frames. Raises ValueError if it does not fit the model or the clip to
+    draw."""
     trained = parse_given(mode)
     if frames is not None:
         if (frames - 1) % temporal:

@@ -7,9 +7,8 @@ A step runs:
     ...              the network's blocks and final layer
     guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
 
-These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. The kernels use the weights from
-``Sampler.weights``. Samples are the same as without fusion up to fp32 rounding. All inputs of a step are in static
-memory, as in ``SamplingLoop``.
+These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``, with the weights of ``Sampler.weights``.
+Samples are the same as without fusion up to fp32 rounding. All inputs of a step are in static memory.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """The structure of a step, without its weights and noise, which are in tables. All steps of a kind share one CUDA
-    graph."""
+    """The structure of a step, without its weights and noise. All steps of a kind share one CUDA graph."""
 
     guided: bool
     evaluations: int
@@ -38,8 +36,7 @@ class StepKind(NamedTuple):
 
 
 def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if a model's steps can be fused. The model must use kernels, run without autocast, and satisfy
-    :func:`fits_kernels`."""
+    """Return True if the model uses kernels, runs without autocast, and satisfies :func:`fits_kernels`."""
     available, _ = kernels_available(model.device, model.x_embedder.proj.weight.dtype)
     autocast = torch.is_autocast_enabled(model.device.type)
     return available and bool(model.ops.replaced) and not autocast and fits_kernels(model, size)
@@ -48,8 +45,8 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if the kernels support a model.
 
-    The model must have no conditioning frames and no captions in its token sequence, and ranks must not divide its
-    samples. Its patches must not repeat frames, and its patch embedding must be one matrix product with a bias.
+    The model has no conditioning frames and no captions in its token sequence, ranks don't divide its samples, patches
+    don't repeat frames, and the patch embedding is one matrix product with a bias.
     """
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # True if a clip model draws a picture, see DiT.forward
@@ -67,15 +64,7 @@ class FusedSteps:
         guided: for every step, True if the step has guidance.
         state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: the step of every sample, counted from the first step in the tables.
-        cfg_scale, cfg_channels: scale of guidance, and the number of guided channels.
     """
-
-    channels: int | None
-    network: PreparedModel
-    state: tuple[Tensor, ...]
-    step: Tensor
-    kinds: list[StepKind]
-    capacity: int
 
     def __init__(
         self,
@@ -113,7 +102,7 @@ class FusedSteps:
         self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
 
     def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
-        """Write the numbers and the noise of ``count`` steps, beginning with step ``first``, into the tables."""
+        """Write the numbers and the noise of ``count`` steps, beginning with step ``first``."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
             if self._noise is not None and self.kinds[first + i].noise:
@@ -158,9 +147,8 @@ class FusedSteps:
 def numbers_of(step: StepWeights) -> list[float]:
     """Return a step's weights as a list of numbers, in the order in which :meth:`FusedSteps.advance` reads them.
 
-    The order is: the factor that scales x for the network's input; for each evaluation except the last, the weights of
-    the next input, followed by those of the prediction; for the last evaluation, the weights of the new state; and p
-    and q of a learned variance.
+    The order is: the factor of the network's input; for each evaluation except the last, the weights of the next input
+    and of the prediction; the weights of the new state; and p and q of a learned variance.
     """
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
@@ -192,10 +180,7 @@ def fused_steps(
 
 
 def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
-    """Convert a step's weights for the objective's prediction to weights for the network's output.
-
-    The objective computes its prediction from the network's output.
-    """
+    """Convert a step's weights for the objective's prediction to weights for the network's output."""
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):
         return step

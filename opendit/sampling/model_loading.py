@@ -1,7 +1,6 @@
 """Load a model for sampling: its weights, objective, VAE, text encoder and class names.
 
-sample.py and the Python class ``Pipeline`` use this module. The messages of ValueErrors name flags of sample.py;
-``opendit.sampling.pipeline`` replaces the flags by the names of its arguments.
+The messages of ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` replaces them by its arguments.
 """
 
 import os
@@ -51,16 +50,8 @@ SOURCE_FPS = 24  # frame rate of the training files if the weights don't store o
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Return ``ckpt`` as a path; for "latest", return the newest run under ``outputs`` that has a checkpoint.
-
-    Args:
-        ckpt: a path, or "latest".
-        outputs: the folder of runs.
-        model: consider only runs of this model.
-        video: if ``model`` is None, consider only runs of clip models.
-
-    Raises:
-        ValueError: there is no such run.
+    """Return ``ckpt`` as a path; for "latest", the newest run under ``outputs`` that has a checkpoint. Only runs of
+    ``model`` count or, if it is None and ``video`` is True, of clip models. Raises ValueError if there is no such run.
     """
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
@@ -70,8 +61,8 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
-    """Raise ValueError if guidance is requested from a model that has no null class, or that does not support the value
-    ``by`` of ``--guidance_by``."""
+    """Raise ValueError if the model has no null class to guide away from, or does not support the value ``by`` of
+    ``--guidance_by``."""
     weak_route(config, by)
     if not config.null_class and scale != 1 and by in ("null", "route"):
         raise ValueError(
@@ -81,10 +72,8 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = 
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the name or folder of the VAE: ``vae``, or by default the VAE named in the weights' metadata.
-
-    Raises ValueError if the name is unknown.
-    """
+    """Return the name or folder of the VAE: ``vae``, or by default the VAE named in the weights' metadata. Raises
+    ValueError if the name is unknown."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
@@ -93,71 +82,50 @@ def vae_of(vae: str | None, weights: Weights) -> str:
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
 
-@dataclass(frozen=True)
+@dataclass
 class VaeLoader:
-    """Loads VAEs that decode a model's latents.
+    """Loads the VAE that decodes a model's latents, if possible in a thread while the caller reads the weights.
 
     Attributes:
-        device: device of the VAE.
         precision: precision of the model: fp32, bf16 or fp16.
         tiling, compiled: see ``load_codec``.
+        work: the thread; None if :meth:`begin` has started none.
     """
 
     device: torch.device
     precision: str
     tiling: bool = False
     compiled: bool = False
+    work: Background[ImageCodec | VideoCodec] | None = None
+    _begun: tuple[str, DiTConfig | None] | None = None
 
-    def load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
-        """Load the VAE ``name``, as returned by :func:`vae_of`.
+    def begin(self, path: str | Path, which: str, vae: str | None) -> None:
+        """Start loading the VAE ``vae``, or the VAE of the weights' metadata. Importing diffusers takes seconds.
 
-        config: the model's configuration; None for a model that draws pictures in latent space.
-        """
-        load = load_video_codec if config is not None and config.is_video else load_codec
-        # only the VAE "none" uses ``channels``, because its latents are the pixels
-        channels = 0 if config is None else config.in_channels
-        settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
-        return load(name, channels=channels, device=self.device, **settings)
-
-    def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
-        """Start loading the VAE in a thread while the caller reads the weights. Importing diffusers takes seconds.
-
-        The weights' metadata names the VAE. If the metadata names no VAE, or an error occurs, no thread is started.
-
-        Args:
-            path, which: see ``find_weights``.
-            vae: see :func:`vae_of`.
+        If the metadata names no VAE, or an error occurs, no thread is started. path, which: see ``find_weights``.
         """
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
             name, config = vae_of(vae, weights), weights.config
         except (ValueError, KeyError, TypeError, OSError):
-            return VaeLoading(self)
-        if name == "none" or (weights.path.suffix == ".json" and not weights.info):
-            return VaeLoading(self)
-        return VaeLoading(self, (name, config), Background(lambda: self.load(name, config), name="VAE"))
-
-
-@dataclass(frozen=True)
-class VaeLoading:
-    """A VAE that may still be loading in another thread.
-
-    Attributes:
-        loader: loads the VAE if no thread is loading it.
-        begun: name of the VAE that the thread loads, and configuration of the model; None without a thread.
-        work: the thread; None if none was started.
-    """
-
-    loader: VaeLoader
-    begun: tuple[str, DiTConfig | None] | None = None
-    work: Background[ImageCodec | VideoCodec] | None = None
+            return
+        if name != "none" and (weights.path.suffix != ".json" or weights.info):
+            self._begun = name, config
+            self.work = Background(lambda: self._load(name, config), name="VAE")
 
     def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
-        """Return the VAE ``name``. Wait for the thread if it is loading this VAE. Raises the same errors as
-        ``load_codec``."""
-        if self.work is None or self.begun not in ((name, config), (name, None)):
-            return self.loader.load(name, config)
+        """Return the VAE ``name``, as returned by :func:`vae_of`. Raises the same errors as ``load_codec``."""
+        if self.work is None or self._begun not in ((name, config), (name, None)):
+            return self._load(name, config)
         return self.work.result()
+
+    def _load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
+        """Load a VAE. config: the model's configuration; None for a model that draws pictures in latent space."""
+        load = load_video_codec if config is not None and config.is_video else load_codec
+        # only the VAE "none" uses ``channels``, because its latents are the pixels
+        channels = 0 if config is None else config.in_channels
+        settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
+        return load(name, channels=channels, device=self.device, **settings)
 
 
 @dataclass(frozen=True)
@@ -165,11 +133,8 @@ class LoadedModel:
     """A model with its weights, objective and VAE. Another thread may still be loading the VAE.
 
     Attributes:
-        network: the model.
-        weights: path and metadata of the weights.
-        objective: the objective that the model was trained with.
         vae: name of the VAE, see :func:`vae_of`.
-        vae_loading: the VAE, or the thread that loads it.
+        vae_loader: loads the VAE.
         notes: remarks about the weights for the user, one line each.
     """
 
@@ -177,12 +142,12 @@ class LoadedModel:
     weights: Weights
     objective: Objective
     vae: str
-    vae_loading: VaeLoading
+    vae_loader: VaeLoader
     notes: list[str]
 
     def codec(self) -> ImageCodec | VideoCodec:
         """Wait for the VAE and return it. Raises the same errors as ``load_codec``."""
-        return self.vae_loading.get(self.vae, self.network.config)
+        return self.vae_loader.get(self.vae, self.network.config)
 
 
 def load_model(
@@ -200,11 +165,11 @@ def load_model(
 ) -> LoadedModel:
     """Load a model onto the loader's device and in its precision, and start loading its VAE.
 
-    second: for a model with two networks, a run with the network that ``path`` does not contain. vae: see
-    :func:`vae_of`. The other arguments and the errors are those of ``load_pretrained``.
+    second: for a model with two networks, a run with the network that ``path`` does not contain. The other arguments
+    and the errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
-    begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
+    loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
     files = [find_weights(path, which), *(weights_in(folder, which) for folder in checkpoints_in(Path(path)))]
     stored = next(filter(None, map(read_config, files)), None)  # skip damaged checkpoints
@@ -220,7 +185,7 @@ def load_model(
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
     objective = objective_from_dict(weights.info.get("objective"))
-    return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)
+    return LoadedModel(network, weights, objective, vae_of(vae, weights), loader, notes)
 
 
 class BothNetworks(NamedTuple):
@@ -232,13 +197,8 @@ class BothNetworks(NamedTuple):
 
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
-    """Return the paths of both networks of a model; None if the model has only one network.
-
-    second: a run with the network that ``path`` does not contain.
-
-    Raises:
-        ValueError: a network is missing, or ``second`` does not contain the other network.
-    """
+    """Return the paths of both networks of a model; None if the model has only one network. Raises ValueError if a
+    network is missing, or if ``second`` does not contain the other network."""
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     second = low_noise_of(path) if second is None else second
     if second is not None and (two is None or two.expert is None):
@@ -268,10 +228,8 @@ def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | No
 
 
 def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, list[WeightedLora]]:
-    """Return the LoRAs of each of a model's two networks, by "high" and "low".
-
-    Raises ValueError for a file that does not state its network.
-    """
+    """Return the LoRAs of each of a model's two networks, by "high" and "low". Raises ValueError for a file that does
+    not state its network."""
     found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
     for each, weight in lora:
         file = find_weights(each, which)
@@ -291,18 +249,14 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder for a model's precision.
-
-    For bf16 models the encoders use fp16, whose results are closer to fp32 results.
-    """
+    """Return the dtype of the VAE and the text encoder: fp16 for bf16 models, because its results are closer to fp32
+    results."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 
 def text_encoder_of(name: str | None, weights: Weights) -> str:
-    """Return the text encoder for a model's captions: ``name``, or by default the one in the weights' metadata.
-
-    Raises ValueError if the name is unknown, or if the encoder's kind or width differs from the model's.
-    """
+    """Return the text encoder for a model's captions: ``name``, or by default the one in the weights' metadata. Raises
+    ValueError if the name is unknown, or if the encoder's kind or width differs from the model's."""
     text = weights.config and weights.config.text
     assert text is not None  # this function is called only for models with captions
     stored: str = weights.info.get("text_encoder") or text.name
@@ -335,10 +289,8 @@ def make_conditioner(
     precision: str,
     text_precision: str = "bf16",
 ) -> Conditioner:
-    """Return a model's conditioner, with the frozen text encoder if the model needs one.
-
-    text_precision: value of --text_precision. Raises the same errors as :func:`text_encoder_of`.
-    """
+    """Return a model's conditioner, with the frozen text encoder if the model needs one. Raises the same errors as
+    :func:`text_encoder_of`."""
     if config.text is None:
         assert config.num_classes is not None
         return LabelConditioner(config.num_classes, device)
@@ -359,11 +311,8 @@ def published_conditioner(
     precision: str,
     text_precision: str = "bf16",
 ) -> PublishedConditioner:
-    """Return the conditioner of a public model, with the text encoders from its pipeline's folder.
-
-    text_precision: value of --text_precision. Raises ValueError or FileNotFoundError, naming the file, if a file is
-    missing or belongs to another model.
-    """
+    """Return the conditioner of a public model, with the text encoders from its pipeline's folder. Raises ValueError or
+    FileNotFoundError if a file is missing or belongs to another model."""
     from opendit.encoders.published_text import load_published_text, text_widths
 
     stored = weights.info.get("text_encoder")
@@ -398,10 +347,7 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
 
 def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
     """Raise ValueError if the user sets a flag of guidance's second forward pass for a public model without a second
-    pass.
-
-    asked: flag name -> value, which is true if the user gave the flag.
-    """
+    pass. asked: flag name -> value, which is true if the user gave the flag."""
     if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
         return
     embedded = family_of(config.family).guidance.formula == "embedded"
@@ -416,10 +362,8 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the number of steps and the guidance scale to use by default.
-
-    These are a public model's defaults, 2 and 1.0 for MeanFlow, and ``steps`` and ``scale`` for other models.
-    """
+    """Return the default number of steps and guidance scale: a public model's, 2 and 1.0 for MeanFlow, and ``steps``
+    and ``scale`` for other models."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -446,8 +390,7 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
-    """Return the condition of guidance's unconditional half, as a batch of one: the negative prompt or the null
-    condition."""
+    """Return the condition of guidance's unconditional half, as a batch of one."""
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
@@ -463,11 +406,8 @@ def latent_size(
 ) -> tuple[int, ...]:
     """Return the size of the latents to draw, (h, w) or (t, h, w).
 
-    num_frames: number of frames of a clip; by default the number that the model was trained on. image_size: the side,
-    or (height, width), in pixels.
-
-    Raises:
-        ValueError: ``num_frames`` or ``image_size`` does not fit the model or its VAE.
+    num_frames: number of frames of a clip; by default that of training. image_size: the side, or (height, width), in
+    pixels. Raises ValueError if one of them does not fit the model or its VAE.
     """
     *frames, height, width = config.input_size
     if frames:
@@ -496,11 +436,8 @@ def latent_size(
 def _any_size(
     config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
-    """Return the size of the latents for a public model, which draws any ``image_size``.
-
-    The default is the size in the configuration. Raises ValueError if a side is not a multiple of the pixels that one
-    patch covers.
-    """
+    """Return the size of the latents for a public model, which draws any ``image_size``. Raises ValueError if a side is
+    not a multiple of the pixels that one patch covers."""
     if image_size is None:
         return (*frames, *config.input_size[-2:])
     sides = (image_size,) * 2 if isinstance(image_size, int) else image_size
@@ -513,11 +450,8 @@ def _any_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the frame rate of generated clips.
-
-    The rate comes from the metadata of the weights, or if missing, from the interval between training frames.
-    frame_interval: replaces the interval stored in the metadata.
-    """
+    """Return the frame rate of generated clips, from the metadata of the weights or, if missing, from the interval
+    between training frames, which ``frame_interval`` replaces."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:

@@ -23,10 +23,8 @@ LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255
 
 
 def file_name(number: int, label: str) -> str:
-    """Return a file name, without suffix, that every file system accepts.
-
-    For (7, "a cat, asleep") the name is "000007-a_cat__asleep".
-    """
+    """Return a file name, without suffix, that every file system accepts: "000007-a_cat__asleep" for (7, "a cat,
+    asleep")."""
     name = ""
     for character in label[:40]:
         name += character if (character.isalnum() or character in "-_") and _encodes(character) else "_"
@@ -43,12 +41,7 @@ def _encodes(character: str) -> bool:
 
 
 class OutputFolder:
-    """The files of one run in its output folder. Only rank 0 calls :meth:`begin` or :meth:`resume`.
-
-    Args:
-        folder: the output folder.
-        names: names of the files that the run will write.
-    """
+    """The files of one run in its output folder, with the ``names`` that the run will write. Only rank 0 writes."""
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.names = folder, list(names)
@@ -101,10 +94,8 @@ def write_npz(
 ) -> None:
     """Write an .npz like np.savez does, but from blocks, so that the arrays need not fit in memory.
 
-    Args:
-        path: path of the .npz.
-        arrays: name -> (dtype in numpy's notation such as "|u1", shape, blocks of the values in C order).
-        mark: see :func:`replacing`.
+    arrays: name -> (dtype in numpy's notation such as "|u1", shape, blocks of the values in C order). mark: see
+    :func:`replacing`.
     """
     with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, (descr, shape, blocks) in arrays.items():
@@ -130,12 +121,12 @@ def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarra
     return descr, (len(captions),), blocks
 
 
-def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
-    """Write STEM.png for a picture (H, W, 3) or STEM.mp4 for a clip (T, H, W, 3), atomically."""
+def save_one(path: Path, picture: np.ndarray, fps: float) -> None:
+    """Write a PNG of a picture (H, W, 3) or an MP4 of a clip (T, H, W, 3), atomically."""
     if picture.ndim == 4:
-        write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
+        write_mp4(path, picture, fps)
     else:
-        with replacing(stem.with_name(stem.name + ".png")) as new:
+        with replacing(path) as new:
             Image.fromarray(picture).save(new, "PNG")
 
 
@@ -147,11 +138,8 @@ class VideoClip:
     fps: float
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write an .mp4 (H.264) or a looping .gif atomically, and return its path.
-
-        Raises:
-            ValueError: the path has another suffix.
-        """
+        """Write an .mp4 (H.264) or a looping .gif atomically, and return its path. Raises ValueError for another
+        suffix."""
         path = Path(path)
         if path.suffix.lower() == ".mp4":
             write_mp4(path, self.frames, self.fps)

@@ -1,34 +1,46 @@
-"""Decode latents and write files while the model draws the next batch.
+"""Distribute batches over replicas, and decode latents while the model draws the next batch.
 
 On a GPU the VAE decodes on a side stream while the model draws the next batch on the main stream. The pictures are
 copied to the host through pinned memory, and a few threads encode and write the files. On a CPU only these threads run
 concurrently.
 """
 
+import contextlib
+import math
+import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
+from opendit.common.progress import Progress
+from opendit.common.stages import Stages
+from opendit.config.parallel_sizes import find_place
 from opendit.encoders.pictures import to_bytes
 from opendit.encoders.vae import Codec, FrozenVAE, Tiles
 from opendit.encoders.video_vae import FrameCodec, frames_of
 from opendit.parallel.collectives import Group, start_gather
+from opendit.parallel.guidance import Replica
+from opendit.parallel.rendezvous import meet
+from opendit.sampling.sample_cache import SampleCache, SamplingJob
+from opendit.sampling.sampling_run import SamplingRun
+
+POLL_S = 0.005  # seconds between two polls while a rank waits for its replica's first rank
 
 
 class Writers:
     """Threads that run queued tasks. At most ``waiting`` tasks are in the queue.
 
-    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error.
-
-    As a context manager, this waits on exit for all tasks, or after an exception only for the running tasks.
+    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error. A
+    context manager waits on exit for all tasks, or after an exception only for the running tasks.
     """
 
     def __init__(self, threads: int, waiting: int):
@@ -82,8 +94,7 @@ class _Batch:
         index: numbers of the samples, (B,).
         rows: number of pictures, frames or tiles in the batch.
         tiles: the division of pictures into tiles, if ranks share the tiles of a picture.
-        pixels: the decoded rows. First these are this rank's share, on the device; after the exchange between ranks,
-            all rows; in the end, all rows on the host.
+        pixels: the decoded rows: this rank's share on the device, then all rows, and in the end all rows on the host.
         ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
     """
 
@@ -97,14 +108,12 @@ class _Batch:
 class OutputPipeline:
     """Decodes batches of latents and passes the pictures to ``deliver``.
 
-    Every rank of a replica calls :meth:`put` with the same batches and decodes a share of each batch. As a context
-    manager, this delivers all batches on exit, but none after an exception.
+    Every rank of a replica calls :meth:`put` with the same batches and decodes a share of each batch. A context manager
+    delivers all batches on exit, but none after an exception.
 
     Args:
-        codec: decodes the latents.
-        device: device of the latents.
         deliver: function ``deliver(index, pictures)`` of the samples' numbers (B,) and uint8 pixels (B, H, W, 3) or (B,
-            T, H, W, 3). :meth:`put` calls ``deliver`` for a batch that was put one or two calls earlier.
+            T, H, W, 3). :meth:`put` calls it for a batch that was put one or two calls earlier.
         ranks: the ranks of the replica, which have the same latents; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
@@ -132,10 +141,8 @@ class OutputPipeline:
             self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
-        """Start to decode a batch, and deliver an earlier batch. Raises the errors of ``deliver``.
-
-        index: (B,) on the CPU. latents: (B, C, ...).
-        """
+        """Start to decode latents (B, C, ...) of the samples ``index`` (B,), and deliver an earlier batch. Raises the
+        errors of ``deliver``."""
         batch = self._start(index, latents)
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
@@ -201,12 +208,10 @@ class OutputPipeline:
     # ------------------------------------------------------------------------------------ CUDA streams, no-ops on a CPU
 
     def _on_side(self, after: Tensor):
-        """Return a context whose work runs on the side stream, after the work that is on the main stream so far.
-
-        after: tensor from the main stream that the side stream will read.
-        """
+        """Return a context whose work runs on the side stream, after the work on the main stream so far. The side
+        stream will read the tensor ``after``."""
         if self._side is None:
-            return nullcontext()
+            return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
         after.record_stream(self._side)
         return torch.cuda.stream(self._side)
@@ -225,3 +230,113 @@ class OutputPipeline:
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
         return host.copy_(pixels, non_blocking=True)
+
+
+# ------------------------------------------------------------------------------------------ several replicas
+
+
+@dataclass
+class ReplicaBatches:
+    """Iterable over the batches of sample numbers that this replica draws. The caller passes each batch's latents to
+    :meth:`decode`.
+
+    All ranks of a replica get the same batches. A free replica takes the next group of batches from the queue, so that
+    a slow replica gets fewer groups.
+    """
+
+    groups: list[list[range]]
+    queue: "SharedQueue"
+    pipeline: OutputPipeline
+    progress: Progress
+    leads: bool
+    stages: Stages
+
+    def __iter__(self) -> Iterator[range]:
+        for number in self.queue:
+            yield from self.groups[number]
+
+    def decode(self, index: Tensor, latents: Tensor) -> None:
+        """Decode the latents (B, C, ...) of a batch while the next batch is drawn, and deliver the pictures later."""
+        with self.stages("decoding"):
+            self.pipeline.put(index, latents)
+        if self.leads:
+            self.progress.update(self.queue.add_finished(len(index)) - self.progress.done)
+
+
+@contextlib.contextmanager
+def replica_batches(
+    run: SamplingRun,
+    cache: SampleCache,
+    missing: Collection[int],
+    deliver: Callable[[Tensor, np.ndarray], None],
+    finish: Callable[[], None],
+) -> Iterator[ReplicaBatches]:
+    """Distribute the missing parts of a cache over all replicas, and show a progress bar. Collective.
+
+    On exit, rank 0 waits until all samples are drawn. deliver: see :class:`OutputPipeline`. finish: called after this
+    rank's last batch has been delivered.
+    """
+    mesh, replica, stages = run.mesh, run.replica, run.stages
+    groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
+    name = mesh.broadcast_object(secrets.token_hex(8))  # a random name that no earlier queue in the store has
+    queue = SharedQueue(meet(find_place()), name, len(groups), replica)
+    total = sum(len(batch) for group in groups for batch in group)
+    with (
+        Progress(total, "samples", disable=not mesh.is_main) as progress,
+        OutputPipeline(run.codec, mesh.device, deliver, replica.ranks, replica.leads) as pipeline,
+    ):
+        yield ReplicaBatches(groups, queue, pipeline, progress, replica.leads, stages)
+        with stages("decoding"):
+            pipeline.finish()
+        finish()
+        if mesh.is_main:
+            with stages("other processes: waited for"):
+                while (done := queue.add_finished(0)) < total:
+                    progress.update(done - progress.done)
+                    time.sleep(0.1)
+            progress.update(total - progress.done)
+
+
+def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
+    """Return the batch size of a job, at most ``most``.
+
+    In a small job, every part is one sample, and the batch size is reduced so that all replicas draw the same number of
+    batches. In a large job, parts are multiples of a batch.
+    """
+    if job.samples_a_part > 1:
+        return min(most, math.ceil(job.count / replicas))
+    rounds = math.ceil(job.count / (most * replicas))
+    return math.ceil(job.count / (rounds * replicas))
+
+
+class SharedQueue:
+    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first.
+
+    A counter in the store holds the next number. The first rank of a replica increments it, and passes the number to
+    the replica's other ranks through a key in the store. They poll the key instead of waiting inside the store, because
+    other threads use the same connection. name: unique in the store.
+    """
+
+    def __init__(self, store: Store, name: str, count: int, replica: Replica):
+        self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica
+
+    def __iter__(self) -> Iterator[int]:
+        turn = 0
+        while (number := self._next(turn)) < self.count:
+            yield number
+            turn += 1
+
+    def _next(self, turn: int) -> int:
+        key = f"{self._name}/{self._replica.number}/{turn}"
+        if self._replica.leads:
+            number = self._store.add(f"{self._name}/taken", 1) - 1
+            if self._replica.ranks is not None:
+                self._store.set(key, str(number))
+            return number
+        while not self._store.check([key]):
+            time.sleep(POLL_S)
+        return int(self._store.get(key))
+
+    def add_finished(self, amount: int) -> int:
+        """Add to the number of finished samples, and return the total of all replicas. Called by first ranks only."""
+        return self._store.add(f"{self._name}/finished", amount)

@@ -35,23 +35,8 @@ from opendit.models.dit import DiT
 from opendit.models.families.public_config import embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
+from opendit.sampling import model_loading as loading
 from opendit.sampling.conditioning_frames import encode_frames, encode_pictures, frames_of_samples, with_pictures
-from opendit.sampling.model_loading import (
-    VaeLoader,
-    check_guidance,
-    check_negative,
-    check_second_pass,
-    check_text_encoder,
-    checkpoint_at,
-    class_names,
-    frames_per_second,
-    guidance_of,
-    latent_size,
-    load_model,
-    make_conditioner,
-    null_of,
-    usual_settings,
-)
 from opendit.sampling.output_files import VideoClip
 from opendit.sampling.sampling_engine import SamplingEngine
 
@@ -109,7 +94,6 @@ def load(
     Args:
         path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
             diffusers' ``DiTPipeline``, or "latest": the newest run under ``outputs`` that has a checkpoint.
-        outputs: the folder of runs, for "latest".
         device: the device; None for the GPU, or for the CPU if there is no GPU.
         precision: precision of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
         weights: the weights of a run or checkpoint to load: "ema" or "model".
@@ -129,13 +113,9 @@ def load(
         kernels: use the fused kernels and the fastest attention, on GPUs that support them.
         download: download the public model that ``path`` names on the hub, OWNER/NAME or OWNER/NAME@REVISION.
 
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        ValueError: the checkpoint is damaged or holds another model than ``model``, or an argument does not fit the
-            checkpoint; the message names the argument.
-
-    Warns if a newer checkpoint is damaged, if the number of classes had to be assumed, or if the GPU does not support
-    FP8.
+    Raises FileNotFoundError if there is no such checkpoint, and ValueError if it is damaged or an argument does not fit
+    it; the message names the argument. Warns if a newer checkpoint is damaged, if the number of classes had to be
+    assumed, or if the GPU does not support FP8.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = precision or ("fp32" if device.type == "cpu" else "bf16")
@@ -148,9 +128,9 @@ def load(
     if weights not in ("ema", "model"):
         raise ValueError(f"weights {weights}: must be ema or model")
     with arguments_named():
-        loaded = load_model(
-            checkpoint_at(fetched(os.fspath(path), "--ckpt", True) if download else path, outputs, model),
-            VaeLoader(device, precision, vae_tiling, vae_compile),
+        loaded = loading.load_model(
+            loading.checkpoint_at(fetched(os.fspath(path), "--ckpt", True) if download else path, outputs, model),
+            loading.VaeLoader(device, precision, vae_tiling, vae_compile),
             name=model,
             which=weights,
             lora=weighted(lora),
@@ -160,8 +140,8 @@ def load(
         )
         network, found, notes = loaded.network, loaded.weights, loaded.notes
         config, dtype = network.config, PRECISIONS[precision]
-        check_text_encoder(text_encoder, text_precision, config, found)
-        latent_size(config, found, loaded.vae)
+        loading.check_text_encoder(text_encoder, text_precision, config, found)
+        loading.latent_size(config, found, loaded.vae)
         if fp8:
             config.check_speed(True, "none")
         on = kernels and device.type == "cuda"
@@ -170,7 +150,7 @@ def load(
         network.eval().requires_grad_(False)
         network.use(ops=chosen.ops, attend=chosen.attend)
         codec = loaded.codec()
-        conditioner = make_conditioner(config, found, text_encoder, device, precision, text_precision)
+        conditioner = loading.make_conditioner(config, found, text_encoder, device, precision, text_precision)
     if fp8 and not chosen.ops.float8:
         notes.append(chosen.ops_note)
     for note in notes:
@@ -188,12 +168,9 @@ class Pipeline:
         pictures = pipe([207, 360], steps=50, guidance=4, seed=0)
 
     Attributes:
-        model: the network.
-        objective: the objective that the model was trained with.
         codec: converts between latents and pixels.
         conditioner: converts classes or captions to conditions.
         weights: the path of the weights (``path``) and the metadata of their file (``info``).
-        precision: precision of the network.
         notes: remarks about the loading, one line each.
         engines: the most recently used engines, with their CUDA graphs, by their settings.
     """
@@ -205,7 +182,7 @@ class Pipeline:
     weights: Weights
     precision: str
     notes: list[str]
-    engines: OrderedDict["EngineSettings", SamplingEngine] = field(default_factory=OrderedDict, init=False)
+    engines: OrderedDict[tuple[Any, ...], SamplingEngine] = field(default_factory=OrderedDict, init=False)
 
     @property
     def config(self) -> DiTConfig:
@@ -223,7 +200,7 @@ class Pipeline:
     @property
     def class_names(self) -> list[str]:
         """Names of all classes. The list is empty for a model of captions."""
-        return [] if self.config.text else class_names(self.config, self.weights)
+        return [] if self.config.text else loading.class_names(self.config, self.weights)
 
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
@@ -295,7 +272,7 @@ class Pipeline:
             ValueError: a class is unknown (the message names the most similar class), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
-        usual = usual_settings(self.config, 50, 4.0, self.weights)
+        usual = loading.usual_settings(self.config, 50, 4.0, self.weights)
         steps, guidance = usual[0] if steps is None else steps, usual[1] if guidance is None else guidance
         settings = DrawSettings(
             steps=steps,
@@ -314,7 +291,7 @@ class Pipeline:
         with self._arithmetic():
             y, null, plan = self._resolve(what, settings)
             engine, index, drawn = self._engine(plan), torch.arange(len(y)), []
-            given = self._conditioning_frames(plan.size, image, clip, clip_frames)
+            given = self._conditioning_frames(plan["size"], image, clip, clip_frames)
             y = with_pictures(y, encode_pictures(getattr(self.conditioner, "pictures", None), image, clip), index)
             total = steps * math.ceil(len(y) / batch_size)
             title = engine.approximations.note.partition(": ")[0] or None
@@ -339,7 +316,6 @@ class Pipeline:
         return drawn
 
     def _conditioning_frames(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
-        """Return the conditioning frames of the samples, see :func:`encode_frames`."""
         media = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
         media["fps"] = self.weights.info.get("fps")
         with arguments_named():
@@ -347,11 +323,9 @@ class Pipeline:
 
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
-    ) -> tuple[Condition, Condition, "EngineSettings"]:
-        """Check the arguments of a call.
-
-        Return the samples' conditions, the condition of guidance's unconditional half, and the engine's settings.
-        """
+    ) -> tuple[Condition, Condition, dict[str, Any]]:
+        """Check the arguments of a call. Return the samples' conditions, that of guidance's unconditional half, and the
+        engine's settings."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):
@@ -360,19 +334,19 @@ class Pipeline:
             what = int(what)  # also converts integers of numpy
         with arguments_named():
             latents = self._latent_size(settings.size, settings.frames)
-            check_negative(negative, self.config, self.weights)
+            loading.check_negative(negative, self.config, self.weights)
             sampler = self.objective.choose(settings.sampler or self.weights.info.get("sampler"))
             if not isinstance(what, int):
-                check_guidance(self.config, self.weights, guidance, settings.guidance_by)
+                loading.check_guidance(self.config, self.weights, guidance, settings.guidance_by)
             asked = {"cfg_interval": interval, "negative_prompt": negative, "cfg_channels": settings.guided_channels}
             asked["guidance_every"], asked["guidance_by"] = settings.guidance_every > 1, settings.guidance_by != "null"
-            check_second_pass(self.config, self.weights, guidance, asked)
+            loading.check_second_pass(self.config, self.weights, guidance, asked)
         if isinstance(self.conditioner, PublishedConditioner):
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
-        y, scale = self._conditions(what), guidance_of(self.config, float(guidance))
+        y, scale = self._conditions(what), loading.guidance_of(self.config, float(guidance))
         if isinstance(what, int) and negative is None:
             scale, interval = 1.0, None  # without a condition, both halves of guidance would be equal
-        plan = EngineSettings(
+        plan: dict[str, Any] = dict(
             steps=settings.steps,
             sampler=sampler,
             cfg_scale=scale,
@@ -383,25 +357,25 @@ class Pipeline:
             cache=settings.cache,
             size=latents,
         )
-        null, y = same_length(null_of(self.conditioner, negative), y)
+        null, y = same_length(loading.null_of(self.conditioner, negative), y)
         return y, null, plan
 
-    def _engine(self, settings: "EngineSettings") -> SamplingEngine:
-        """Return the engine for these settings. If there are too many engines, a new one replaces the least recently
-        used one."""
-        if settings not in self.engines:
+    def _engine(self, settings: dict[str, Any]) -> SamplingEngine:
+        """Return the engine for these settings, which may replace the least recently used one."""
+        key = tuple(settings.values())
+        if key not in self.engines:
             while len(self.engines) >= ENGINES:
                 self.engines.popitem(last=False)
-            self.engines[settings] = SamplingEngine(self.model, self.objective, **vars(settings))
-        self.engines.move_to_end(settings)
-        return self.engines[settings]
+            self.engines[key] = SamplingEngine(self.model, self.objective, **settings)
+        self.engines.move_to_end(key)
+        return self.engines[key]
 
     def decode(self, latents: Tensor) -> list[Any]:
         """Decode latents (B, C, ...) to pictures or clips."""
         pixels = to_uint8(self.codec.decode(latents))
         if not self.config.is_video:
             return [Image.fromarray(picture) for picture in pixels]
-        return [VideoClip(frames, frames_per_second(self.weights)) for frames in pixels]
+        return [VideoClip(frames, loading.frames_per_second(self.weights)) for frames in pixels]
 
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[None]:
@@ -420,7 +394,7 @@ class Pipeline:
             if not self.config.is_video:
                 raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
             check_number("frames", frames, 1, 16_384, int)
-        return latent_size(self.config, self.weights, self.codec.name, frames, size)
+        return loading.latent_size(self.config, self.weights, self.codec.name, frames, size)
 
     def _conditions(self, what: int | str | Sequence[int | str]) -> Condition:
         """Return the conditions of all samples, one row each."""
@@ -500,21 +474,6 @@ class DrawSettings:
             low, high = self.interval
             if not 0 <= low < high:
                 raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Arguments of a :class:`SamplingEngine`, with the defaults of a model filled in."""
-
-    steps: int
-    sampler: str
-    cfg_scale: float
-    cfg_channels: int | None
-    cfg_interval: tuple[float, float] | None
-    guidance_every: int
-    guidance_by: str
-    cache: str | None
-    size: tuple[int, ...]
 
 
 @contextlib.contextmanager

@@ -24,11 +24,10 @@ class PreparedModel:
     """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``. It does not embed
     times and captions again in each step.
 
-    The layers that compute the modulations of all blocks and of the final layer hold a third of DiT-XL/2's weights.
-    This class computes the modulations of many steps at once, with one matrix product per block. It writes them into a
-    table with one row for each (step, evaluation, condition). A step gathers its samples' rows from the table. Samples
-    may be at different steps. The conditions are those of the B samples, followed by the null condition of guidance:
-    one for the whole batch or one per sample. The captions' keys and values, and the positions, are computed once.
+    The layers that compute the modulations hold a third of DiT-XL/2's weights. This class computes the modulations of
+    many steps at once, into a table with one row for each (step, evaluation, condition), from which a step gathers its
+    samples' rows. The conditions are those of the B samples, followed by the null condition of guidance: one for the
+    whole batch or one per sample. The captions' keys and values, and the positions, are computed once.
 
     All tensors stay at fixed addresses, so a CUDA graph recorded with one batch and at one step can be replayed with
     other batches and at other steps.
@@ -40,8 +39,8 @@ class PreparedModel:
         size: size of the latents, without channels.
         memory: maximum size of a table in bytes. The table of modulations holds as many steps as fit, but at least one.
             If the captions' keys and values don't fit, every step recomputes them.
-        shared: True if ranks share a batch, so that ``rows`` in a call may be any rows of the batch. If False, ``rows``
-            are always the first rows.
+        shared: True if ranks share a batch, so that ``rows`` in a call may be any rows of the batch; otherwise they are
+            always the first rows.
 
     Attributes:
         stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. The owner of
@@ -51,15 +50,6 @@ class PreparedModel:
     """
 
     stack: Callable[..., Tensor]
-    guided: bool
-    model: DiT
-    samples: int
-    times: Tensor
-    memory: int
-    shared: bool
-    grid: tuple[int, ...]
-    capacity: int
-    table: Tensor
 
     def __init__(
         self,
@@ -79,14 +69,13 @@ class PreparedModel:
         self.table = torch.empty(0)
         self._evaluation = 0
         self.capacity = len(times)
+        self.conditions = 0  # number of conditions, and of table rows of one evaluation
 
     # ----------------------------------------------------------------------------------------------- before the steps
 
     def condition(self, y: Condition, null: Condition | None) -> None:
-        """Prepare for the conditions of a batch.
-
-        y: conditions of the B samples. null: null condition, as a batch of 1 or B; None without guidance.
-        """
+        """Prepare for the conditions y of B samples, and the null condition: a batch of 1 or B, or None without
+        guidance."""
         both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
         rows = torch.arange(self.samples, device=self.model.device)
@@ -103,10 +92,8 @@ class PreparedModel:
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store the contexts of cross-attention for every row of the batch.
-
-        Store the keys and values of every block if they fit in ``memory``, else the captions' tokens.
-        """
+        """Store the keys and values of every block for every row of the batch if they fit in ``memory``, else the
+        captions' tokens."""
         if context is None:
             self._parts = 0
             return
@@ -121,9 +108,9 @@ class PreparedModel:
         c = self.model.embed_time(self.times[0, :1]) + self._vector[:1]
         self._widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self._modulations(c)), strict=True)
         self._evaluations = self.times.shape[1]
-        self._conditions, width = conditions, sum(self._widths)
+        self.conditions, width = conditions, sum(self._widths)
         rows = self._evaluations * conditions
-        self.capacity = self._steps_of(rows, rows * width * dtypes[0].itemsize)
+        self.capacity = max(1, min(len(self.times), self.memory // (rows * width * dtypes[0].itemsize)))
         self._at_zero = torch.arange(conditions if self.model.config.given_in_place else 0, device=c.device)
         shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
@@ -132,16 +119,10 @@ class PreparedModel:
             self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
-        """Return the modulations for the embeddings c, one tensor for each block and one for the final layer."""
         return cast(Iterator[Tensor], self.model.modulations(c))
 
-    def _steps_of(self, rows: int, size: int) -> int:
-        """Return how many steps fit in the table. size: bytes of the table rows of one step."""
-        return max(1, min(len(self.times), self.memory // size))
-
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
-        """Copy tensors into the tensors that are stored under this name. If shapes or dtypes have changed, store clones
-        instead."""
+        """Copy tensors into those stored under this name; store clones instead if shapes or dtypes have changed."""
         kept = self._static.setdefault(name, [])
         if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
             for old, new in zip(kept, tensors, strict=True):
@@ -151,29 +132,24 @@ class PreparedModel:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors. A CUDA graph stays valid while all addresses are the same."""
+        """Addresses of all tensors. A CUDA graph stays valid while they are the same."""
         tensors = [self.table, *(tensor for tensors in self._static.values() for tensor in tensors)]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of as many steps as fit into the table, beginning with step ``first``. Return the
-        number of steps."""
+        """Compute the modulations of as many steps as fit into the table, from step ``first``. Return their number."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
-        conditions = torch.arange(self._conditions, device=self.table.device).repeat(len(evaluations))
-        self._write(None, evaluations.repeat_interleave(self._conditions, dim=0), conditions)
+        conditions = torch.arange(self.conditions, device=self.table.device).repeat(len(evaluations))
+        self._write(None, evaluations.repeat_interleave(self.conditions, dim=0), conditions)
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Compute modulations and write them into rows of the table.
+        """Compute modulations for times t (n,) or (n, K) and the conditions with indices ``conditions`` (n,), and write
+        them into ``rows`` (n,) of the table; None for the first n.
 
-        Every matrix product has the same number of rows, so that the result for a modulation does not depend on the
-        number of modulations computed at once.
-
-        Args:
-            rows: (n,) rows of the table; None for the first n.
-            t: (n,) or (n, K) times.
-            conditions: (n,) indices of conditions.
+        Every matrix product has the same number of rows, so that a modulation does not depend on the number of
+        modulations computed at once.
         """
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
@@ -192,18 +168,12 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Row of every sample at step 0 in the table, (halves, B) int64. With guidance there are two halves, otherwise
-        one."""
+        """Row of every sample at step 0 in the table, (halves, B) int64, with two halves for guidance."""
         return self._static["rows"][0]
 
     @property
-    def conditions(self) -> int:
-        """Number of table rows of one evaluation, which is the number of conditions."""
-        return self._conditions
-
-    @property
     def rows_of_a_step(self) -> int:
-        return self._evaluations * self._conditions
+        return self._evaluations * self.conditions
 
     @property
     def positions(self) -> Tensor | None:
@@ -212,10 +182,8 @@ class PreparedModel:
 
     @property
     def contexts(self) -> list[Tensor]:
-        """Contexts of cross-attention, each (2 B, tokens, ...); empty for a class-conditional model.
-
-        The list holds the keys and values of every block, or the tokens that all blocks share, and then the mask.
-        """
+        """Contexts of cross-attention, each (2 B, tokens, ...): the keys and values of every block, or the tokens that
+        all blocks share, and then the mask. Empty for a class-conditional model."""
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
@@ -237,18 +205,13 @@ class PreparedModel:
         """Return the network's output for x (n, C, ...). Call this method once for every evaluation of a step, in
         order.
 
-        Args:
-            x: (n, C, ...) the network's input.
-            t: ignored, because the table holds the times' modulations.
-            rows: (n,) int64, the rows of the guided batch that x holds. Sample b has row b in the conditional half and
-                row B + b in the unconditional half.
+        t is ignored, because the table holds the times' modulations. rows: (n,) int64, the rows of the guided batch
+        that x holds. Sample b has row b in the conditional half and row B + b in the unconditional half.
         """
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
-            table_rows = table_rows + self._evaluation * self._conditions
+            table_rows = table_rows + self._evaluation * self.conditions
         self._evaluation += 1
-        positions = self._static["positions"]
-        position = positions[0] if positions else None
         for frames in self._static.get("conditioning frames", []):  # both halves of guidance use the same frames
             given = frames[rows % self.samples]
             x = with_given(x, given)
@@ -256,7 +219,7 @@ class PreparedModel:
                 at_zero = self._rows_in(self.rows.flatten(), rows) + len(self.table) - len(self._at_zero)
                 table_rows = torch.where(given[:, 0, :, 0, 0] > 0, at_zero[:, None], table_rows[:, None]).flatten()
         modulations = GatheredModulations(self.table, table_rows, self._widths)
-        return self.model.predict(x, modulations, self._context(rows), position, self.stack)
+        return self.model.predict(x, modulations, self._context(rows), self.positions, self.stack)
 
     # Any, because the stack takes GatheredContexts instead of a list of contexts
     def _context(self, rows: Tensor) -> Any:
@@ -276,11 +239,8 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 class GatheredModulations:
     """Iterator over the modulations of every block and then of the final layer, gathered from a table on demand.
 
-    Args:
-        table: (R, sum of ``widths``), the modulations of all blocks and of the final layer side by side.
-        rows: (n,) int64, rows of the table.
-        widths: width of the modulations of every block and of the final layer.
-        gather_rows: gathers rows of a table: :func:`select_rows`, or a kernel with the same result.
+    table: (R, sum of ``widths``), the modulations of all blocks and of the final layer side by side. rows: (n,) int64,
+    rows of the table. gather_rows: :func:`select_rows`, or a kernel with the same result.
     """
 
     def __init__(self, table: Tensor, rows: Tensor, widths: Sequence[int], gather_rows: GatherRows = select_rows):
@@ -306,7 +266,7 @@ class GatheredModulations:
         self.skip(count)
 
     def skip(self, count: int) -> None:
-        """Skip the next ``count`` modulations, because their blocks are not evaluated."""
+        """Skip the next ``count`` modulations."""
         self._column += sum(self._widths[self._number : self._number + count])
         self._number += count
 
@@ -314,11 +274,8 @@ class GatheredModulations:
 class GatheredContexts:
     """The contexts of cross-attention, gathered only for blocks that are evaluated.
 
-    Args:
-        kept: tensors for all rows of a batch: the captions' tokens, or the keys and values of every block; and last,
-            the mask.
-        every: True if ``kept`` holds every block's keys and values.
-        rows_in: selects the rows of the current call from a tensor that has all rows.
+    kept: tensors for all rows of a batch: the captions' tokens, or (if ``every``) the keys and values of every block;
+    and last, the mask. rows_in: selects the rows of the current call.
     """
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):

@@ -1,9 +1,8 @@
 """Cache samples, or features of samples, on disk, so that a killed job can resume.
 
-The cache is written in parts. A part is one file with a checksum. A part holds a fixed range of sample numbers, which
-does not depend on the number of processes. A part is written atomically, after the picture or clip files of its
-samples. A manifest in the same folder stores the settings that determine a sample. A job with other settings does not
-use the cache.
+A part of the cache is one file with a checksum, for a fixed range of sample numbers. It is written atomically, after
+the picture or clip files of its samples. A manifest stores the settings that determine a sample. A job with other
+settings does not use the cache.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ _KIND = FileKind(_Manifest, MIB)
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
     """Return the number of samples in a part.
 
-    A part holds one sample in jobs of up to ``FINE`` samples. In larger jobs a part holds whole batches, about
+    A part holds one sample in jobs of up to ``FINE`` samples. In larger jobs it holds whole batches, about
     ``PART_BYTES`` of pixels, and there are at least about 64 parts.
     """
     if count <= FINE:
@@ -81,24 +80,18 @@ class SamplingJob:
 
     @property
     def identity(self) -> str:
-        """Hash of the settings, the number of samples and the size of the parts."""
         return hash_parts(str(self.count), str(self.samples_a_part), json.dumps(self.settings, sort_keys=True))
 
 
 class DamagedPart(OSError):
-    """A part is missing or differs from the part that was written. The message names its file."""
+    """A part is missing or differs from what was written. The message names its file."""
 
 
 class SampleCache:
     """The cached samples of a job, in a subfolder of the job's output folder.
 
-    Args:
-        output: the output folder.
-        job: the job.
-        root: folder below which symbolic links are not followed (opendit/common/safe_files.py); ``output`` by default.
-
-    Raises:
-        ValueError: the cache's folder is a symbolic link.
+    root: folder below which symbolic links are not followed (opendit/common/safe_files.py); ``output`` by default.
+    Raises ValueError if the cache's folder is a symbolic link.
     """
 
     def __init__(self, output: Path, job: SamplingJob, root: Path | None = None):
@@ -113,7 +106,7 @@ class SampleCache:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return how many samples of a part have their pixels in the part. These are the first samples of the part."""
+        """Return how many samples of a part, counted from its first, have their pixels in the part."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -123,10 +116,8 @@ class SampleCache:
     # ------------------------------------------------------------------------------------------ one part
 
     def write(self, part: int, pixels: np.ndarray) -> None:
-        """Write a part as a .npy file with a checksum after the array. np.load ignores the checksum.
-
-        pixels: (rows, *shape) in the job's dtype. Raises OSError, naming the file.
-        """
+        """Write pixels (rows, *shape) as a .npy file with a checksum after the array, which np.load ignores. Raises
+        OSError."""
         header = self._header(part)
         data = np.ascontiguousarray(pixels).data.cast("B") if pixels.size else b""
         digest = self._digest(part)
@@ -137,10 +128,8 @@ class SampleCache:
             file.write(digest.digest())
 
     def blocks(self, part: int) -> Iterator[np.ndarray]:
-        """Yield the bytes of a part's pixels as (n,) uint8 arrays of up to BLOCK bytes.
-
-        Raises DamagedPart after the last array if the checksum does not match.
-        """
+        """Yield the bytes of a part's pixels as (n,) uint8 arrays of up to BLOCK bytes. Raises DamagedPart after the
+        last array if the checksum does not match."""
         header, digest = self._header(part), self._digest(part)
         left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:
@@ -167,13 +156,11 @@ class SampleCache:
         return True
 
     def all_blocks(self) -> Iterator[np.ndarray]:
-        """Yield the :meth:`blocks` of all parts."""
         for part in range(self.count):
             yield from self.blocks(part)
 
     def first(self, count: int) -> np.ndarray:
-        """Return the pixels (count, *shape) of the first ``count`` samples, or of all cached samples if there are
-        fewer."""
+        """Return the pixels (count, *shape) of the first ``count`` cached samples, or of all if there are fewer."""
         count, found = min(count, self.job.kept, self.job.count), []
         for part in range(self.count):
             if self.samples(part).start >= count:
@@ -226,13 +213,11 @@ class SampleCache:
         return self.job.count - sum(len(self.samples(part)) for part in missing)
 
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
-        """Return the batches that contain the missing parts, in groups.
-
-        A batch has up to ``batch_size`` sample numbers. One replica must draw all batches of a group.
+        """Return the batches that contain the missing parts, in groups. One replica must draw all batches of a group.
 
         The boundaries of batches don't depend on which parts are missing, so a sample is always in the same batch, no
-        matter how often the job is resumed. If parts are smaller than a batch, a batch may therefore contain samples
-        that are not missing; these samples are drawn, but not written again.
+        matter how often the job is resumed. If parts are smaller than a batch, samples that are not missing may be
+        drawn, but they are not written again.
         """
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
@@ -243,10 +228,8 @@ class SampleCache:
         ]
 
     def remove(self) -> None:
-        """Delete the files of the cache, including those of another job.
-
-        The manifest is deleted first, because no job resumes from a folder without a manifest.
-        """
+        """Delete the files of the cache, including those of another job. The manifest is deleted first, because no job
+        resumes without it."""
         if not self.folder.is_dir():
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")
@@ -263,10 +246,7 @@ class SampleCache:
 
 
 class CacheWriter:
-    """Collects the samples of missing parts and writes each part as soon as it is complete.
-
-    Samples may be added in any order and from any thread.
-    """
+    """Collects samples in any order and from any thread, and writes each missing part as soon as it is complete."""
 
     def __init__(self, cache: SampleCache, missing: Collection[int]):
         self._cache, self._missing = cache, set(missing)
@@ -316,11 +296,8 @@ class UnfinishedJob:
 
 
 def find_unfinished_job(output: Path) -> UnfinishedJob | None:
-    """Return the unfinished job in an output folder; None if there is no such job or it has no cached samples.
-
-    Raises:
-        ValueError: the manifest is damaged; the message says what to do.
-    """
+    """Return the unfinished job in an output folder; None if there is none or it has no cached samples. Raises
+    ValueError, with advice, if the manifest is damaged."""
     path = output / FOLDER / MANIFEST
     try:
         content = read_file(path, _KIND)

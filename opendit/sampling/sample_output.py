@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,26 +20,43 @@ from torch import Tensor
 from opendit.common.safe_files import LinkRefused, refuse_links, write_whole
 from opendit.common.utils import hash_parts
 from opendit.config.console import print_block
+from opendit.config.sample import parse_cache
+from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
+from opendit.encoders.vae import FrozenVAE
+from opendit.encoders.video_vae import FrameCodec, VideoCodec
+from opendit.models.dit import DiT
+from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.job_settings import GRID_PICTURES, SHEET_CLIPS, digest_of_weights, job_of
+from opendit.parallel.tensor import layout_of
 from opendit.sampling.output_files import OutputFolder, file_name, save_one, texts, write_npz
-from opendit.sampling.output_pipeline import Writers
-from opendit.sampling.replica_batches import ReplicaBatches, replica_batches
-from opendit.sampling.sample_cache import CacheWriter, DamagedPart, SampleCache, find_unfinished_job
+from opendit.sampling.output_pipeline import ReplicaBatches, Writers, replica_batches
+from opendit.sampling.sample_cache import (
+    CacheWriter,
+    DamagedPart,
+    SampleCache,
+    SamplingJob,
+    find_unfinished_job,
+    samples_a_part,
+)
 from opendit.sampling.sampling_run import SamplingRun, announce
 
 PROFILE = "profile.json"
 WAITING_BYTES = 256 << 20  # maximum size of the pictures that wait to be written
+# maximum number of samples on the sheet; the single files and the .npz hold all samples
+GRID_PICTURES, SHEET_CLIPS = 100, 16
+ODD = -7046029254386353131  # an odd int64 near 2^64 / golden ratio, so that its multiples change all bits
+# Number of words to sum at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
+WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 logger = logging.getLogger(__name__)
 
 
 def open_output(run: SamplingRun) -> "SampleOutput":
-    """Open a run's output folder. Its cache may hold samples of an earlier start. This call is collective.
+    """Open a run's output folder. Its cache may hold samples of an earlier start. Collective.
 
-    Raises:
-        ValueError: the cache belongs to a job with other settings, and --overwrite is not given. All ranks raise it.
+    Raises ValueError on all ranks if the cache belongs to a job with other settings, and --overwrite is not given.
     """
     with run.stages("digests of what decides a sample; an earlier start"):
         mesh, flags, output, job, problem = run.mesh, run.flags, Path(run.flags.output), None, None
@@ -67,13 +85,8 @@ def open_output(run: SamplingRun) -> "SampleOutput":
 
 
 class SampleOutput:
-    """The output of a run, see :func:`open_output`.
-
-    Args:
-        run: the run.
-        cache: the cache of samples in the output folder.
-        resumes: True if the cache holds samples of an earlier start of the same job.
-    """
+    """The output of a run, see :func:`open_output`. resumes: True if the cache holds samples of an earlier start of the
+    same job."""
 
     def __init__(self, run: SamplingRun, cache: SampleCache, resumes: bool):
         self.run, self.cache, self._resumes = run, cache, resumes
@@ -81,12 +94,10 @@ class SampleOutput:
 
     @contextlib.contextmanager
     def missing_batches(self) -> Iterator[ReplicaBatches]:
-        """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples.
+        """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples. On exit,
+        rank 0 makes the sheet and the .npz from all samples. Collective.
 
-        On exit, rank 0 makes the sheet and the .npz from all samples. This call is collective.
-
-        Raises:
-            OSError: a disk is full or fails; the message says which samples are on disk and what to do.
+        Raises OSError if a disk is full or fails; the message says which samples are on disk and what to do.
         """
         run, mesh = self.run, self.run.mesh
         try:
@@ -116,8 +127,7 @@ class SampleOutput:
         run, cache, folder = self.run, self.cache, self._folder
         missing = list(range(cache.count))
         if self._resumes:
-            suffix = suffix_of(run)
-            files = [folder.folder / (name + suffix) for name in file_names(run)] if run.flags.save_png else []
+            files = [folder.folder / name for name in sample_files(run)]
             missing, problems = cache.missing(lambda number: not files or is_file(files[number]))
             run.notes += problems[:10] + [f"and {len(problems) - 10:,} more"] * (len(problems) > 10)
             cached, count = cache.count_outside(missing), cache.job.count
@@ -152,12 +162,12 @@ class SampleOutput:
     def _written(self, missing: list[int]) -> Iterator[ReplicaBatches]:
         """Yield this replica's batches. Threads write the decoded samples to files and to the cache."""
         run, stages = self.run, self.run.stages
-        names, cache_writer = file_names(run), CacheWriter(self.cache, missing)
+        files, cache_writer = sample_files(run), CacheWriter(self.cache, missing)
 
         def write(number: int, picture: np.ndarray) -> None:
             began = time.perf_counter()
-            if run.flags.save_png:
-                save_one(Path(run.flags.output) / names[number], picture, run.fps)
+            if files:
+                save_one(self._folder.folder / files[number], picture, run.fps)
             cache_writer.add(number, picture)
             stages.mark("first sample on disk")
             stages.beside("writing, by threads", time.perf_counter() - began)
@@ -225,7 +235,7 @@ class SampleOutput:
         return rows
 
     def _what_is_safe(self, error: OSError) -> str:
-        """Return a message that says which samples are complete on disk after an error, and what the user can do."""
+        """Return a message about the samples that are complete on disk after an error, and what the user can do."""
         flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
         if flags.save_png:
             complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"
@@ -241,7 +251,7 @@ class SampleOutput:
 
 
 def is_file(path: Path) -> bool:
-    """Return True if a file exists and is not empty. Empty files don't count, because a power cut may leave them."""
+    """Return True if a file exists and is not empty, as a power cut may leave it."""
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:
@@ -250,19 +260,15 @@ def is_file(path: Path) -> bool:
 
 def files_of(run: SamplingRun) -> list[str]:
     """Return the names of all files that a run writes in its output folder."""
-    suffix = suffix_of(run)
-    single = [name + suffix for name in file_names(run)] if run.flags.save_png else []
     grids = ["grid.png", *(["grid.gif"] if run.model.config.is_video else [])]
-    return [*single, *grids, *([PROFILE] if run.flags.profile else [])]
+    return [*sample_files(run), *grids, *([PROFILE] if run.flags.profile else [])]
 
 
-def suffix_of(run: SamplingRun) -> str:
-    return ".mp4" if run.model.config.is_video else ".png"
-
-
-def file_names(run: SamplingRun) -> list[str]:
-    """Return the file name of every sample, without the suffix."""
-    return [file_name(number, caption) for number, caption in enumerate(run.captions)]
+def sample_files(run: SamplingRun) -> list[str]:
+    """Return the name of every sample's file; an empty list without --save_png."""
+    suffix = ".mp4" if run.model.config.is_video else ".png"
+    names = (file_name(number, caption) + suffix for number, caption in enumerate(run.captions))
+    return list(names) if run.flags.save_png else []
 
 
 def writer_threads(mesh: Mesh) -> int:
@@ -270,3 +276,134 @@ def writer_threads(mesh: Mesh) -> int:
     here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(1, cores // here))
+
+
+# ------------------------------------------------------------------------------------------ the job
+
+
+def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
+    """Return the sampling job of a run. weights: result of :func:`digest_of_weights`."""
+    shape, count = pixel_shape(sampling), len(sampling.choices)
+    size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
+    on_sheet = SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
+    kept = count if sampling.flags.npz else on_sheet
+    return SamplingJob(settings_of(sampling, weights), count, kept, shape, size)
+
+
+def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
+    """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip. One channel of the VAE becomes 3."""
+    codec, (*frames, height, width) = sampling.codec, sampling.size
+    inner = codec.codec if isinstance(codec, FrameCodec) else codec
+    channels = inner.latent_channels
+    if isinstance(inner, FrozenVAE):
+        config = inner.vae.config
+        channels = config.get("out_channels", 3)
+        # some VAEs count the channels of a patch of pixels instead of a pixel
+        channels = channels // (config.get("patch_size") or 1) ** 2 or channels
+    if frames and isinstance(codec, VideoCodec):
+        frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
+    return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)
+
+
+def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
+    """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names.
+
+    The number of processes and ``--batch_size`` are left out, because they change a sample only by the rounding of
+    matrix products. weights: result of :func:`digest_of_weights`, if it is known.
+    """
+    flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
+    codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
+    vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
+    encoder = conditioner.encoder if isinstance(conditioner, CaptionConditioner) else None
+    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # json turns any text into ASCII
+    settings = {
+        "weights": weights or digest_of_weights(sampling),
+        "model": hash_parts(json.dumps(sampling.model.config.to_dict(), sort_keys=True))[:16],
+        "objective": json.dumps(objective.to_dict(), sort_keys=True),
+        "--sampler": objective.choose(flags.sampler),
+        "--num_sampling_steps": flags.num_sampling_steps,
+        "--cfg_scale": f"{flags.cfg_scale:g}",
+        "--cfg_channels": flags.cfg_channels,
+        "--cfg_interval": " ".join(f"{level:g}" for level in flags.cfg_interval) or None,
+        "--guidance_every": flags.guidance_every if flags.guidance_every > 1 else None,
+        "--guidance_by": flags.guidance_by if flags.guidance_by != "null" else None,
+        "--cache": parse_cache(flags.cache) if flags.cache else None,
+        "--seed": flags.seed,
+        "--num_samples": len(sampling.choices),
+        "classes or prompts": hash_parts(*choices)[:16],
+        "given frames": None
+        if sampling.conditioning_frames is None
+        else tensors_digest({"given": sampling.conditioning_frames})[:16],
+        "--negative_prompt": json.dumps(flags.negative_prompt) if flags.negative_prompt is not None else None,
+        "text encoder": encoder and tensors_digest(encoder.model.state_dict())[:16],
+        "size of latents": " x ".join(map(str, sampling.size)),
+        "--mixed_precision": flags.mixed_precision,
+        "kernels": sampling.kernels.ops_note,
+        "attention": sampling.kernels.attention_note,
+        "--vae": vae or codec.name,
+        "--vae_tiling": "on" if flags.vae_tiling else "off",
+        "--vae_compile": "on" if flags.vae_compile else None,
+        "frames a second": f"{sampling.fps:g}" if sampling.model.config.is_video else None,
+        "--save_png": "on" if flags.save_png else "off",
+        "--npz": "given" if flags.npz else "not given",
+    }
+    return {name: str(value)[:4096] for name, value in settings.items() if value is not None}
+
+
+def digest_of_weights(sampling: SamplingRun) -> str:
+    """Hash the model's full tensors. Collective of the ranks that hold parts of the model."""
+    model, mesh = sampling.model, sampling.mesh
+    divided = mesh.tp_size > 1
+    return tensors_digest(_GatheredTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
+
+
+class _GatheredTensors(Mapping[str, Tensor]):
+    """The full tensors of a model that is divided over ranks. Each tensor is gathered when it is read."""
+
+    def __init__(self, model: DiT, layout: Layout):
+        self._own, self._layout = model.state_dict(), layout
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._layout.gather(name, self._own[name]) if name in self._layout.shapes else self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+@torch.no_grad()
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hash tensors' names, dtypes, shapes and contents, on their device.
+
+    Contents are hashed by a sum modulo 2^64 of every word times an odd number that depends on the word's position. The
+    sum is not cryptographic, but a change of any one word changes it. On a GPU it takes milliseconds, SHA-256 seconds.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        words = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {weighted_sum(words)}\n".encode())
+    return digest.hexdigest()
+
+
+def weighted_sum(words: Tensor) -> int:
+    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
+
+    The words are summed in pieces. For an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so
+    all pieces use the same tensor of factors.
+    """
+    size, device = WORDS_AT_ONCE[words.device.type], words.device
+    factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
+    products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)
+    for start in range(0, len(words), size):
+        part = words[start : start + size]
+        total += torch.mul(part, factors[: len(part)], out=products[: len(part)]).sum()
+        total += part.sum(dtype=torch.int64) * _signed(start * ODD)
+    return int(total.item())
+
+
+def _signed(value: int) -> int:
+    """Return the int64 value that equals ``value`` modulo 2^64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,8 +1,7 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
-``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines. The engine draws the
-same latents faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size. A loop calls the
-network (:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice per step.
+``opendit.diffusion.sampling.sample_latents`` implements the same algorithm in a few lines; the engine is faster.
+:class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size.
 """
 
 import logging
@@ -29,12 +28,10 @@ from opendit.sampling.approximate_steps import (
     FIRST,
     REST,
     REUSED,
-    BlockStack,
     FirstBlockDone,
     FirstBlockStack,
     Mode,
     ReusedGuidance,
-    Step,
     WeakHalf,
     make_stack,
     plan_steps,
@@ -52,14 +49,12 @@ logger = logging.getLogger(__name__)
 class SamplingEngine:
     """Draws latents with one model and one set of settings. The model's weights must not change or move.
 
-    The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. The recordings
-    of the most recently used batch sizes are kept. With float8 operations, weights are cast once. If recording is not
-    possible, the same code runs kernel by kernel. ``note`` states whether steps are recorded and, if not, why.
+    The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. With float8
+    operations, weights are cast once. If recording is not possible, the same code runs kernel by kernel; ``note``
+    states why.
 
     Args:
         model: on its device, in its precision and in eval mode.
-        objective: the objective that the model was trained with.
-        steps: number of sampler steps.
         sampler: one of the objective's samplers; None for its default.
         cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
         guidance_every: N evaluates guidance's unconditional half only in every N-th step.
@@ -68,22 +63,15 @@ class SamplingEngine:
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
             (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        around: function that wraps ``model(x, t, y)`` before guidance calls the model, so that ranks can share batches
+        around: function that wraps ``model(x, t, y)`` before guidance calls it, so that ranks can share batches
             (``SharedBatch``).
         record: allow recording steps as CUDA graphs.
         table_bytes: maximum bytes for precomputed modulations, and separately for the captions' keys and values.
         loops: number of batch sizes whose recordings are kept.
         recorder: records steps; by default created when needed.
 
-    Raises:
-        ValueError: the sampler belongs to another objective, or the interval or the approximations are invalid or
-            can't be combined.
+    Raises ValueError if the sampler belongs to another objective, or if the settings are invalid or can't be combined.
     """
-
-    approximations: Approximations
-    settings: "LoopSettings"
-    evaluated: int
-    note: str
 
     def __init__(
         self,
@@ -162,23 +150,20 @@ class SamplingEngine:
         progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
         callback: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Draw one batch of latents.
+        """Draw one batch of latents: float32 (B, C, h, w), or (B, C, t, h, w) for a clip model.
 
         Args:
             y: conditions of the B samples, on the model's device.
             null: the condition of guidance's unconditional half, as a batch of 1, or of B for negative prompts.
             index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
-            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin, for a
-                model with conditioning frames. The returned latents contain these frames unchanged.
+            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin. The
+                returned latents contain these frames unchanged.
             progress: wraps the iterable of steps, such as tqdm.
-            callback: function ``callback(i, x)`` that is called after step i with the sampler's x (B, C, ...). It must
-                not change x.
+            callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), which it must not
+                change.
 
-        Returns:
-            float32 latents (B, C, h, w), or (B, C, t, h, w) for a clip model.
-
-        Raises:
-            ValueError: y and index differ in length, null does not fit y, or the model takes no conditioning frames.
+        Raises ValueError if y and index differ in length, null does not fit y, or the model takes no conditioning
+        frames.
         """
         if len(y) != len(index):
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
@@ -205,24 +190,21 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Work of the blocks that this rank evaluated in all batches so far, divided by the full work of these batches:
-        without approximations, and with both halves of guidance. If ranks share batches, the full work is that of all
-        ranks."""
+        """Work of the blocks that this rank evaluated in all batches so far, divided by the full work (of all ranks
+        that share a batch) without approximations and with both halves of guidance."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
         self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for up to ``batch_size`` samples at a time; see :meth:`sample`.
-
-        ``index`` may be on the CPU and is yielded unchanged."""
+        """Yield (index, latents) for up to ``batch_size`` samples at a time; see :meth:`sample`. ``index`` may be on
+        the CPU."""
         for first in range(0, len(index), batch_size):
             rows = slice(first, first + batch_size)
             yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
 
     def loop_of(self, samples: int) -> "SamplingLoop":
-        """Return the loop of a batch size. If there are too many loops, a new one replaces the least recently used
-        one."""
+        """Return the loop of a batch size, which may replace the least recently used one."""
         if samples not in self.loops:
             while len(self.loops) >= self._most_loops:
                 self.loops.popitem(last=False)
@@ -239,8 +221,7 @@ class SamplingEngine:
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:
-        """Run kernel by kernel from now on, because after a failed recording the graphs' shared memory pool can't be
-        reused."""
+        """Run kernel by kernel from now on: after a failed recording the graphs' memory pool can't be reused."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
         for loop in self.loops.values():
@@ -250,7 +231,7 @@ class SamplingEngine:
 
 def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
     """Return the reason why a model's sampling steps can't be recorded; "" if they can. record: False if the caller
-    forbids recording."""
+    forbids it."""
     if not record:
         return "recording is off"
     if not has_recorder and model.device.type != "cuda":
@@ -263,10 +244,10 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Return the times t at which sampler ``name`` evaluates the network in every step.
+    """Return the times t at which sampler ``name`` evaluates the network in every step, each (evaluations,), or
+    (evaluations, K) for K times. They are found by running the sampler with a network that predicts zeros.
 
-    Each step's times are (evaluations,), or (evaluations, K) for K times. The function finds the times by running the
-    sampler with a network that predicts zeros. channels: numbers of the network's input and output channels.
+    channels: numbers of the network's input and output channels.
     """
     seen: list[list[Tensor]] = []
 
@@ -314,27 +295,13 @@ class SamplingLoop:
     """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
     A step evaluates the network on both halves of guidance, applies guidance, and calls the sampler's ``advance``. All
-    inputs and outputs of a step are in static memory, including the step's index, which the step increments. So
-    replaying a recorded step takes one call and no copies. One recording serves all steps that call the same model,
-    have the same inputs and skip the same parts of the network. The first step of a kind runs kernel by kernel, to
-    compile kernels and initialise libraries. The second step of the kind is recorded.
+    inputs and outputs of a step are in static memory, including the step's index, which the step increments. So one
+    recording serves all steps that call the same model, have the same inputs and skip the same parts of the network.
+    The first step of a kind runs kernel by kernel, to compile kernels and initialise libraries. The second step of the
+    kind is recorded.
 
-    Args:
-        times: (steps, evaluations), see :class:`PreparedModel`.
+    times: (steps, evaluations), see :class:`PreparedModel`.
     """
-
-    samples: int
-    settings: LoopSettings
-    shape: tuple[int, ...]
-    sampler: Sampler
-    state: tuple[Tensor, ...]
-    step: Tensor
-    rows: Tensor
-    plan: list[Step]
-    stack: BlockStack
-    fused: FusedSteps | None
-    evaluated: int
-    full_work: int
 
     def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
         self.settings, self.samples = settings, samples
@@ -391,7 +358,6 @@ class SamplingLoop:
         self._end = 0  # end of the range of steps whose modulations and inputs are in the tables
 
     def _weak_half(self) -> WeakHalf | None:
-        """Return the settings of guidance's second half; None if it is evaluated like the first half."""
         route, model = self.settings.weak, self.settings.model
         if route is None or self.settings.cfg_scale == 1.0:
             return None
@@ -401,14 +367,11 @@ class SamplingLoop:
 
     @property
     def network(self) -> PreparedModel:
-        """Return the network of the current step."""
         return self._active.network
 
     def _guided(self):
-        """Return the model of (x, t) that the sampler calls: guidance around the prepared network.
-
-        Instead of conditions, guidance passes row numbers, with which the network finds its precomputed tensors.
-        """
+        """Return the model of (x, t) that the sampler calls: guidance around the prepared network. Instead of
+        conditions, guidance passes row numbers, with which the network finds its precomputed tensors."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -443,13 +406,8 @@ class SamplingLoop:
         seed: int | Tensor,
         conditioning_frames: Tensor | None = None,
     ) -> None:
-        """Prepare the conditions and the noise of a batch.
-
-        Args:
-            index: (B,) int64, on the model's device.
-            seed: an int for all samples, or (B,) int64 on the model's device.
-            conditioning_frames: see :meth:`PreparedModel.set_conditioning_frames`.
-        """
+        """Prepare the conditions and the noise of a batch. index: (B,) int64. seed: an int, or (B,) int64. Both
+        tensors, and the conditioning frames, are on the model's device."""
         for network in self._networks:
             network.condition(y, null if network.guided else None)
             network.set_conditioning_frames(conditioning_frames)
@@ -474,10 +432,7 @@ class SamplingLoop:
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
         """Run step i; steps must be run in order. recorder: records the step; None to run the step kernel by kernel.
-
-        Raises:
-            NotRecordedError: the step can't be recorded, and has not been run.
-        """
+        Raises NotRecordedError if the step can't be recorded, and has not been run."""
         if self.network is not self._networks[self._which[i]]:
             # the loop changes to this network, whose tables must be filled from step i on
             self._active.network, self._end = self._networks[self._which[i]], i
@@ -500,7 +455,7 @@ class SamplingLoop:
 
     def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
         """Run step i, or part of it, in this mode. The first run of a kind is kernel by kernel; later runs replay a
-        recorded CUDA graph."""
+        CUDA graph."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -524,7 +479,7 @@ class SamplingLoop:
         self.evaluated, self.full_work = self.evaluated + evaluated, self.full_work + full
 
     def _advance(self, mode: Mode, *kind) -> None:
-        """Compute a step of this kind. Inputs and outputs are in static memory, so that a recording can be replayed."""
+        """Compute a step of this kind in static memory."""
         self.stack.begin(mode.blocks)
         if self.fused is not None:
             self._guidance.rows += self.fused.advance(*kind)
@@ -553,8 +508,7 @@ class SamplingLoop:
 class ActiveNetwork:
     """Call the network of the current step. A loop with two networks replaces the network between steps.
 
-    Guidance refers to this object and not to the loop. Otherwise the loop would refer to itself, and only the garbage
-    collector would free the loop and its recordings.
+    Guidance refers to this object, because a loop that refers to itself would only be freed by the garbage collector.
     """
 
     network: PreparedModel
@@ -569,8 +523,8 @@ class ActiveNetwork:
 class StepInputs:
     """Tables of a sampler's ``inputs`` for all steps, from which samples at different steps can read.
 
-    Inputs that are numbers (one per step, or one per sample) are in one table per dtype, which holds all steps. Inputs
-    of x's shape (noise) are computed for as many steps at a time as fit into memory.
+    Inputs that are numbers (one per step, or one per sample) are in one table per dtype. Inputs of x's shape (noise)
+    are computed for as many steps at a time as fit into memory.
 
     Args:
         sampler: a sampler for B samples; its ``noise_fn`` may be called for any step.
@@ -615,18 +569,10 @@ class StepInputs:
                     table[i * B : (i + 1) * B].copy_(inputs[number])
 
     def at(self, step: Tensor, rows: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs of samples at steps ``step``.
-
-        Args:
-            step: (B,) int64, counted from the first step in the tables.
-            rows: (B,) int64, 0 to B - 1.
-            present: True for each input that these steps have.
-        """
-        return self._of(torch.add(rows, step, alpha=self.samples), present)
-
-    def _of(self, cells: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs at these indices of the tables, (B,) int64."""
-        rows = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
+        """Return the inputs of samples ``rows`` (B,), 0 to B - 1, at steps ``step`` (B,), counted from the first step
+        in the tables. present: True for each input that these steps have."""
+        cells = torch.add(rows, step, alpha=self.samples)
+        numbers = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
         values: list[Tensor | None] = []
         for number, there in enumerate(present):
             if not there:
@@ -635,6 +581,6 @@ class StepInputs:
                 values.append(self._large[number].index_select(0, cells))
             else:
                 dtype, line, scalar = self._place[number]
-                value = rows[dtype][line]
+                value = numbers[dtype][line]
                 values.append(value.view(-1, *(1,) * (self._rank - 1)) if scalar else value)
         return self.type(*values)

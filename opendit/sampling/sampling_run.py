@@ -43,28 +43,13 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
+from opendit.sampling import model_loading as loading
 from opendit.sampling.conditioning_frames import (
     describe_frames,
     encode_frames,
     encode_pictures,
     frames_of_samples,
     with_pictures,
-)
-from opendit.sampling.model_loading import (
-    VaeLoader,
-    check_guidance,
-    check_negative,
-    check_second_pass,
-    check_text_encoder,
-    checkpoint_at,
-    class_names,
-    frames_per_second,
-    guidance_of,
-    latent_size,
-    load_model,
-    make_conditioner,
-    null_of,
-    usual_settings,
 )
 from opendit.sampling.sampling_engine import SamplingEngine
 
@@ -120,7 +105,7 @@ class SamplingRun:
             self.objective,
             steps=flags.num_sampling_steps,
             sampler=flags.sampler,
-            cfg_scale=guidance_of(self.model.config, flags.cfg_scale),
+            cfg_scale=loading.guidance_of(self.model.config, flags.cfg_scale),
             cfg_channels=flags.cfg_channels,
             cfg_interval=(flags.cfg_interval[0], flags.cfg_interval[1]) if flags.cfg_interval else None,
             guidance_every=flags.guidance_every,
@@ -137,12 +122,10 @@ class SamplingRun:
         return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
-        """Return a function that wraps the steps of a batch and measures their time; None without --profile.
+        """Return a function that measures the time of the steps of a batch of ``samples``; None without --profile.
 
-        The first two steps of each batch size are measured as a separate stage, because they compile kernels and record
-        the CUDA graph.
-
-        samples: the batch size.
+        The first two steps of each batch size are a separate stage, because they compile kernels and record the CUDA
+        graph.
         """
         if not self.flags.profile:
             return None
@@ -158,11 +141,8 @@ class SamplingRun:
 
 
 def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
-    """Load the model, its VAE and the conditions of all samples, and lock --output. This call is collective.
-
-    Raises:
-        ValueError, OSError: the message is for the user.
-    """
+    """Load the model, its VAE and the conditions of all samples, and lock --output. Collective. Raises ValueError or
+    OSError with a message for the user."""
     torch.set_float32_matmul_precision("highest")
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
     fix = "wait for its end, or give another --output"
@@ -177,7 +157,7 @@ def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
 def _load(
     flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
-    ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
+    ckpt = loading.checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
     if (width := flags.ema) is not None:
         group = ControlGroup(mesh)
         made = group.together(lambda: reconstruct(ckpt, width) if mesh.is_main else None, ValueError, OSError)
@@ -189,9 +169,9 @@ def _load(
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
             make_plan(flags.sequence_parallel_type, mesh.sp_size, shape)
-    loaded = load_model(
+    loaded = loading.load_model(
         ckpt,
-        VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling, flags.vae_compile),
+        loading.VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling, flags.vae_compile),
         name=flags.model,
         which=flags.weights,
         lora=[path_and_weight(text) for text in flags.lora],
@@ -204,24 +184,22 @@ def _load(
     model, weights, objective = loaded.network, loaded.weights, loaded.objective
     config, dtype = model.config, PRECISIONS[flags.mixed_precision]
     notes += loaded.notes
-    steps, scale = usual_settings(config, flags.num_sampling_steps, flags.cfg_scale, weights)
-    if "num_sampling_steps" not in flags.given:
-        flags = replace(flags, num_sampling_steps=steps)
-    if "cfg_scale" not in flags.given:
-        flags = replace(flags, cfg_scale=scale)
+    steps, scale = loading.usual_settings(config, flags.num_sampling_steps, flags.cfg_scale, weights)
+    usual = {"num_sampling_steps": steps, "cfg_scale": scale}
+    flags = replace(flags, **{name: value for name, value in usual.items() if name not in flags.given})
     if flags.sampler is None and "sampler" in weights.info:
         flags = replace(flags, sampler=weights.info["sampler"])
-    check_guidance(config, weights, flags.cfg_scale, flags.guidance_by)
+    loading.check_guidance(config, weights, flags.cfg_scale, flags.guidance_by)
     asked = ("cfg_parallel", "cfg_interval", "cfg_channels", "negative_prompt")
     given = {"guidance_every": flags.guidance_every > 1, "guidance_by": flags.guidance_by != "null"}
     given |= {name: getattr(flags, name) for name in asked}
-    check_second_pass(config, weights, flags.cfg_scale, given)
+    loading.check_second_pass(config, weights, flags.cfg_scale, given)
     check_fits(flags, config, weights)
     objective.choose(flags.sampler)
     for name in ("vae_tiling", "vae_compile"):
         if getattr(flags, name) and loaded.vae == "none":
             raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
-    size = latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
+    size = loading.latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
     if is_endless(config, mesh.device) and {"num_frames", "image_size"}.isdisjoint(flags.given):
         raise ValueError(
             f"--num_frames: {weights.path} draws clips of {times(size)} latents by default, which takes hours without "
@@ -240,14 +218,14 @@ def _load(
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()
-    if (work := loaded.vae_loading.work) is not None:
+    if (work := loaded.vae_loader.work) is not None:
         stages.beside("VAE: imports and weights", work.seconds)
     with stages("text encoder, prompts"):
         how = mesh.device, flags.mixed_precision, flags.text_precision
-        conditioner = make_conditioner(config, weights, flags.text_encoder, *how)
+        conditioner = loading.make_conditioner(config, weights, flags.text_encoder, *how)
         if isinstance(conditioner, PublishedConditioner):
             conditioner.guidance = embedded_guidance(config, flags.cfg_scale)
-        null = null_of(conditioner, flags.negative_prompt)
+        null = loading.null_of(conditioner, flags.negative_prompt)
         conditions, choices, names = conditions_to_draw(flags, config, weights, conditioner)
         null, conditions = same_length(null, conditions)
         if isinstance(conditioner, CaptionConditioner):
@@ -287,7 +265,7 @@ def _load(
         choices=choices,
         names=names,
         size=size,
-        fps=frames_per_second(weights, flags.frame_interval),
+        fps=loading.frames_per_second(weights, flags.frame_interval),
         frame_interval=weights.info.get("frame_interval", 1),
         trained_fps=weights.info.get("fps"),
         source=weights.path,
@@ -304,41 +282,35 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
         raise ValueError(f"--prompt: {path} is conditioned on classes; use --class_labels")
     if config.text is not None and flags.class_labels:
         raise ValueError(f"--class_labels: {path} is conditioned on captions; use --prompt")
-    check_negative(flags.negative_prompt, config, weights)
+    loading.check_negative(flags.negative_prompt, config, weights)
     if not config.is_video:
         for name in ("use_video", "num_frames", "frame_interval"):
             if getattr(flags, name):
                 raise ValueError(f"--{name}: {path} draws pictures; leave the flag out")
-    check_text_encoder(flags.text_encoder, flags.text_precision, config, weights)
+    loading.check_text_encoder(flags.text_encoder, flags.text_precision, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
 
 
 def is_endless(config: DiTConfig, device: torch.device) -> bool:
-    """Return True for a public model of clips on a CPU, where drawing takes too long.
-
-    For a clip of the model's default size, attention alone takes half an hour on a CPU, even in a tiny network.
-    """
+    """Return True for a public model of clips on a CPU, where attention alone takes half an hour for a clip of the
+    default size."""
     return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
-    """Return the batch size of one call of the model.
-
-    This batch includes both halves of guidance, unless another process evaluates one half.
-    """
+    """Return the batch size of one call of the model, with both halves of guidance unless another process evaluates
+    one."""
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
 def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """Return (conditions of all classes or prompts, index of each sample's condition, name of each condition).
-
-    Raises ValueError for a class that the model does not have.
-    """
+    """Return (conditions of all classes or prompts, index of each sample's condition, name of each condition). Raises
+    ValueError for a class that the model does not have."""
     if config.text is None:
-        names = class_names(config, weights)
+        names = loading.class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose_labels(flags, names), names
     prompts = read_prompts(flags.prompt, "--prompt") or weights.info.get("captions") or [""]
     assert isinstance(conditioner, CaptionConditioner)
@@ -347,10 +319,8 @@ def conditions_to_draw(
 
 
 def choose_labels(flags: "SampleConfig", names: list[str]) -> Tensor:
-    """Return the label of every sample, (N,) int64. Raises ValueError for a class that the model does not have.
-
-    names: names of the model's classes. A number in --class_labels is always a label, even if a class has that name.
-    """
+    """Return the label of every sample, (N,) int64, for a model with classes of these names. Raises ValueError for an
+    unknown class. A number in --class_labels is always a label, even if a class has that name."""
     if flags.class_labels:
         labels = torch.tensor([_label(str(word), names) for word in flags.class_labels])
         return labels[torch.arange(flags.num_samples or len(labels)) % len(labels)]

@@ -33,7 +33,7 @@ def timed(count: int, asked: list) -> Samples:
     def extract(extractor, first, output):
         asked.append((type(extractor), first, output.name))
         seconds = first * (0.4 if isinstance(extractor, NoNetwork) else 0.5)
-        return Features(first, {}, {}, seconds * (10 if output.name == "first" else 1), first)
+        return Features(first, {}, seconds * (10 if output.name == "first" else 1), first)
 
     return Samples(count, (8, 8, 3), None, {}, MediaOptions(8, 1, 1), None, extract, drawn=True)
 

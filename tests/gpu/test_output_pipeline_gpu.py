@@ -17,9 +17,9 @@ from opendit.encoders.video_vae import FrameCodec
 from opendit.models.dit import DiT
 from opendit.models.zoo import model_config
 from opendit.sampling import sample_cache as cache_module
-from opendit.sampling.job_settings import tensors_digest
 from opendit.sampling.output_pipeline import OutputPipeline
 from opendit.sampling.sample_cache import FOLDER
+from opendit.sampling.sample_output import tensors_digest
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 

@@ -269,7 +269,7 @@ def test_a_job_that_did_not_end_is_told_from_one_with_other_frames(weights, fram
     from opendit.config.command_line import parse
     from opendit.config.sample import SampleConfig
     from opendit.parallel.mesh import init_mesh
-    from opendit.sampling.job_settings import settings_of
+    from opendit.sampling.sample_output import settings_of
     from opendit.sampling.sampling_run import load_run
 
     found = []

@@ -8,8 +8,8 @@ import torch
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import PixelCodec, VAECodec
 from opendit.encoders.video_vae import FrameCodec, VideoVAECodec
-from opendit.sampling import job_settings as module
-from opendit.sampling.job_settings import pixel_shape, tensors_digest
+from opendit.sampling import sample_output as module
+from opendit.sampling.sample_output import pixel_shape, tensors_digest
 from tests.encoders.test_vae import small_vae
 from tests.encoders.test_video_vae import small_cogvideox, small_wan
 

@@ -14,7 +14,11 @@ from opendit.sampling.model_loading import VaeLoader
 from tests.encoders.test_vae import small_vae
 from tests.sampling.small import write
 
-LOADER = VaeLoader(torch.device("cpu"), "fp32")
+
+def begin(path, vae: str | None) -> VaeLoader:
+    loader = VaeLoader(torch.device("cpu"), "fp32")
+    loader.begin(path, "ema", vae)
+    return loader
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def test_a_vae_that_was_begun_is_the_one_that_is_taken(tmp_path, vae, monkeypatc
         module, "load_codec", lambda *a, **k: threads.append(threading.current_thread()) or load(*a, **k)
     )
     path = weights(tmp_path)
-    loading = LOADER.begin(path, "ema", vae)
+    loading = begin(path, vae)
     model, _ = load_pretrained(path)
     codec = loading.get(vae, model.config)
     assert isinstance(codec, VAECodec) and codec.scaling_factor == 0.3 and loading.work.seconds > 0
@@ -45,7 +49,7 @@ def test_a_vae_that_was_begun_is_the_one_that_is_taken(tmp_path, vae, monkeypatc
 
 def test_a_model_of_clips_gets_a_codec_of_clips(tmp_path, vae):
     path = weights(tmp_path, name="vDiT-Ti/222", frames=2)
-    loading, config = LOADER.begin(path, "ema", vae), load_pretrained(path)[0].config
+    loading, config = begin(path, vae), load_pretrained(path)[0].config
     assert isinstance(loading.get(vae, config), FrameCodec) and loading.get(vae, config) is loading.work.result()
     pictures = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=4, num_classes=5)
     assert isinstance(loading.get(vae, pictures), VAECodec)  # other weights than were expected
@@ -54,13 +58,13 @@ def test_a_model_of_clips_gets_a_codec_of_clips(tmp_path, vae):
 def test_metas_files_do_not_say_what_they_are_of(tmp_path, vae):
     model, _ = load_pretrained(weights(tmp_path))
     torch.save(model.state_dict(), tmp_path / "meta.pt")
-    loading = LOADER.begin(tmp_path / "meta.pt", "ema", vae)
+    loading = begin(tmp_path / "meta.pt", vae)
     assert loading.work is not None and loading.get(vae, model.config) is loading.work.result()
 
 
 def test_an_error_is_that_of_loading_it(tmp_path):
     path = weights(tmp_path)
-    loading, config = LOADER.begin(path, "ema", str(tmp_path / "nowhere")), load_pretrained(path)[0].config
+    loading, config = begin(path, str(tmp_path / "nowhere")), load_pretrained(path)[0].config
     with pytest.raises(FileNotFoundError, match="--vae .*nowhere"):
         loading.get(str(tmp_path / "nowhere"), config)
 
@@ -72,4 +76,4 @@ def test_nothing_is_begun(case, tmp_path, vae):
         path.unlink()
     elif case == "damaged":
         path.write_bytes(path.read_bytes()[:100])
-    assert LOADER.begin(path, "ema", None).work is None
+    assert begin(path, None).work is None

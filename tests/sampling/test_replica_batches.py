@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from opendit.parallel.collectives import Group
 from opendit.parallel.guidance import Replica
-from opendit.sampling.replica_batches import SharedQueue
+from opendit.sampling.output_pipeline import SharedQueue
 
 
 def take(queue: SharedQueue, taken: list[int], seed: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from opendit.sampling import sample_cache as module
 from opendit.sampling.output_files import write_npz
-from opendit.sampling.replica_batches import batch_size_of
+from opendit.sampling.output_pipeline import batch_size_of
 from opendit.sampling.sample_cache import (
     CacheWriter,
     DamagedPart,

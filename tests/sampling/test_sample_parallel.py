@@ -29,7 +29,7 @@ from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.sampling.job_settings import digest_of_weights
+from opendit.sampling.sample_output import digest_of_weights
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 from tests.numbers import largest

@@ -54,10 +54,7 @@ def build_parser() -> CommandLine:
     )
     parser.heading("Server: where the page is, and who may see it")
     parser.option(
-        "--host",
-        Value(unit="address"),
-        "address to serve at; any but this machine's own needs a password",
-        "127.0.0.1",
+        "--host", Value(unit="address"), "address to serve at; any but this machine's own needs a password", "127.0.0.1"
     )
     parser.option("--port", whole(0, 65535, "port"), "0: a free one", 7860)
     parser.option("--password", Value(), "of the page (default: none on 127.0.0.1, else one is made and printed)")

@@ -1,8 +1,7 @@
 """List the files that the page may read: the runs in one folder, and the checkpoints named on the command line.
 
-A browser can only choose names that this module lists. A name from a browser is looked up in a listing and never
-becomes part of a path. Listed files are inside the folder of runs; symbolic links that lead out of this folder are
-refused.
+A name from a browser is looked up in a listing and never becomes part of a path. Symbolic links that lead out of the
+folder of runs are refused.
 """
 
 import re
@@ -31,12 +30,10 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 
 @dataclass(frozen=True)
 class WeightsChoice:
-    """Weights to draw from.
+    """Weights to draw from, with a ``name`` for users, such as "000-DiT-Ti-2, step_0001000, ema".
 
-    Attributes:
-        name: text for users, such as "000-DiT-Ti-2, step_0001000, ema".
-        path, which, lora: arguments ``path``, ``weights`` and ``lora`` of ``opendit.load``.
-        mark: value that changes when the file of the weights changes.
+    ``path``, ``which`` and ``lora`` are arguments of ``opendit.load``. ``mark`` changes when the file of the weights
+    changes.
     """
 
     name: str
@@ -51,14 +48,12 @@ class ModelCard:
     """Properties of a model that are needed to check a drawing request.
 
     Attributes:
-        model: name of the model.
         clips: True if the model draws clips, False if it draws pictures.
         captions: True if the model is conditioned on captions, False if on classes.
         classes: names of all classes; empty for a model of captions.
         samplers: names of the usable samplers, the default sampler first.
         guided: True if the model has a null condition.
         size: text such as "256 x 256 pixels".
-        objective: name of the training objective.
         examples: captions from the training data.
         begins: True if clips can begin with a picture.
     """
@@ -95,13 +90,8 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs in ``outputs`` and the checkpoints in ``extra``. Every method call lists the files again.
-
-    Attributes:
-        outputs: the folder of runs; it may not exist yet.
-        extra: name -> path of the checkpoints named on the command line.
-        lora: name -> path of the LoRAs named on the command line.
-    """
+    """The runs in ``outputs``, and the checkpoints and LoRAs named on the command line (name -> path). Every method
+    call lists the files again."""
 
     outputs: Path
     extra: dict[str, Path] = field(default_factory=dict)
@@ -126,7 +116,7 @@ class Catalog:
         return [path.name for path in folders if path.is_dir() and self.inside(path) and _is_text(path.name)]
 
     def refused(self) -> list[str]:
-        """Return the names of runs that are links out of the folder of runs, or that have a name that is not UTF-8."""
+        """Return the names of runs that are links out of the folder of runs, or whose names are not UTF-8."""
         folders = [path for path in run_folders(self.outputs) if path.is_dir()]
         return [path.name for path in folders if not self.inside(path) or not _is_text(path.name)]
 

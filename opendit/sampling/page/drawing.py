@@ -1,8 +1,4 @@
-"""Draw what browsers request: check their fields, draw one request after another, and keep the samples as files.
-
-:func:`read_forms` makes a :class:`DrawingRequest` of fields. The :class:`DrawingQueue` draws requests with one model in
-memory, and the :class:`SampleStore` writes the samples. :class:`Page` is the state that all tabs share.
-"""
+"""Draw what browsers request: check their fields, draw one request after another, and keep the samples as files."""
 
 import asyncio
 import base64
@@ -65,9 +61,7 @@ class DrawingRequest:
     """A request to draw samples.
 
     Attributes:
-        weights: the checkpoint or model to draw with.
         what: one class or caption per sample, or the number of unconditional samples.
-        settings: the sampling settings.
         image: the picture that clips begin with.
         labels: a label for every sample.
         recorded: the settings to write into the samples' files.
@@ -258,10 +252,9 @@ class TooManyRequests(ValueError):
 
 @dataclass(eq=False)
 class Drawing:
-    """A request in the queue. Any thread may read its progress or cancel it.
+    """A request in the queue, of the browser ``session``. Any thread may read its progress or cancel it.
 
     Attributes:
-        session: identifies the browser.
         stage: "waiting", "loading" or "drawing".
         progress: fraction of the sampling steps that are done, from 0 to 1.
         notes: remarks about the weights; empty until the weights are loaded.
@@ -289,25 +282,17 @@ class Drawing:
             self.future.cancel()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Return the pictures or clips. Raises the error of the drawing, CancelledError, or TimeoutError.
-
-        CancelledError, ValueError and OSError have a message for the user.
-        """
+        """Return the pictures or clips. Raises the error of the drawing, CancelledError, or TimeoutError."""
         if self.cancelled:
             raise CancelledError
         return self.future.result(timeout)
 
 
 class DrawingQueue:
-    """Draws requests in the order in which they arrive. As a context manager, the queue closes on exit.
+    """Draws requests in the order in which they arrive, ``batch_size`` samples at a time.
 
-    Only one model is in memory. Before a request loads other weights, the queue frees the current model, because both
-    models may not fit.
-
-    Args:
-        load: ``load(choice)`` returns the pipeline for the chosen weights.
-        batch_size: number of samples to draw at a time.
-        most_waiting: maximum number of waiting requests.
+    Only one model is in memory. Before a request loads other weights, by ``load(choice)``, the queue frees the current
+    model, because both may not fit.
     """
 
     def __init__(
@@ -435,9 +420,7 @@ class StoredSample:
         name: file name for downloads.
         label: class or caption.
         size: height and width in pixels.
-        is_clip: True for a clip, False for a picture.
-        path: the file.
-        bytes: size of the file.
+        bytes: size of the file ``path``.
     """
 
     token: str
@@ -450,12 +433,10 @@ class StoredSample:
 
 
 class SampleStore:
-    """Stores samples in a temporary folder and deletes the oldest samples when the folder is full.
+    """Stores samples in a temporary folder and deletes the oldest when they are larger than ``most_bytes`` together.
 
-    The constructor also deletes the folders of pages that were killed. As a context manager, the store deletes its own
-    folder on exit.
-
-    most_bytes: maximum size of all files together. The most recent batch is kept even if it is larger.
+    The most recent batch is always kept. The constructor also deletes the folders of pages that were killed. A context
+    manager deletes its folder on exit.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
@@ -474,8 +455,7 @@ class SampleStore:
         self._in_use.release()
 
     def add(self, samples: list[Any], request: DrawingRequest) -> tuple[str, list[StoredSample]]:
-        """Write the samples that a ``Pipeline`` has drawn for a request. Return a token for the batch, and the stored
-        samples.
+        """Write the samples that a ``Pipeline`` has drawn. Return a token for the batch, and the stored samples.
 
         Every file contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing
         fails, none of the samples is kept, and OSError is raised.
@@ -550,10 +530,7 @@ def delete_abandoned() -> None:
 class Page:
     """The state of a server, shared by all tabs.
 
-    Args:
-        catalog: lists the runs and checkpoints.
-        queue: draws the requests.
-        store: keeps the drawn samples.
+    Attributes:
         cards: name -> card of a checkpoint without metadata.
         most_samples: maximum number of samples of one request.
         evaluations: folder with the results.jsonl of ``opendit evaluate``.
@@ -576,10 +553,8 @@ class Page:
         return card
 
     async def draw(self, session: str, requests: list[DrawingRequest]) -> AsyncIterator[str | list[Drawing]]:
-        """Draw and store requests. Yield the progress as HTML, and in the end the finished drawings, or a message.
-
-        session: identifies the browser, for :meth:`DrawingQueue.cancel`.
-        """
+        """Draw and store requests of a browser. Yield the progress as HTML, and in the end the finished drawings, or a
+        message."""
         drawings: list[Drawing] = []
         try:
             for request in requests:

@@ -202,10 +202,8 @@ class WhatPicker:
 
 
 def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callable[..., Any]]) -> None:
-    """Update the fields of ``weights``, and those of ``what``, whenever a user chooses other weights.
-
-    events: events after which the list of sources is updated as well.
-    """
+    """Update the fields of ``weights``, and those of ``what``, whenever a user chooses other weights. After ``events``,
+    the list of sources is updated as well."""
     inputs = [weights.source, weights.checkpoint, weights.average]
     outputs = [*inputs, weights.card, weights.sampler]
     chosen = list(inputs)
@@ -228,10 +226,7 @@ def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callab
 
 
 def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Sample, which draws pictures or clips from one checkpoint.
-
-    tab: the tab to fill. Whenever a user selects the tab, the list of runs is updated.
-    """
+    """Create the tab Sample, which draws pictures or clips from one checkpoint."""
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             weights = WeightsPicker(page)
@@ -309,14 +304,9 @@ def _request(page: Page, how: SettingsForm, what: WhatForm) -> DrawingRequest:
 
 
 def _starter(
-    page: Page,
-    read: Callable[..., list[DrawingRequest]],
-    show: Callable[[list[Drawing]], tuple[str, str]],
+    page: Page, read: Callable[..., list[DrawingRequest]], show: Callable[[list[Drawing]], tuple[str, str]]
 ) -> Callable[..., AsyncIterator[tuple[Any, Any]]]:
-    """Return an event handler that draws, and updates a status and a gallery.
-
-    read: makes requests of the fields' values. show: renders the status and the gallery of finished drawings.
-    """
+    """Return an event handler that draws what ``read(*values)`` returns, and shows finished drawings by ``show``."""
 
     async def start(request: gr.Request, *values: Any) -> AsyncIterator[tuple[Any, Any]]:
         try:

@@ -105,11 +105,8 @@ def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[i
 
 
 def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return the results of ``opendit evaluate`` for a run, newest first.
-
-    The results are read from the run's folder and from the folder ``evaluations``. From ``evaluations``, only results
-    for weights inside the run's folder are returned.
-    """
+    """Return the results of ``opendit evaluate`` for a run, newest first: those in the run's folder, and those in the
+    folder ``evaluations`` that are for weights inside the run's folder."""
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
         if (path := catalog.file(run, name)) is not None:
@@ -140,8 +137,7 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 
 
 def read_starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return a record for each time the run was started or resumed, in order, from its config.json. Raises ValueError
-    for a damaged file.
+    """Return a record for each time the run was started or resumed, in order. Raises ValueError for a damaged file.
 
     Records by early versions of OpenDiT have only flags.
     """

@@ -70,10 +70,9 @@ class Guard:
     """ASGI middleware that refuses requests that must not reach the page.
 
     Args:
-        app: the page.
         password: password for HTTP basic authentication, with any user name; None if no password is needed.
-        hosts: host names by which a browser may address the page; None for any name. Allowing only this machine's own
-            names prevents DNS rebinding, in which another site makes its name resolve to this machine.
+        hosts: host names by which a browser may address the page; None for any name. This prevents DNS rebinding, in
+            which another site makes its name resolve to this machine.
     """
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
@@ -144,10 +143,8 @@ def _name_of(host: str) -> str:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Wrap ``receive`` to report a disconnection if a body is too long or arrives too slowly.
-
-    The declared length of the body is ignored.
-    """
+    """Wrap ``receive`` to report a disconnection if a body is too long or arrives too slowly, whatever its declared
+    length."""
     seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
 
     async def limited() -> dict[str, Any]:
@@ -287,10 +284,8 @@ def load_choice(options: dict[str, Any], choice: WeightsChoice) -> Pipeline:
 
 @contextlib.contextmanager
 def opened(options: dict[str, Any]):
-    """Create the :class:`Page` for these flags and close it on exit.
-
-    Raises ValueError or OSError if a ``--ckpt`` can't be read.
-    """
+    """Create the :class:`Page` for these flags and close it on exit. Raises ValueError or OSError if a ``--ckpt`` can't
+    be read."""
     extra, lora = _named(options["ckpt"]), _named(options["lora"])
     catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), partial(load_choice, options)
     cards = {}
@@ -312,10 +307,8 @@ def opened(options: dict[str, Any]):
 
 
 def _named(paths: list[str]) -> dict[str, Path]:
-    """Return name -> path for paths of the command line.
-
-    The name is the last part of the path, or the whole path if an earlier path has the same last part.
-    """
+    """Return name -> path. The name is the last part of the path, or the whole path if an earlier path has the same
+    last part."""
     found: dict[str, Path] = {}
     for path in (Path(name).expanduser() for name in paths):
         found[path.name if path.name not in found else str(path)] = path
@@ -383,10 +376,7 @@ class PageServer(uvicorn.Server):
 
 
 def serve(options: dict[str, Any], listening: socket.socket, hosts: tuple[str, ...] | None) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, then delete the samples.
-
-    hosts: see :class:`Guard`. Raises the same errors as :func:`opened`.
-    """
+    """Serve until SIGINT, SIGTERM or SIGHUP, then delete the samples. hosts: see :class:`Guard`."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)

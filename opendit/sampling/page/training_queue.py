@@ -48,11 +48,8 @@ class Job(JsonObject):
     """A run that a user has requested on the page.
 
     Attributes:
-        title: title for users.
         state: "waiting", "started" or "dropped" (from the queue).
-        pid: number of the process.
-        started: start time of the process, in ticks since boot.
-        boot: identifies the boot. pid, started and boot together identify a process uniquely.
+        pid, started, boot: process ID, start time in ticks since boot, and boot, which together identify a process.
         began: clock time of the last start.
         gpu: the GPU that the process uses; None for the CPU.
         stopped: True if the user has stopped the run.
@@ -76,13 +73,11 @@ class Busy(Exception):
 
 
 class TrainingQueue:
-    """Queue of training runs. At most one run per GPU is running; other runs wait.
-
-    As a context manager, the queue closes on exit. The running runs continue.
+    """Queue of training runs. At most one run per GPU is running; other runs wait. When the queue closes, running runs
+    continue.
 
     Args:
         root: the folder of ``--allow_train``.
-        catalog: lists the runs.
         gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU.
 
     Raises ValueError if another page uses the folder, and OSError.
@@ -131,10 +126,8 @@ class TrainingQueue:
         return name
 
     def stop(self, name: str) -> str:
-        """Stop a run, and return a message for the user.
-
-        A started run gets SIGTERM; it then saves a checkpoint and ends. A waiting run is dropped from the queue.
-        """
+        """Stop a run, and return a message for the user. A started run gets SIGTERM, saves a checkpoint and ends. A
+        waiting run is dropped from the queue."""
         with self._lock:
             job = self._job(name)
             if job.state == "waiting":
@@ -170,7 +163,7 @@ class TrainingQueue:
     def program(self, words: Sequence[str]) -> tuple[int, str]:
         """Run a program of OpenDiT to its end. Return its exit code and the end of its output.
 
-        Raises Busy if another program is running, and ValueError if the program takes longer than ``PROGRAM_S``.
+        Raises Busy if another program is running, and ValueError after ``PROGRAM_S`` seconds.
         """
         if not self._program_lock.acquire(blocking=False):
             raise Busy("another plan is being made: try again in a moment")

@@ -1,6 +1,8 @@
 """The tab Train: make flags of train.py from its fields, plan and start runs, and show the started runs."""
 
+import contextlib
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -70,12 +72,10 @@ class TrainingForm:
 def read_training_form(
     form: TrainingForm, catalog: Catalog, root: Path, has_gpu: bool = False
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return a title, the flags for ``train.py --config``, and extra flags for a plan.
+    """Return a title, the flags for ``train.py --config``, and extra flags for a plan. Raises ValueError, with one line
+    for the user, for an invalid field or a path that is not below ``root``.
 
     has_gpu: if True and no recipe is chosen, turn on the speed-ups that the repository's shell scripts use.
-
-    Raises:
-        ValueError: a field is invalid, or a path is not below ``root``; one line for the user.
     """
     recipe = _one_of("recipe", form.recipe, (NO_RECIPE, *recipes()))
     flags: dict[str, Any] = {"recipe": recipe} if recipe != NO_RECIPE else dict(SPEED_UPS) if has_gpu else {}
@@ -147,13 +147,10 @@ def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
 
 
 def below(root: Path, written: str, what: str) -> Path:
-    """Return a path below ``root`` with all links resolved.
+    """Return a path below ``root`` with all links resolved. written: relative to ``root``, or absolute.
 
-    written: path relative to ``root``, or absolute. what: name of the field, for messages.
-
-    Raises:
-        ValueError: the path doesn't exist, leads out of ``root``, or contains a character that has a special meaning in
-            --data_path.
+    Raises ValueError, naming the field ``what``, if the path doesn't exist, leads out of ``root``, or contains a
+    character that has a special meaning in --data_path.
     """
     if not written or len(written) > MOST_PATH or not written.isprintable():
         raise ValueError(f"{what}: choose a folder below {root}")
@@ -180,31 +177,20 @@ def base_choices(root: Path, skipped: tuple[str, ...], catalog: Catalog) -> list
 
 
 def _listed(root: Path, skipped: tuple[str, ...], wanted: Callable[[Path], bool]) -> list[str]:
+    def entries(folder: Path) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
+        return []
+
+    first = [path for path in entries(root) if path.name not in skipped]
+    both = (each for path in first for each in (path, *(() if path.is_symlink() else entries(path))))
     found: list[str] = []
-    for number, path in enumerate(_walk(root, skipped, 2)):
-        if number >= MOST_ENTRIES or len(found) >= MOST_CHOICES:
-            break
+    for path in itertools.islice(both, MOST_ENTRIES):
         name = str(path.relative_to(root))
-        try:
+        with contextlib.suppress(OSError, RuntimeError):
             if name.isprintable() and wanted(path) and path.resolve().is_relative_to(root.resolve()):
                 found.append(name)
-        except (OSError, RuntimeError):
-            continue
-    return found
-
-
-def _walk(folder: Path, skipped: tuple[str, ...], depth: int) -> Iterator[Path]:
-    """Yield the entries of a folder and of its subfolders, down to ``depth`` levels."""
-    try:
-        inside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
-    except OSError:
-        return
-    for path in inside:
-        if path.name in skipped:
-            continue
-        yield path
-        if depth > 1 and path.is_dir() and not path.is_symlink():
-            yield from _walk(path, skipped, depth - 1)
+    return found[:MOST_CHOICES]
 
 
 def _number_of(text: str) -> float | None:

@@ -3,8 +3,7 @@
 import base64
 import html
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -118,18 +117,18 @@ def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str
     """Render curves as an SVG. points: (step, value, run). colors: run -> color."""
     if not points:
         return f'<div class="plot"><h4>{escaped(title)}</h4><p>no values yet</p></div>'
-    steps, values = [point[0] for point in points], [point[1] for point in points]
-    across, up = _axis(min(steps), max(steps)), _axis(min(values), max(values))
+    left, right, across = axis_of([step for step, _, _ in points])
+    low, high, up = axis_of([value for _, value, _ in points])
 
     def place(step: float, value: float) -> tuple[float, float]:
-        return LEFT + WIDTH * across.share(step), TOP + HEIGHT * (1 - up.share(value))
+        return LEFT + WIDTH * ((step - left) / (right - left)), TOP + HEIGHT * (1 - (value - low) / (high - low))
 
     shown = []
-    for tick in up.ticks:
-        y = place(across.low, tick)[1]
+    for tick in up:
+        y = place(left, tick)[1]
         shown.append(f'<path d="M{LEFT} {y:.1f}h{WIDTH}"/><text x="{LEFT - 6}" y="{y + 4:.1f}">{tick:.4g}</text>')
-    for tick in across.ticks:
-        x = place(tick, up.low)[0]
+    for tick in across:
+        x = place(tick, low)[0]
         shown.append(f'<text class="step" x="{x:.1f}" y="{TOP + HEIGHT + 18}">{tick:,.6g}</text>')
     for run, color in colors.items():
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, value) for step, value, of in points if of == run))
@@ -141,20 +140,9 @@ def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str
     return f'<div class="plot"><h4>{escaped(title)}</h4><svg viewBox="{box}">{"".join(shown)}</svg></div>'
 
 
-@dataclass(frozen=True)
-class Axis:
-    """An axis from ``low`` to ``high``, with round numbers as ticks."""
-
-    low: float
-    high: float
-    ticks: list[float]
-
-    def share(self, value: float) -> float:
-        return (value - self.low) / (self.high - self.low)
-
-
-def _axis(low: float, high: float) -> Axis:
-    """Return an axis that contains both numbers."""
+def axis_of(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """Return the ends of an axis that contains all values, and round numbers on it."""
+    low, high = min(values), max(values)
     if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # put a single value in the middle of the axis
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high / TICKS - low / TICKS) or 1.0
@@ -162,7 +150,7 @@ def _axis(low: float, high: float) -> Axis:
     by = next((power * times for times in (1, 2, 5) if power * times >= rough), 10 * power)
     first = math.ceil(low / by)
     ticks = [by * (first + i) for i in range(2 * TICKS) if by * (first + i) <= high]
-    return Axis(low, high, ticks)
+    return low, high, ticks
 
 
 def legend(colors: dict[str, str]) -> str:
