@@ -133,7 +133,7 @@ def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[fl
     """Return (ms per step, GiB per rank) that --dry_run predicts for train.py with these flags."""
     flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).resolve(gpus, has_gpu=True)
     config = plan_model(flags, open_data(flags)).config
-    setup = resolve_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
+    setup = resolve_sharding(config, memory_setup(flags, gpus), flags.batch_size, USABLE * hardware.capacity)
     cost = step_cost(
         config,
         setup,

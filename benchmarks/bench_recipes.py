@@ -104,7 +104,7 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
     flags, _ = flags.resolve(gpus, has_gpu=True)
     config = plan_model(flags, open_data(flags)).config
-    setup = memory_setup(flags, config, gpus)
+    setup = memory_setup(flags, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
     batch = asked_batch or min(enough, largest_batch(config, setup, capacity))
     setup = resolve_sharding(config, setup, max(batch, 1), capacity)

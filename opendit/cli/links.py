@@ -21,9 +21,7 @@ def build_parser() -> CommandLine:
     parser.heading("Measurement: what is measured, and where it is kept")
     parser.option("--out", Value(unit="file"), "where figures are kept (default: in the user's cache)")
     parser.option(
-        "--gpus_per_node",
-        whole(1, 4096, "processes"),
-        "processes of a machine (default: those that torchrun started)",
+        "--gpus_per_node", whole(1, 4096, "processes"), "processes of a machine (default: those that torchrun started)"
     )
     return parser
 

@@ -65,11 +65,7 @@ def parse_json(content: bytes | str, source: str) -> Any:
         if text.count("[") + text.count("{") > CONTAINERS:
             raise ValueError(f"more than {CONTAINERS:,} lists and objects")
         value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_float=_float,
-            parse_int=_int,
+            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_float, parse_int=_int
         )
         _check_depth(value)
         return value

@@ -206,11 +206,7 @@ class StartFlags(Flags):
     )
     download: bool = flag(False, "fetch --pretrained OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     lora: int | None = flag(
-        None,
-        "train low-rank additions of this rank to --pretrained's blocks",
-        at_least=1,
-        at_most=16_384,
-        unit="rank",
+        None, "train low-rank additions of this rank to --pretrained's blocks", at_least=1, at_most=16_384, unit="rank"
     )
     lora_alpha: float | None = flag(
         None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"

@@ -28,6 +28,7 @@ CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reade
 ENERGON = ".nv-meta"  # folder with Energon's metadata in a data set
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
+PROCESSES = whole(1, WORKERS["at_most"], "processes")
 IN_AND_OUT = "Files: what is read and written"
 
 
@@ -62,13 +63,11 @@ def _parser_of(doc: str, name: str) -> CommandLine:
     )
     shards.option("--output", FOLDER, "folder for the tars", required=True)
     shards.option("--shard_size", Value(unit="size"), "largest size of a tar: 200MB, 1GB, ...", "1GB")
-    shards.option(
-        "--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each writes a tar", 4
-    )
+    shards.option("--num_workers", PROCESSES, "processes, of which each writes a tar", 4)
     index = parser.command("index", "make the index of every tar in a folder")
     index.heading(IN_AND_OUT)
     index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
-    index.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each reads a tar", 4)
+    index.option("--num_workers", PROCESSES, "processes, of which each reads a tar", 4)
     index.option("--energon_cooker", NAME, COOKER)
     index.switch("--force", "make existing ones again, too", False)
     index.heading("Latents: of tars that hold some of another program's")
@@ -96,7 +95,7 @@ def _add_check(check: CommandLine) -> None:
     check.option("csv", TEXT, "a table with path, text and any other columns, or a folder", metavar="CSV")
     _add_columns(check)
     check.option("--output", Value(unit="csv2"), "the CSV of the rows that are left", required=True)
-    check.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
+    check.option("--num_workers", PROCESSES, "processes that decode", 2)
     check.heading("Samples: what training will take of a file")
     check.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a training clip", 16)
     check.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
@@ -121,7 +120,7 @@ def _add_look(look: CommandLine) -> None:
     look.option("--energon_cooker", NAME, COOKER)
     _add_columns(look)
     look.option("--caption_prefix", WORDS, PREFIX)
-    look.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
+    look.option("--num_workers", PROCESSES, "processes that decode", 2)
     look.heading("Tokens: what they are counted at")
     look.option("--image_size", Value(int, **SIDE), "side of a picture (default: 256)")
     look.option("--num_frames", FRAMES_OF_A_CLIP, "most frames of a clip (default: 16)")
@@ -135,31 +134,16 @@ def _add_latents(latents: CommandLine) -> None:
     latents.heading(IN_AND_OUT)
     latents.option("--data_path", PATH, "digits, a folder, a torchvision set, a CSV or tars", required=True)
     latents.option("--output", FOLDER, "folder for the latents", required=True)
-    latents.option(
-        "--shard_size",
-        Value(unit="size"),
-        "of a tar; or a number of pictures or clips",
-        "1GB",
-    )
+    latents.option("--shard_size", Value(unit="size"), "of a tar; or a number of pictures or clips", "1GB")
     latents.heading("Encoding: what is made of a picture")
-    latents.option(
-        "--pretrained",
-        FOLDER,
-        "of a public model, for its VAE and text encoders",
-    )
+    latents.option("--pretrained", FOLDER, "of a public model, for its VAE and text encoders")
     latents.switch("--download", "fetch --pretrained OWNER/NAME[@REVISION] from the hub", False)
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
     latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
     latents.option(
-        "--bucket_tokens",
-        whole(1, 2**30, "tokens"),
-        "crop to shapes of at most this many tokens, as in train.py",
+        "--bucket_tokens", whole(1, 2**30, "tokens"), "crop to shapes of at most this many tokens, as in train.py"
     )
-    latents.option(
-        "--repa",
-        FOLDER,
-        "vision transformer, whose features are stored too",
-    )
+    latents.option("--repa", FOLDER, "vision transformer, whose features are stored too")
     latents.option("--model", NAME, "whose tokens (default: --pretrained's or DiT-XL/2)")
     latents.option(
         "--max_upscale", Value(float, **SCALE), "of --bucket_tokens: enlarge nothing by more than this", 1.25
@@ -176,10 +160,7 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option("--num_workers", Value(int, **WORKERS), "processes that read", 4)
     latents.option("--max_bad", Value(float, **SHARE), "share of unreadable files at which it stops", 0.05)
     latents.option(
-        "--data_timeout",
-        Value(float, at_least=0, at_most=10_000_000, unit="seconds"),
-        "for one file; 0: any",
-        300.0,
+        "--data_timeout", Value(float, at_least=0, at_most=10_000_000, unit="seconds"), "for one file; 0: any", 300.0
     )
     latents.heading("Clips and captions: of a CSV")
     latents.switch("--use_video", "encode the clips of a CSV, and its pictures as such")
@@ -202,12 +183,7 @@ def _add_latents(latents: CommandLine) -> None:
     _add_columns(latents)
     latents.option("--caption_prefix", WORDS, PREFIX)
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
-    latents.option(
-        "--text_precision",
-        one_of(BASE_PRECISIONS),
-        "as in train.py",
-        "bf16",
-    )
+    latents.option("--text_precision", one_of(BASE_PRECISIONS), "as in train.py", "bf16")
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
 

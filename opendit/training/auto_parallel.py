@@ -39,7 +39,7 @@ from opendit.training.memory import (
     resolve_sharding,
     trained_count,
 )
-from opendit.training.model_plan import memory_setup, plan_model
+from opendit.training.model_plan import encoder_bytes, memory_setup, plan_model
 from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
 PLUGINS = ("zero2", "fsdp")  # other plugins are considered only if --plugin names them
@@ -172,7 +172,7 @@ class Search:
         self.asked, _ = fit_captions(settled, dataset, text_before(settled))
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
-        self.setup = memory_setup(self.asked, self.config, where.world, dataset)
+        self.encoders = encoder_bytes(self.asked, self.config, dataset)
         self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention)
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}
@@ -290,23 +290,8 @@ class Search:
 
     def price(self, candidate: Candidate) -> Priced | None:
         """Estimate a candidate's memory and time. Return None if it does not fit or is refused."""
-        setup = replace(
-            self.setup,
-            plugin=candidate.plugin,
-            sequence_parallel=candidate.sequence_parallel_size,
-            tensor_parallel=candidate.tensor_parallel_size,
-            expert_parallel=candidate.expert_parallel_size,
-            pipeline_parallel=candidate.pipeline_parallel_size,
-            micro_batches=candidate.grad_accumulation,
-            accumulate=candidate.grad_accumulation > 1,
-            recompute=candidate.recompute,
-            grad_checkpoint=candidate.grad_checkpoint,
-            replicate=candidate.data_parallel_replicate,
-            reshard=candidate.reshard,
-            offload=candidate.offload,
-            base_precision=candidate.base_precision,
-        )
         where, batch = self.where, candidate.batch_size
+        setup = memory_setup(candidate.on(self.asked), where.world, self.encoders)
         setup = resolve_sharding(self.config, setup, batch, where.capacity)
         needs = estimate(self.config, setup, batch)
         memory = needs.total if where.has_gpu else needs.total + needs.host_total
@@ -510,7 +495,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
     Raises ValueError, which says what to change, if no candidate fits or the run refuses all.
     """
     search = Search(flags, dataset, where)
-    config, setups = search.config, {flags.lora: search.setup}
+    config = search.config
     refusal: ValueError | None = None
     too_large: list[tuple[float, str]] = []
     float8 = missing("float8") is None if where.has_gpu and flags.dry_run is None else where.hardware.name in FLOAT8
@@ -524,21 +509,8 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             continue
         if any(getattr(settled, name) != candidate[name] for name in ("fp8", "recompute")):
             continue  # the run would override this value of the candidate, and print a note
-        if settled.lora not in setups:
-            setups[settled.lora] = memory_setup(settled, config, where.world, dataset)
         batch = samples_at_once(settled, config)
-        setup = replace(
-            setups[settled.lora],
-            plugin=settled.plugin,
-            fp8=settled.fp8,
-            recompute=settled.recompute,
-            base_precision=settled.base_precision,
-            offload=settled.offload,
-            grad_checkpoint=settled.grad_checkpoint,
-            recompute_blocks=settled.recompute_blocks,
-            micro_batches=settled.grad_accumulation,
-            accumulate=settled.grad_accumulation > 1,
-        )
+        setup = memory_setup(settled, where.world, search.encoders)
         setup = resolve_sharding(config, setup, batch, where.capacity)
         if (count := _fewest_recomputed(changed, config, setup, batch, where)) < config.depth:
             changed, settled = (replace(each, recompute_blocks=count) for each in (changed, settled))
@@ -563,7 +535,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
         return changed, lines
     if too_large:
         memory, words = min(too_large)
-        encoders = search.setup.encoders
+        encoders = search.encoders
         hint = f"cache latents ({encoders / GIB:,.1f} GiB are encoders; preprocess.py latents), " if encoders else ""
         hint += "add --text_precision nf4, " if encoders and flags.text_precision != "nf4" else ""
         raise ValueError(

@@ -30,11 +30,11 @@ from opendit.parallel.rules import matrix_rows
 from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
-from opendit.training.diagnosis import Diagnosis, MakesMicroBatches, SkippedSteps
+from opendit.training.diagnosis import Diagnosis, SkippedSteps
 from opendit.training.drawing import EMASampler, SampleGrids
 from opendit.training.interrupt import Interrupt, begin_run, write_end
 from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
-from opendit.training.micro_batch import Packing
+from opendit.training.micro_batch import Packing, SampleInputs
 from opendit.training.monitor import LOGGERS, Monitor, Pace, StepLog
 from opendit.training.profiling import StepProfiler
 from opendit.training.run import Batches, PeriodicWork, Run, TrainedNetwork
@@ -245,10 +245,7 @@ class Evaluation(Protocol):
 
 
 def build_network(
-    run: Run,
-    make_inputs: Callable[..., MakesMicroBatches],
-    make_passes: Callable[..., EagerPasses],
-    pace: Pace,
+    run: Run, make_inputs: Callable[..., SampleInputs], make_passes: Callable[..., EagerPasses], pace: Pace
 ) -> TrainedNetwork:
     """Build a network with the objects that train it, and load its checkpoint if the run is resumed."""
     flags, mesh, config = run.flags, run.mesh, run.model_config
@@ -320,7 +317,7 @@ def recorded_end(run: Run, supervisor: Supervisor) -> Iterator[None]:
 def build(
     run: Run,
     supervisor: Supervisor,
-    make_inputs: Callable[..., MakesMicroBatches],
+    make_inputs: Callable[..., SampleInputs],
     make_passes: Callable[..., EagerPasses],
     evaluation: Evaluation | None = None,
 ) -> Iterator[None]:

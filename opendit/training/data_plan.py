@@ -285,11 +285,7 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
 
 
 def make_schedule(
-    flags: TrainConfig,
-    dataset: MediaDataset,
-    global_batch: int,
-    config: DiTConfig,
-    parts: int | None = None,
+    flags: TrainConfig, dataset: MediaDataset, global_batch: int, config: DiTConfig, parts: int | None = None
 ) -> BatchSchedule:
     """Return the order in which the run trains on its shaped samples. Raises the same errors as ``build_schedule``.
 

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opendit.data import Batch, BatchSchedule, MediaDataset
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import ControlGroup
-from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, SampleInputs
 from opendit.training.runners import Runner
 
 logger = logging.getLogger(__name__)
@@ -26,12 +26,6 @@ logger = logging.getLogger(__name__)
 KEPT = 8  # maximum number of micro-batches of a step that are kept
 NAMED = 5  # maximum number of samples that a message names
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class MakesMicroBatches(Protocol):
-    """Interface of ``Inputs`` in train.py, which converts a batch to a micro-batch."""
-
-    def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
 
 class Diagnosis:
@@ -45,7 +39,7 @@ class Diagnosis:
         self,
         engine: Engine,
         runner: Runner,
-        inputs: MakesMicroBatches,
+        inputs: SampleInputs,
         dataset: MediaDataset,
         schedule: BatchSchedule,
         micro_batches: int,

@@ -67,12 +67,7 @@ class EMASampler:
         stored = dict(base_layers(model))
         kernels, tensor = run.kernels, tensor_group(mesh)
         apply_parallel(
-            model,
-            ops=kernels.ops,
-            attend=kernels.attend,
-            sequence=run.sequence,
-            tensor=tensor,
-            stages=run.stages,
+            model, ops=kernels.ops, attend=kernels.attend, sequence=run.sequence, tensor=tensor, stages=run.stages
         )
         allocate(model, mesh.device)
         model = model.place(mesh.device, engine.dtype)

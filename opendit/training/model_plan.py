@@ -276,15 +276,11 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
     return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"
 
 
-def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: MediaDataset | None = None) -> Setup:
-    """Return the settings for the memory estimate of a run on ``world`` GPUs on which all kernels are available.
-
-    Args:
-        dataset: the data set, which determines which encoders of a public model stay on the GPU; None counts no
-            encoders.
-    """
+def memory_setup(flags: TrainConfig, world: int, encoders: int = 0) -> Setup:
+    """Return the settings for the memory estimate of a run on ``world`` GPUs on which all kernels are available, with
+    ``encoders`` bytes of frozen encoders."""
     return Setup(
-        encoders=0 if dataset is None else _encoders_of(flags, config, dataset),
+        encoders=encoders,
         plugin=flags.plugin,
         precision=flags.mixed_precision,
         world=world,
@@ -315,7 +311,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
     )
 
 
-def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
+def encoder_bytes(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
     """Return the bytes of a public model's text encoders (--text_precision) and VAE (fp32) that stay on every GPU; 0 if
     their folder does not exist, as in a dry run."""
     if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):

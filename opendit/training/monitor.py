@@ -388,10 +388,7 @@ class Monitor:
                 self.log_file.append(json.dumps(self.last).encode() + b"\n")
             numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
             self.scalars(dict[str, float](numbers), step)
-            shown = {
-                "loss": "-" if loss is None else f"{loss:.4f}",
-                "img/s": f"{rate:.1f}",
-            }
+            shown = {"loss": "-" if loss is None else f"{loss:.4f}", "img/s": f"{rate:.1f}"}
             if flops >= 5e10:  # smaller values would be shown as 0.0
                 shown["TFLOP/s"] = f"{flops / 1e12:.1f}"
             if self.peak:

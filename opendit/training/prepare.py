@@ -36,7 +36,6 @@ from opendit.models.families.public_config import PublicConfig, embedded_guidanc
 from opendit.models.lora import A, Lora, lora_layers
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
-from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.experts import check_expert_parallel
@@ -57,11 +56,12 @@ from opendit.training.data_plan import (
     text_before,
 )
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
-from opendit.training.memory import Setup, card_memory, check_host, check_offload
+from opendit.training.memory import card_memory, check_host, check_offload
 from opendit.training.model_plan import (
     check_pretrained,
     check_resume,
     choose_sharding,
+    encoder_bytes,
     lora_of,
     memory_setup,
     plan_model,
@@ -87,7 +87,9 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     dataset, validation = held_out(flags, dataset)
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
-    resume = _checkpoint(flags, flags.model, mesh, notes)
+    resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
+    if flags.load and resume is None:
+        notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
     flags = _lora_of_resume(_both_of_resume(flags, resume), resume, mesh.world_size)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
@@ -98,7 +100,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     validation = None if validation is None else shape_samples(flags, validation, config)
     samples = samples_at_once(flags, config)
     check_expert_parallel(config, mesh.dims)
-    setup = memory_setup(flags, config, mesh.world_size, dataset)
+    setup = memory_setup(flags, mesh.world_size, encoder_bytes(flags, config, dataset))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mesh.device.type == "cpu":
         check_host(config, setup, samples, ranks)
@@ -158,19 +160,13 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
         else:
             teacher = VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
-    memory = replace(
-        memory_setup(flags, config, mesh.world_size, dataset),
-        fused=kernels.ops.linear_gate_residual_layernorm_modulate is not None,
-        fp8=kernels.ops.float8,
-    )
-    sharding = _sharding(samples, config, memory, mesh) if flags.plugin == "fsdp" else None
+    fused = kernels.ops.linear_gate_residual_layernorm_modulate is not None
+    memory = replace(setup, fused=fused, fp8=kernels.ops.float8)
+    capacity = card_memory(mesh.device)
+    sharding = choose_sharding(config, memory, samples, capacity) if flags.plugin == "fsdp" else None
     folder = _folder(flags, flags.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
-        folder,
-        mesh,
-        f"--load {flags.load}",
-        "stop it, or start a new run without --load",
-        written=WRITTEN,
+        folder, mesh, f"--load {flags.load}", "stop it, or start a new run without --load", written=WRITTEN
     )
     notes += lock_notes
     last_step = last_step_of(flags, schedule)
@@ -259,13 +255,6 @@ def _sequence(
     return sequence
 
 
-def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Checkpoint | None:
-    resume = find_checkpoint(save.load, save.outputs, model, mesh) if save.load else None
-    if save.load and resume is None:
-        notes.append(f"--load latest: no run of {model} under {save.outputs}, starting afresh")
-    return resume
-
-
 def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
     folder = resume.run if resume else None
     if folder is not None and save.save:
@@ -291,11 +280,6 @@ def _why_not_compiled(asked: bool, plugin: str) -> str | None:
         return "off (--compile is)"
     why = PLUGINS[plugin].ignores.get("compile")
     return None if why is None else f"off: {why}"
-
-
-def _sharding(samples: int, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sharding:
-    """Choose how --plugin fsdp divides the model on this device."""
-    return choose_sharding(config, memory, samples, card_memory(mesh.device))
 
 
 def agree_on_attention(

@@ -76,12 +76,7 @@ class StepProfiler:
     """
 
     def __init__(
-        self,
-        wanted: bool,
-        folder: Path,
-        device: torch.device,
-        steps: int,
-        failures: WriteFailures | None = None,
+        self, wanted: bool, folder: Path, device: torch.device, steps: int, failures: WriteFailures | None = None
     ):
         self.folder, self.cuda = folder, device.type == "cuda"
         self._failures = failures or WriteFailures()

@@ -43,10 +43,10 @@ from opendit.parallel.initial import InitialValues
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import PipelineStages
 from opendit.parallel.sequence import SequenceParallel
-from opendit.training.diagnosis import Diagnosis, MakesMicroBatches, SkippedSteps
+from opendit.training.diagnosis import Diagnosis, SkippedSteps
 from opendit.training.interrupt import Interrupt, NoData
 from opendit.training.memory import Setup
-from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch
+from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch, SampleInputs
 from opendit.training.monitor import Monitor, Pace, StepLog
 from opendit.training.profiling import StepProfiler
 from opendit.training.runners import Runner
@@ -253,7 +253,7 @@ class TrainedNetwork(NamedTuple):
     engine: Engine
     ema: EMA
     runner: Runner
-    inputs: MakesMicroBatches
+    inputs: SampleInputs
     skipped: SkippedSteps
 
 
@@ -320,7 +320,7 @@ class Run:
     engine: Engine = field(init=False)
     ema: EMA = field(init=False)
     runner: Runner = field(init=False)
-    inputs: MakesMicroBatches = field(init=False)
+    inputs: SampleInputs = field(init=False)
     skipped: SkippedSteps = field(init=False)
     batches: Batches = field(init=False)
     interrupt: Interrupt = field(init=False)

@@ -51,7 +51,14 @@ from opendit.training.memory import (
     save_buffers,
     stage_setups,
 )
-from opendit.training.model_plan import check_pretrained, lora_of, memory_setup, plan_model, saved_by_adaln_lora
+from opendit.training.model_plan import (
+    check_pretrained,
+    encoder_bytes,
+    lora_of,
+    memory_setup,
+    plan_model,
+    saved_by_adaln_lora,
+)
 from opendit.training.monitor import RunLogger
 from opendit.training.run import Run
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
@@ -130,7 +137,7 @@ def _dry_run(flags: TrainConfig) -> None:
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         "steps": steps,
     }
-    setup = memory_setup(flags, config, world, dataset)
+    setup = memory_setup(flags, world, encoder_bytes(flags, config, dataset))
     rows |= _time(flags, config, setup, where, origin, last)
     rows |= _memory(config, together, setup)
     print_block("OpenDiT dry run: nothing was built", rows)

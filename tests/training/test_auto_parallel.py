@@ -67,7 +67,7 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     dims = ParallelDims.fill(world, **sizes, dp_replicate=settled.data_parallel_replicate)
     check_expert_parallel(config, dims)
     assert settled.batch_size * settled.grad_accumulation * dims.size("dp") == one.samples
-    setup = resolve_sharding(config, memory_setup(settled, config, world), settled.batch_size, capacity)
+    setup = resolve_sharding(config, memory_setup(settled, world), settled.batch_size, capacity)
     assert setup == one.setup
     assert estimate(config, setup, settled.batch_size).total == one.memory <= capacity
 

@@ -39,7 +39,7 @@ from opendit.training.auto_parallel import Circumstances, data_of
 from opendit.training.data_plan import fit_captions, open_data, shape_samples, text_before
 from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
-from opendit.training.model_plan import memory_setup, plan_model
+from opendit.training.model_plan import encoder_bytes, plan_model
 from tests.encoders.published_folders import write_pipeline
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
@@ -470,7 +470,7 @@ def test_encoders_that_stay_stand_in_the_estimate(folders, tmp_path, capsys):
         flags, _ = flags.resolve(1, True)
         dataset = open_data(flags)
         flags, _ = fit_captions(flags, dataset, text_before(flags))
-        return memory_setup(flags, plan_model(flags, dataset).config, 1, dataset).encoders
+        return encoder_bytes(flags, plan_model(flags, dataset).config, dataset)
 
     def weights(name):
         return sum(
