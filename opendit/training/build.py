@@ -216,16 +216,6 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
     return too_large
 
 
-def open_profiler(run: Run, failures: WriteFailures) -> StepProfiler:
-    return StepProfiler(
-        run.flags.profile and run.mesh.is_main,
-        run.folder / "profile",
-        run.mesh.device,
-        steps=run.last_step - run.first_step,
-        failures=failures,
-    )
-
-
 def warn_skipped(mesh: Mesh, file: str) -> None:
     if mesh.leads_sharing:  # log the file once: all ranks that share samples skip the same file
         logger.warning(f"rank {mesh.rank}: skipped {file}")
@@ -334,12 +324,13 @@ def build(
         run.engine, run.ema, run.runner, run.inputs, run.skipped = run.networks[0]
         announce(run, failures)
         evaluated = None if evaluation is None else evaluation.of
+        profiled, steps = flags.profile and mesh.is_main, run.last_step - run.first_step
         with (
             contextlib.ExitStack() as runners,
             open_monitor(run, supervisor, failures) as run.monitor,
             open_loader(run, supervisor) as loader,
             open_checkpoints(run, run.networks, failures, supervisor, evaluated) as run.checkpoints,
-            open_profiler(run, failures) as run.profiler,
+            StepProfiler(profiled, run.folder / "profile", mesh.device, steps, failures) as run.profiler,
             supervisor.announced(),
             Interrupt(mesh, flags.max_hours, lambda: run.checkpoints.stall_s + run.checkpoints.write_s) as interrupt,
         ):

@@ -115,7 +115,7 @@ def _dry_run(flags: TrainConfig) -> None:
         notes.append(f"--route {flags.route}: time and memory are those of blocks that see all tokens, which is more")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
-    ranks = world // flags.sharing
+    ranks, stages = world // flags.sharing, flags.pipeline_parallel_size
     samples = flags.batch_size * ranks * flags.grad_accumulation
     together = samples_at_once(flags, config)
     flop, tensor = training_flops(config, lora_of(flags), flags.token_route), flags.tensor_parallel_size
@@ -133,7 +133,7 @@ def _dry_run(flags: TrainConfig) -> None:
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
         + (f", layers divided by {tensor}" if tensor > 1 else "")
         + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
-        **_pipeline(config, flags),
+        **({"pipeline": stages_of(config, flags.pipeline_schedule, 0, stages).describe()} if stages > 1 else {}),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         "steps": steps,
     }
@@ -212,13 +212,6 @@ def _time(
     if where.world > 1:
         rows["received a step"] = budget(cost)
     return rows
-
-
-def _pipeline(config: DiTConfig, flags: TrainConfig) -> dict[str, str]:
-    ranks = flags.pipeline_parallel_size
-    if ranks == 1:
-        return {}
-    return {"pipeline": stages_of(config, flags.pipeline_schedule, 0, ranks).describe()}
 
 
 def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:

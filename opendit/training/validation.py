@@ -133,7 +133,7 @@ def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     A heat map shows how far each level's loss lies above its lowest: where the model still learns, and where it begins
     to memorise its training samples.
     """
-    import numpy as np
+    from matplotlib import colormaps
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure in memory and needs a display
 
     table = np.array(history.by_noise, dtype=float).reshape(len(history.steps), -1).T  # (levels, validations)
@@ -144,7 +144,7 @@ def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     total.set(title="held-out loss of the EMA weights", xlabel="step", ylabel="loss")
     total.grid(alpha=0.3)
     names = [f"{sigma:.3g}" for sigma in history.noise]
-    colours = _colours(len(names))
+    colours = [colormaps["plasma"](0.9 * i / max(1, len(names) - 1)) for i in range(len(names))]
     for name, colour, losses in zip(names, colours, table, strict=True):
         levels.plot(history.steps, losses, color=colour, label=name, marker="." if len(history.steps) < 50 else None)
     levels.set(title="by noise level", xlabel="step", ylabel="loss", yscale="log")
@@ -160,12 +160,6 @@ def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     memory = io.BytesIO()
     figure.savefig(memory, format="png", dpi=100)
     write_whole(path, memory.getvalue(), make=True)
-
-
-def _colours(count: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    return [colormaps["plasma"](0.9 * i / max(1, count - 1)) for i in range(count)]
 
 
 def _edges(steps: list[int]) -> list[float]:
