@@ -82,13 +82,10 @@ class Inputs:
     resumed run, draw the same numbers.
 
     Args:
-        label_drop: fraction of the conditions that become the null condition, for classifier-free guidance.
-        packing: settings of packs of samples of different sizes (``--pack_tokens``); None without packs.
+        packing: settings of packs of samples of different sizes; None without ``--pack_tokens``.
         tokens_of: function that maps a latent size to the number of tokens, for objectives whose times depend on it.
-        given_frames: value of ``--given_frames``, which selects the conditioning frames of a clip.
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model, which always takes the first frame as conditioning.
-        route: settings of blocks that see only some of the tokens (``--route``).
         teacher: encoder whose features tokens are aligned with (``--repa``), or its features in the batches.
         uncertain: True if the weights of losses are learned (``--uncertainty_weighting``).
     """

@@ -114,19 +114,12 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        x0: Tensor,
-        t: Tensor,
-        noise: Tensor,
-        condition: Condition,
-        given: Tensor | None,
-        in_place: bool,
-        *more: Any,
+        cls, x0: Tensor, t: Tensor, noise: Tensor, y: Condition, given: Tensor | None, in_place: bool, *more: Any
     ) -> "MicroBatch":
         """Make a micro-batch. For conditioning frames in place, set the noise to x0, so that x_t = x0 at every time."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
-        return cls(x0, t, noise, condition, given, in_place, *more)
+        return cls(x0, t, noise, y, given, in_place, *more)
 
     def clone(self) -> "MicroBatch":
         """Return a copy with all tensors copied. Its captions are marked as full (not padded) only if all are full

@@ -286,7 +286,7 @@ class Monitor:
         # sum and number of losses since the last line
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         self._steps, self._since = 0, time.perf_counter()
-        self._samples, self._bytes, self._flops = 0, 0, 0.0
+        self._samples, self.bytes_read, self._flops = 0, 0, 0.0
         self._peak_gib = 0.0  # peak memory before the last drawing, in GiB
         self._pressure = MemoryPressure()
         self._lines, self._last_step = 0, last_step
@@ -298,9 +298,9 @@ class Monitor:
             self.log_file = RecordFile(folder / "log.jsonl")
             self.board = Board(folder / "tensorboard", first_step + 1, root=folder)
             self.boards: dict[str, Board | RunLogger] = {"TensorBoard": self.board}
-            for name, logger in loggers.items():
+            for name, make in loggers.items():
                 with self._survive(name):
-                    self.boards[name] = logger()
+                    self.boards[name] = make()
             self._bar = Progress(last_step, "steps", initial=first_step)
 
     def __enter__(self) -> "Monitor":
@@ -317,9 +317,6 @@ class Monitor:
         FLOPs."""
         self._samples += samples
         self._flops += flops
-
-    def count_bytes(self, count: int) -> None:
-        self._bytes += count
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
         """Add one step's mean loss on this rank, 0-dim, unless ``finite`` is False. The host does not wait for the
@@ -370,7 +367,7 @@ class Monitor:
             "lr": lr,
             "grad_norm": grad_norm,
             "samples_per_s": rate,
-            "read_mb_per_s": self._bytes / 1e6 / (now - self._since),
+            "read_mb_per_s": self.bytes_read / 1e6 / (now - self._since),
             "tflops": flops / 1e12,
             "mfu": flops / self.peak if self.peak else None,
             "memory_gib": max(self._peak_gib, allocated_gib()) if cuda else resident_gib(),
@@ -383,7 +380,7 @@ class Monitor:
             # the second line is the first whose time excludes compilation and warm-up
             if self._lines == 2 and step < self._last_step:
                 left, pace = self._last_step - step, (now - self._since) / self._steps
-                self.say(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
+                logger.info(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
             with self.failures.survive("log.jsonl", step):
                 self.log_file.append(json.dumps(self.last).encode() + b"\n")
             numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
@@ -395,16 +392,11 @@ class Monitor:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
             self._bar.figures(shown)
             if note := self._pressure.note(self._steps):
-                self.say(note)
+                logger.info(note)
         self._sums.zero_()
         self._steps, self._since, self.data_wait = 0, now, 0.0
-        self._samples, self._bytes, self._flops = 0, 0, 0.0
+        self._samples, self.bytes_read, self._flops = 0, 0, 0.0
         return self.last
-
-    def say(self, text: str) -> None:
-        """Log a line on rank 0."""
-        if self.mesh.is_main:
-            logger.info(text)
 
     def picture(self, path: Path, step: int, tag: str = "samples") -> None:
         """Show a PNG file in TensorBoard and the other loggers. Call on rank 0."""
@@ -599,6 +591,6 @@ class StepLog:
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)
         counts |= self._pace.log(done, done - self.logged)
-        self._monitor.count_bytes(bytes_read - self._bytes_read)
+        self._monitor.bytes_read += bytes_read - self._bytes_read
         self.logged, self._bytes_read = done, bytes_read
         self._monitor.log(done, self._schedule.epoch(done - 1), lr, grad_norm, **counts, **measured)
