@@ -243,7 +243,7 @@ def _momentum_block(
 @triton.jit(do_not_specialize=("tensors",))
 def _momentum_kernel(
     table, blocks, scalars, tensors, momentum, rest, LIMIT: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
-):  # fmt: skip
+):
     """Compute momentum_reference for every tensor without second moments, unless scalars[0] is 0."""
     block = tl.program_id(0)
     table += tl.load(blocks + 2 * block)

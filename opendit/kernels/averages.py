@@ -31,9 +31,7 @@ def averages_reference(masters: list[Tensor], averages: list[list[Tensor]], deca
 
 
 @triton.jit
-def _averages_block(
-    row, tensors, offsets, mask, scalars, shift, stride, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+def _averages_block(row, tensors, offsets, mask, scalars, shift, stride, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr):
     master = tl.load(at(tl.load(row + tensors), offsets, tl.float32, ALIGNED), mask=mask, other=0.0)
     for k in tl.static_range(AVERAGES):
         averages = at(tl.load(row + (2 + k) * tensors) + shift + k * stride.to(tl.int64), offsets, tl.float32, ALIGNED)
@@ -45,7 +43,7 @@ def _averages_block(
 @triton.jit(do_not_specialize=("tensors", "first", "last", "shift", "stride"))
 def _averages_kernel(
     table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
-):  # fmt: skip
+):
     """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0. The blocks are distributed over
     the programs. The table's rows are size, master, and the averages. Average k lies ``shift`` + k * ``stride`` bytes
     after its address in the table."""

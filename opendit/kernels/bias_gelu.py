@@ -126,7 +126,7 @@ def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
 
 def _launch_backward(
     dy: Tensor, x: Tensor, bias: Tensor, sums: bool, dx: Tensor | Float8, partial: Tensor | None = None
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Write dx and return the bias's gradient; None without ``sums``."""
     cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
     total = cut.new_total() if sums else None

@@ -137,7 +137,7 @@ def _forward_rows(
         x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
         branch, branch_t = _load_branch(
             branch_ptr, branch_scale_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, SCALED_BRANCH
-        )  # fmt: skip
+        )
         if not HOLD:
             gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
             shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
@@ -219,7 +219,7 @@ def _backward_rows(
         if SUMS:
             branch, branch_t = _load_branch(
                 branch_ptr, branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, False
-            )  # fmt: skip
+            )
         if HAS_DH:
             dh, dht = load_tiles(dh_ptr, row, live, D, MAIN, TAIL, ROWS)
         if not HOLD:

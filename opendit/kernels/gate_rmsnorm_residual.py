@@ -101,7 +101,7 @@ def _forward_rows(
                 shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
         branch, branch_t = normalize_rows(
             branch, branch_t, branch_rstd_ptr, branch_rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, False
-        )  # fmt: skip
+        )
         # Round h to its stored dtype before the next norm, so that backward recomputes the same hhat from the stored h.
         h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
         ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
@@ -183,10 +183,10 @@ def _backward_rows(
             dx, dxt = dh, dht
         branch, branch_t, branch_rstd = normalize_rows_again(
             branch, branch_t, branch_rstd_ptr, branch_rstd_ptr, row, live, ROWS, False
-        )  # fmt: skip
+        )
         dbranch, dbranch_t = normalize_backward(
             dx, dxt, branch, branch_t, gate, gate_t, branch_rstd, D, TAIL, ROWS, False
-        )  # fmt: skip
+        )
         store_tiles(dbranch_ptr, dbranch, dbranch_t, row, live, D, MAIN, TAIL, ROWS)
         if SUMS:
             gate_sum += tl.sum(branch * dx, axis=0)

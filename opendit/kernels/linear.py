@@ -27,7 +27,7 @@ TILE = {"ROWS": 64, "num_warps": 4}
 @triton.jit(do_not_specialize=("rows", "sixteens"))
 def _transpose_kernel(
     x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """Transpose x (rows, D) to y (D, 16 * sixteens). ROWS is a multiple of 16, so that the last tile also writes the
     padding."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK

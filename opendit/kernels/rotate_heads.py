@@ -126,9 +126,7 @@ def _store_pairs(ptr, even, odd, place, live, HEAD: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _load_weight(
-    ptr, head, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr
-):  # fmt: skip
+def _load_weight(ptr, head, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr):
     """Load the norm's weight, even and odd columns: one row for each head if ACROSS, else one row for all heads."""
     if ACROSS:
         even, odd = _load_pairs(ptr, head * HEAD, live, HEAD, BLOCK, ROWS)

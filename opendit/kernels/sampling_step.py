@@ -290,9 +290,7 @@ def _guided_update_kernel(
         factor = tl.exp(tl.load(variance_ptr) + tl.load(variance_ptr + 1) * v)
     new0 = _sum(coefficients_ptr, 0, old0, old1, old2, prediction, noise, factor, OLD, NOISE, VARIANCE)
     if NEW > 1:
-        new1 = _sum(
-            coefficients_ptr, OLD + 1 + NOISE, old0, old1, old2, prediction, noise, 0.0, OLD, NOISE, False
-        )  # fmt: skip
+        new1 = _sum(coefficients_ptr, OLD + 1 + NOISE, old0, old1, old2, prediction, noise, 0.0, OLD, NOISE, False)
         tl.store(new1_ptr + place, new1, mask=live)
     tl.store(new0_ptr + place, new0, mask=live)
 

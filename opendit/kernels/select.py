@@ -94,9 +94,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
     if not (flags.enable_flashattn or asked):
         return LocalAttention(), "torch's own choice (--enable_flashattn is off)"
     try:
-        backend, why = resolve_attention(
-            flags.attention, device, dtype, head_dim, tokens, tiled=flags.enable_flashattn
-        )  # fmt: skip
+        backend, why = resolve_attention(flags.attention, device, dtype, head_dim, tokens, tiled=flags.enable_flashattn)
     except ValueError as error:
         if asked:
             raise ValueError(f"--attention {flags.attention}: {error}; choose another") from None

@@ -107,7 +107,7 @@ def _gather_heads_kernel(
 
 def _launch(
     dq: Tensor, dk: Tensor, dv: Tensor, dqkv: Tensor | Float8, sums: torch.dtype | None, partial: Tensor | None = None
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Write dqkv and return the bias's gradient in the dtype ``sums``."""
     B, H, N, d = dq.shape
     width, rows = H * d, B * N

@@ -87,7 +87,7 @@ def load_tiles(ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.con
 @triton.jit
 def store_tiles(
     ptr, main, tail, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     store_tile(ptr, main, row, live, 0, MAIN, D, ROWS)
     if TAIL > 0:
         store_tile(ptr, tail, row, live, MAIN, TAIL, D, ROWS)
@@ -267,9 +267,7 @@ def gelu_coarse(u, APPROXIMATE: tl.constexpr):
     """
     if APPROXIMATE:
         z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))
-        t = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
         half = 0.5 * u
         return half * t + half
     return u * gelu_sigmoid(u, u * u, APPROXIMATE)
