@@ -1,10 +1,8 @@
 """Averages of the fp32 master weights: exponential ones, and power-function averages with any width after training.
 
-Power averages are those of T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models"
-(EDM2), arXiv 2312.02696, sec. 3 and appendix C. The average after t updates is a weighted mean of the weights after
-each update i <= t, with factors proportional to i^exponent. The factors as a function of i are the average's profile.
-The standard deviation of this distribution over i is a constant fraction of t; this fraction is the ``width``
-(sigma_rel).
+Power averages: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
+2312.02696, sec. 3 and appendix C. The average after t updates weights the weights after update i <= t by i^exponent.
+These factors are its profile, whose standard deviation over i is a constant fraction of t, the ``width`` (sigma_rel).
 """
 
 import contextlib
@@ -99,7 +97,6 @@ class EMA:
         self.updates += 1
 
     def bytes_per_rank(self) -> int:
-        """Return the memory of this rank's shards of all averages, in bytes."""
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -127,7 +124,6 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, which: int) -> None:
-        """Swap the masters and one average."""
         engine, average = self.engine, self.averages[which]
         for name, shard in average.items():
             master = engine.master(name)

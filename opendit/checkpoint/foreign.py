@@ -1,14 +1,8 @@
 """Read weights of other programs: public models in diffusers' layout, Meta's .pt files, and DiTPipeline folders.
 
-    model_index.json                     the pipeline's components; compared with the family, nothing is imported
-    transformer/config.json              the network's class and sizes
-    transformer/diffusion_pytorch_model.safetensors, or several files and their .index.json
-    vae/, text_encoder/, tokenizer/, scheduler/
-
-Files and folders are not trusted, so all contents are checked, and code in a pickle is never run. The folder of the
-transformer is also accepted without the other folders. The model's family (opendit/models/families) defines how the
-configuration and the weights' names are translated. Opening a folder reads and compares only the headers of the weight
-files. A weight is read on access.
+Files and folders are not trusted, so all contents are checked, and code in a pickle is never run. The model's family
+(opendit/models/families) defines how a public model's configuration and the names of its weights are translated. Only
+the headers of the weight files are read and compared; a weight is read on access.
 """
 
 import argparse
@@ -29,7 +23,7 @@ from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
 from opendit.checkpoint.tensor_set import WholeTensors, check_shapes, file_size
 from opendit.common.hub import folder_name, snapshot_of
 from opendit.common.json_file import MIB, read_json
-from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
+from opendit.common.json_models import FileKind, Word, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.utils import shown
 from opendit.config.architectures import PUBLIC, SIZES, is_video
@@ -307,41 +301,23 @@ def _check_bounds(key: str, value: Any) -> None:
             raise ValueError(f"{key[:60]} is {shown(value)}; read are {least:,} to {most:,}")
 
 
-class ModelIndex(OpenJsonObject):
-    """The content of model_index.json of any family."""
-
-    class_name: Word = Field(alias="_class_name")
-
-
-NETWORK, MODEL_INDEX = FileKind(NetworkConfig, 4 * MIB), FileKind(ModelIndex, 4 * MIB)
+NETWORK = FileKind(NetworkConfig, 4 * MIB)
 
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """A public model's folder that agrees with the definition of its family.
-
-    Attributes:
-        spec: the family's specification of the network, derived from the configuration.
-        config: the content of ``transformer``/config.json.
-        transformer: the folder of the network.
-        pipeline: the folder of the pipeline; None if the user named only the network's folder.
-        index: the content of model_index.json, or None.
-        root: the folder that all files must lie in.
-        files: the weights by their published names.
-        pairs: (OpenDiT's names, published names, dimension along which the weights are concatenated).
-        alone: True if the user named the folder of one of the pipeline's two networks.
-    """
+    """A public model's folder that agrees with the definition of its family."""
 
     family: Family
-    spec: Any
-    config: dict[str, Any]
-    transformer: Path
-    pipeline: Path | None
-    index: dict[str, Any] | None
-    root: Path
-    files: WholeTensors
-    pairs: tuple[Pair, ...]
-    alone: bool = False
+    spec: Any  # the family's specification of the network, derived from the configuration
+    config: dict[str, Any]  # the content of ``transformer``/config.json
+    transformer: Path  # the folder of the network
+    pipeline: Path | None  # the folder of the pipeline; None if the user named only the network's folder
+    index: dict[str, Any] | None  # the content of model_index.json, or None
+    root: Path  # the folder that all files must lie in
+    files: WholeTensors  # the weights by their published names
+    pairs: tuple[Pair, ...]  # (OpenDiT's names, published names, dimension along which the weights are concatenated)
+    alone: bool = False  # True if the user named the folder of one of the pipeline's two networks
 
     def shapes(self) -> Shapes:
         """Return the shapes of OpenDiT's parameters. Raises ValueError; the message names the configuration file."""
@@ -372,7 +348,6 @@ class PublishedFolder:
         return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes, constants)
 
     def close(self) -> None:
-        """Unmap the files."""
         self.files.close()
 
 
@@ -382,7 +357,7 @@ def expert_of(folder: Path) -> str | None:
     if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
         return None
     try:
-        index = read_json(path, MODEL_INDEX.most_bytes)
+        index = read_json(path, 4 * MIB)
     except (ValueError, OSError):
         return None
     return EXPERTS[folder.name] if isinstance(index, dict) and index.get("boundary_ratio") is not None else None
@@ -396,7 +371,7 @@ def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
     return inside if expert_of(inside) == expert else Path(folder)
 
 
-def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) -> bool:
+def is_published(folder: str | Path) -> bool:
     """Return True if the folder names the network class of a known family. Nothing else is checked."""
     folder = Path(folder)
     path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
@@ -405,15 +380,16 @@ def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) 
     except (ValueError, OSError):
         return False
     name = values.get("_class_name") if isinstance(values, dict) else None
-    return name in [family.network for family in families.values()]
+    return name in [family.network for family in FAMILIES.values()]
 
 
-def open_published(folder: str | Path, families: Mapping[str, Family]) -> PublishedFolder:
+def open_published(folder: str | Path, families: Mapping[str, Family] | None = None) -> PublishedFolder:
     """Open a public model's folder. Only the headers of the weight files are read.
 
     folder: the folder of the pipeline, or of its transformer. families: name -> known family. Raises FileNotFoundError
     if the folder or a file does not exist. Raises ValueError if a file is damaged, is a link out of the folder, or
     belongs to another model. The message is one line that names the file."""
+    families = FAMILIES if families is None else families
     folder = Path(folder)
     inside, expert = folder / TRANSFORMER, expert_of(folder)
     pipeline, transformer = (folder, inside) if inside.is_dir() else (None, folder)
@@ -435,7 +411,9 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
     index = _read_index(pipeline, family, root) if pipeline else None
     try:
         spec = family.layout(config)
-        pairs = tuple((*names, match.dim) for match in family.names(spec) for names in match.names())
+        pairs: tuple[Pair, ...] = tuple(
+            (ours, theirs, match.dim) for match in family.names(spec) for ours, theirs in match.names()
+        )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         what = f"{one_line(error)} is missing" if isinstance(error, KeyError) else one_line(error)
         raise ValueError(f"{transformer / CONFIG}: {what}") from error
@@ -461,8 +439,7 @@ def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | 
     if not path.is_symlink() and not path.exists():
         return None
     file_size(path, root)
-    index = read_file(path, MODEL_INDEX)
-    check_index(pipeline, family)
+    index = check_index(pipeline, family)
     if not names_class(index.get(TRANSFORMER), "diffusers", family.network):
         raise ValueError(f"{path}: {TRANSFORMER} is {shown(index.get(TRANSFORMER))}, not {family.network} of diffusers")
     others = [
@@ -511,7 +488,7 @@ def read_published(folder: str | Path) -> Weights:
     """Open a public model's folder as weights by OpenDiT's names, with the model's settings, such as its schedule, in
     ``info``. A weight is read from its file on access. Raises the errors of :func:`open_published` and
     ``published_schedule``."""
-    opened = open_published(folder, FAMILIES)
+    opened = open_published(folder)
     family, info = opened.family, {}
     root, variant = opened.pipeline, opened.family.variant(opened.index)
     if root is not None:

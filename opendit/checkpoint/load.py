@@ -46,21 +46,13 @@ class Unloadable(DataError, ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are intact.
+    """A checkpoint whose files are intact."""
 
-    Attributes:
-        folder: the checkpoint's folder, as a path without symbolic links.
-        state: the content of state.json.
-        files: the verified files, which are those in the manifest.
-        damaged: a message for each newer checkpoint of the run that was skipped because of damage.
-        run: the run's folder, if the run may be written to (see ``run_of``).
-    """
-
-    folder: Path
-    state: dict[str, Any]
-    files: list[str]
-    damaged: tuple[str, ...] = ()
-    run: Path | None = None
+    folder: Path  # the checkpoint's folder, as a path without symbolic links
+    state: dict[str, Any]  # the content of state.json
+    files: list[str]  # the verified files, which are those in the manifest
+    damaged: tuple[str, ...] = ()  # a message for each newer checkpoint of the run that was skipped because of damage
+    run: Path | None = None  # the run's folder, if the run may be written to (see ``run_of``)
 
     @property
     def model(self) -> Path:
@@ -78,7 +70,6 @@ class Checkpoint:
         return self.folder / (AVERAGE_SET + VERSIONS[self.state["version"]])
 
     def open(self, name: str) -> TensorSet:
-        """Return the tensors of one of the checkpoint's files or indices."""
         return open_set(self.folder / name)
 
 

@@ -42,6 +42,7 @@ ENDINGS = {
 }
 OF_TEXT_ENCODERS = re.compile(r"(text_encoders?\d?|te\d?|lora_te\d?|text_encoder_\d|text_model)[._]")
 ARCHITECTURE = "modelspec.architecture"
+CAPTION_LENGTH = "max_sequence_length"  # metadata key: tokens of captions in training, if not the pipeline's default
 KINDS_NOT_READ = {
     "dora_scale": "DoRA",
     "magnitude_vector": "DoRA",
@@ -54,17 +55,12 @@ KINDS_NOT_READ = {
 
 @dataclass(frozen=True)
 class PlacedLowRank:
-    """The product ``scale`` B A, which is added to a rectangular part of a two-dimensional weight.
+    """The product ``scale`` B A, which is added to a rectangular part of a two-dimensional weight."""
 
-    Attributes:
-        a: (rank, columns).
-        b: (rows, rank).
-        row, column: first row and column of the part in the weight.
-    """
-
-    a: Tensor
-    b: Tensor
+    a: Tensor  # (rank, columns)
+    b: Tensor  # (rows, rank)
     scale: float
+    # row, column: first row and column of the part in the weight
     row: int = 0
     column: int = 0
 
@@ -306,7 +302,6 @@ def _belong(keys: Sequence[str]) -> str:
 
 
 def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: PublishedFolder) -> str:
-    """Return the message for keys that can't be read."""
     for mark, kind in KINDS_NOT_READ.items():
         if marked := [key for key in strange if mark in key]:
             return f"{_belong(marked)} to {kind}, which is not read; a file of LoRA's A and B alone is needed"

@@ -40,20 +40,14 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of a tensor of this set in a joined tensor, and the stored tensors that overlap with this range.
+    """The position of a tensor of this set in a joined tensor, and the stored tensors that overlap with this range."""
 
-    Attributes:
-        joined: shape of the joined tensor.
-        dim: dimension of concatenation; None if the tensor equals one stored tensor, perhaps in another shape.
-        start, stop: range of the tensor along ``dim``.
-        sources: the stored tensors.
-    """
-
-    joined: tuple[int, ...]
-    dim: int | None
+    joined: tuple[int, ...]  # shape of the joined tensor
+    dim: int | None  # dimension of concatenation; None if the tensor equals one stored tensor, perhaps in another shape
+    # start, stop: range of the tensor along ``dim``
     start: int
     stop: int
-    sources: tuple[_Source, ...]
+    sources: tuple[_Source, ...]  # the stored tensors
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
         """Return the runs of elements in the joined tensor that make up a range along ``dim``, or a shard of this
@@ -74,7 +68,6 @@ class Reading:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the shard."""
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:

@@ -5,6 +5,7 @@ formats of other programs (opendit/checkpoint/foreign.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from opendit.checkpoint.foreign import (
     read_pipeline,
     read_published,
 )
-from opendit.checkpoint.lora import Merged, Products, of_file, of_run
+from opendit.checkpoint.lora import CAPTION_LENGTH, Merged, Products, of_file, of_run
 from opendit.checkpoint.matched import MatchedTensors, fill
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
 from opendit.checkpoint.tensor_set import (
@@ -42,9 +43,9 @@ from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
+from opendit.encoders.text import MOST_TEXT_TOKENS
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.families import FAMILIES
 from opendit.models.lora import check_lora
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
@@ -178,15 +179,13 @@ def read_config(path: Path) -> DiTConfig | None:
         return None
 
 
-def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
-    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. The names and shapes in
-    the header must match the model that the metadata describes. Tensors stay in the file until they are used. Code in a
-    file is never run (opendit.checkpoint.foreign).
+def read_weights(path: Path) -> Weights:
+    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors stay in the file
+    until they are used.
 
-    group: the ranks, which must all call this function and divide the verification. Raises ValueError if the file is
-    damaged or unreadable, does not match the model of its metadata, has no state dict, or has weights that are not
-    finite. Raised on every rank."""
-    return _use_intact(path, group or ControlGroup(ALONE), lambda weights: weights)
+    Raises ValueError if the file is damaged or unreadable, does not match the model of its metadata, has no state dict,
+    or has weights that are not finite."""
+    return _use_intact(path, ControlGroup(ALONE), lambda weights: weights)
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
@@ -197,7 +196,7 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
     def fix() -> str:
         which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
-        earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which), ControlGroup(ALONE)))
+        earlier = intact_before(path.parent, lambda folder: _damaged_part(weights_in(folder, which), 0, 1))
         return f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
 
     raise ValueError(f"{problem}; {group.gather(fix() if group.mesh.is_main else None)[0]}")
@@ -207,30 +206,20 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
     """Return (None, ``use(weights)``), or (description of how the weights differ from their manifest, None). A thread
     computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to a GPU.
     """
-    made, error, mesh = None, None, group.mesh
+    mesh = group.mesh
     checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
+    made: Future[T] = Future()
     try:
-        made = use(_read_part(path, mesh.rank, mesh.world_size))
-    except Exception as raised:  # damaged weights may be the reason
-        error = raised
+        made.set_result(use(_read_part(path, mesh.rank, mesh.world_size)))
+    except Exception as error:  # damaged weights may be the reason
+        made.set_exception(error)
     if problem := next(filter(None, group.gather(checking.result())), None):
         return problem, None
-
-    def settle() -> T | None:
-        if error is not None:
-            raise error
-        return made
-
-    return None, group.together(settle, ValueError, OSError)
-
-
-def _damage(path: Path, group: ControlGroup) -> str | None:
-    """Describe how weights differ from the manifest in their folder; None if they are equal or have no manifest. The
-    result is the same on every rank."""
-    return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
+    return None, group.together(made.result, ValueError, OSError)
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
+    """Describe how weights differ from the manifest in their folder; None if they are equal or have no manifest."""
     if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := damage(path.parent, part, parts, only=[path.name]):
@@ -445,13 +434,11 @@ def _divide(model: DiT, mesh: Mesh) -> Layout | None:
 
 
 def check_name(weights: Weights, name: str | None) -> None:
-    """Raise ValueError if the model in the metadata of ``weights`` is not ``name``."""
     if name is not None and weights.info["model"] != canonical_model(name):
         raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of {name}; give its --model")
 
 
 def _base_of(added: Weights) -> Weights:
-    """Read the base weights of a checkpoint of a run with --lora."""
     base = Path(added.info["lora"]["base"])
     if not (base.is_file() or is_published(base)):
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
@@ -473,7 +460,7 @@ def _with_lora(
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}
-    first = base
+    first, lengths = base, []
     for each, weight in added:
         if "lora" in each.info:
             check_name(each, name)
@@ -499,11 +486,16 @@ def _with_lora(
             )
         else:
             metadata = each.state.metadata if isinstance(each.state, TensorSet) else {}
-            opened = open_published(base.path, FAMILIES)
+            opened = open_published(base.path)
             more = of_file(opened, each.state, metadata, each.path, weight, notes)
             opened.close()
+            stated = metadata.get(CAPTION_LENGTH, "")
+            if stated.isdecimal() and len(stated) < 6 and 0 < int(stated) <= MOST_TEXT_TOKENS:
+                lengths.append(int(stated) + opened.family.text.beside)
         for key, several in more.items():
             products.setdefault(key, []).extend(several)
+    if first is base and lengths:  # draw with captions of the length that the LoRA was trained with
+        first = replace(base, info=base.info | {"config": base.info["config"] | {"max_tokens": max(lengths)}})
     config = first.config
     assert found is not None and config is not None
     if notes is not None:

@@ -414,7 +414,6 @@ def _touch(path: Path, released: threading.Event) -> None:
 
 
 def _is(file: int, path: Path) -> bool:
-    """Return True if ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:

@@ -1,16 +1,9 @@
 """Save a run. Training waits only for the copy off the device; a background thread writes the files.
 
-One of two classes decides what each rank copies and writes:
-
-- ``WholeTensorFiles``: one rank writes each file. This rank gathers the file's tensors, parameter by parameter, into a
-  buffer in host memory. The buffers of all ranks together hold (3 + averages) x 4 bytes x parameters: 10.8 GB for
-  DiT-XL/2 with one average.
-- ``ShardFiles``: every rank writes its own shards, and no tensor is gathered. An index records which slices of which
-  tensor are in which file. Data that several ranks hold (replicas of a sharded model, tensors that every rank has in
-  full) is divided evenly among these ranks.
-
-A checkpoint's folder gets its final name only when all of its files are on the disk, so a complete checkpoint exists at
-every moment.
+With ``WholeTensorFiles`` one rank gathers and writes each file. The buffers of all ranks together hold (3 + averages) x
+4 bytes x parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles`` every rank writes its own shards, and
+ranks with equal shards divide them evenly. A checkpoint's folder gets its final name only when all of its files are on
+the disk, so a complete checkpoint exists at every moment.
 """
 
 import contextlib
@@ -77,7 +70,6 @@ def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]
 
 
 def buffers_of(engine: Engine) -> dict[str, Tensor]:
-    """Return copies of the model's registered buffers in host memory."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
 
 
@@ -112,7 +104,6 @@ class HostBuffer:
         return space
 
     def wait(self) -> None:
-        """Wait until all copies are made."""
         while self._copies:
             self._copies.popleft().result()
         if self._threads is not None:
@@ -308,7 +299,6 @@ class ShardFiles:
 
 
 def incomplete(final: Path) -> Path:
-    """Return the temporary folder that a checkpoint is written to until it is complete."""
     return final.with_name(f".{final.name}.incomplete")
 
 
@@ -414,7 +404,6 @@ class BestCheckpoint:
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def take(self, folder: Path, state: dict[str, Any]) -> None:
-        """Make a checkpoint with this folder and state the best one if its figure is better."""
         if self._of_samples:
             evaluation = state.get("evaluation", {"of": None, "figures": {}})
             figure, of = evaluation["figures"].get(self._name), evaluation["of"]
@@ -504,7 +493,6 @@ class Checkpoints:
 
     @property
     def host_bytes(self) -> int:
-        """Size of this rank's buffers in host memory."""
         return self._kind.buffer.bytes + (0 if self._before is None else self._before.host_bytes)
 
     def save(self, state: dict[str, Any]) -> None:
@@ -542,7 +530,6 @@ class Checkpoints:
         self._failed(step, why, "")
 
     def wait(self) -> None:
-        """Wait until the write in progress, if any, has succeeded or failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

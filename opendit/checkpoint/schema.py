@@ -1,11 +1,8 @@
 """Check the contents of the files of runs and checkpoints, before anything is allocated or built.
 
-The pydantic models for the settings of a network or an objective are derived from their dataclasses: the fields, the
-types, and which fields are required. Keys that no version of this program has written are refused, because ignoring
-them could change the meaning of the file.
-
-Importing this module is slow, because it imports pydantic and defines the models. So other modules import this module
-only where they read a file.
+The pydantic models for a network's or an objective's settings are derived from their dataclasses. Keys that no version
+of this program has written are refused, because ignoring them could change the meaning of the file. Importing this
+module is slow, so other modules import it only where they read a file.
 """
 
 import dataclasses
@@ -329,13 +326,6 @@ class IndexFile(JsonObject):
     tensors: Annotated[dict[Annotated[str, MaxLen(1024)], IndexedTensor], FailFast(), MaxLen(1 << 20)]
 
 
-class PartsFile(JsonObject):
-    """The content of an index of whole tensors, ``*.safetensors.index.json``."""
-
-    weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(1 << 20)]
-    metadata: dict[str, Any] | None = None
-
-
 # ------------------------------------------------------------------------------------------ files of diffusers
 
 
@@ -366,7 +356,7 @@ MANIFEST_FILE = FileKind(Manifest, 16 * MIB)
 ANY_STATE = FileKind(AnyState, 4 * MIB)
 STATE_FILE = FileKind(StateFile, 4 * MIB)
 RUN_CONFIG = FileKind(RunConfig, 64 * MIB)
-INDEX_FILE, PARTS_FILE = FileKind(IndexFile, 256 * MIB), FileKind(PartsFile, 64 * MIB)
+INDEX_FILE = FileKind(IndexFile, 256 * MIB)
 TRANSFORMER, PIPELINE = FileKind(TransformerConfig, 4 * MIB), FileKind(PipelineIndex, 16 * MIB)
 
 # ------------------------------------------------------------------------------------------ reading

@@ -4,27 +4,16 @@
       model.safetensors        fp32 master weights and buffers, the configuration in the metadata
       ema.safetensors          the same for the moving average; ema_DECAY.safetensors for further averages
       optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
-      state.json               counters, loss scaler, settings of the run
-      manifest.json            size and SHA-256 of every other file
+      state.json, manifest.json  counters and settings of the run; size and SHA-256 of every other file
 
-A set of tensors is one safetensors file, or several with an index (``*.safetensors.index.json``, as transformers and
-diffusers write them). A sharded checkpoint (``--checkpoint_format sharded``) has other files for each set SET (model,
-ema, ema_DECAY, exp_avg, exp_avg_sq):
+In a sharded checkpoint each set SET (model, ema, ema_DECAY, exp_avg, exp_avg_sq) has the files
 
-      SET.shards.json          the index: which file holds which slices of which tensor
       SET-shard-RRRRR-of-NNNNN.safetensors  the shards that rank RRRRR of NNNNN wrote, under their tensors' names
+      SET.shards.json          the index: for each tensor the canonical shape and dtype, and the cuts of each shard
 
-An index of shards holds the canonical shape and the dtype of each tensor, and the cuts of each of its shards by file. A
-cut is a list [dim, start, stop, start, stop, ...], which selects these ranges along dim. The dim null means the
-flattened tensor. Cuts are listed from outer to inner, and each cut applies to the result of the previous one
-(opendit/parallel/layout.py). Files are memory-mapped, so only requested tensors are read.
-
-When a checkpoint of a run with ``--average power:...`` is deleted, its averages, state.json and manifest.json are moved
-to the run's folder averages/step_0000100.
-
-Names and shapes do not depend on the plugin or the number of ranks. Masters and moments are stored in fp32. All random
-numbers are keyed by (seed, step, sample), so the step number determines data order, flips and noise. Therefore a
-resumed run continues exactly under the same plugin and world size, and up to rounding under others.
+A cut [dim, start, stop, start, stop, ...] selects these ranges along dim; null means the flattened tensor. Each cut
+applies to the result of the previous one (opendit/parallel/layout.py). Names and shapes do not depend on the plugin or
+the number of ranks. Files are memory-mapped, so only requested tensors are read.
 """
 
 import contextlib
@@ -72,7 +61,6 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def shard_file(tensors: str, rank: int, ranks: int) -> str:
-    """Return the name of the file with one rank's shards of a set of tensors."""
     return f"{tensors}-shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
@@ -109,11 +97,9 @@ class ShardIndex:
 
     @property
     def files(self) -> list[str]:
-        """The files that hold the shards."""
         return sorted({file for tensor in self.tensors.values() for file in tensor.shards})
 
     def held_by(self, file: str) -> dict[str, ShardedTensor]:
-        """Return the tensors that have a shard in a file."""
         return {name: tensor for name, tensor in self.tensors.items() if file in tensor.shards}
 
     def metadata_of(self, file: str) -> dict[str, str]:
@@ -122,7 +108,6 @@ class ShardIndex:
         return shard_metadata(self.tensors_are, self.step, held)
 
     def bytes_in(self) -> Counter[str]:
-        """Return the bytes of the shards in each file."""
         total: Counter[str] = Counter()
         for tensor in self.tensors.values():
             for file, shard in tensor.shards.items():
@@ -240,11 +225,9 @@ class TensorSet(Mapping[str, Tensor]):
 
     @property
     def kinds(self) -> Kinds:
-        """Return name -> (dtype, shape) of every tensor."""
         return {name: (self.dtypes[name], shape) for name, shape in self.shapes.items()}
 
     def check_floats(self) -> None:
-        """Raise ValueError if a tensor does not hold floating-point numbers."""
         for name, dtype in self.dtypes.items():
             if dtype not in FLOATS:
                 raise ValueError(f"{self.path}: {name[:100]!r} holds {dtype}; weights are one of {', '.join(FLOATS)}")
@@ -339,7 +322,6 @@ def _may_overlap(one: Runs, other: Runs) -> bool:
 
 
 def is_set(path: Path) -> bool:
-    """Return True if :func:`open_set` accepts a file with this name."""
     return path.name.endswith((WHOLE, SHARDS, PARTS))
 
 
@@ -354,10 +336,10 @@ def _places(path: Path) -> dict[str, str]:
     """Return tensor -> file from an index of whole tensors; {} for a single file."""
     if not path.name.endswith(PARTS):
         return {}
-    from opendit.checkpoint.schema import PARTS_FILE  # imports pydantic, so only when an index is read
     from opendit.common.json_models import read_file
+    from opendit.encoders.folder import INDEX  # imports pydantic, so only when an index is read
 
-    places = read_file(path, PARTS_FILE)["weight_map"]
+    places = read_file(path, INDEX)["weight_map"]
     if not places:
         raise ValueError(f"{path} names no weights")
     return places
@@ -423,7 +405,6 @@ def check_shapes(config: DiTConfig, shapes: Shapes, path: Path) -> None:
 
 
 def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
-    """Raise ValueError unless ``own`` and ``theirs`` have the same names and shapes."""
     differences = {
         "missing": own.keys() - theirs.keys(),
         "unexpected": theirs.keys() - own.keys(),

@@ -1,8 +1,8 @@
 """Folders that ``energon prepare`` prepared, read unchanged and without that package.
 
-The files in ``.nv-meta/`` tell the tars, the splits and the fields of samples. A tar's index lies beside the tar if
-``preprocess.py index`` made it for the same fields. Otherwise it is made when the data set is first opened, and lies in
-a cache folder on the local disk. In a cooked data set, the user's code makes each sample from the members of a tar.
+``.nv-meta/`` names the tars, the splits and the fields of samples. A tar's index lies beside the tar if
+``preprocess.py index`` made it for the same fields, else it is made once in a cache folder on the local disk. In a
+cooked data set, the user's code makes each sample from the members of a tar.
 """
 
 import importlib
@@ -65,24 +65,16 @@ SMALL = 64 << 20  # tars of fewer bytes in total are indexed in one process, bec
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """One split of a prepared folder.
-
-    Attributes:
-        tars: (name relative to ``folder``, number of all samples) of each tar.
-        without: (tar, key) of each sample that is left out.
-        fields: which members of a sample hold the picture or clip, the caption and the label.
-        subflavors: values that a cooker gets with each sample.
-    """
+    """One split of a prepared folder."""
 
     folder: Path
-    tars: tuple[tuple[str, int], ...]
-    without: frozenset[tuple[str, str]]
-    fields: Fields
-    subflavors: dict[str, Any] = field(default_factory=dict)
+    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of all samples) of each tar
+    without: frozenset[tuple[str, str]]  # (tar, key) of each sample that is left out
+    fields: Fields  # which members of a sample hold the picture or clip, the caption and the label
+    subflavors: dict[str, Any] = field(default_factory=dict)  # values that a cooker gets with each sample
 
     @property
     def plan(self) -> str:
-        """Hash of the fields, which the index of a tar records."""
         return hash_parts("energon", repr(self.fields))
 
 
@@ -181,7 +173,6 @@ def _are_names(value: Any) -> bool:
 
 
 def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any]]:
-    """Read the fields and the subflavors of samples from a dataset.yaml."""
     if not path.exists():
         if cooked:
             return Fields(exact=True, whole=True), {}
@@ -301,7 +292,6 @@ def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
 
 
 def _place(tar: Path, plan: str, folder: Path) -> Path:
-    """Return the path of a tar's index, whether or not it exists yet."""
     beside, state = index_of(tar), os.stat(tar)
     if beside.exists():
         try:

@@ -298,7 +298,6 @@ def _names(leaves: list[Leaf], above: Path) -> list[str]:
 
 
 def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
-    """Open one prepared folder."""
     shown = asked.shown if not leaf.split else f"{asked.shown}: {printable(leaf.folder)}"
     cooker = load_cooker(asked.energon_cooker) if asked.energon_cooker else None
     prepared = read_prepared(

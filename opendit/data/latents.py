@@ -30,12 +30,10 @@ import io
 import json
 import math
 import os
-import tarfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,9 +86,9 @@ from opendit.data.shards.index import (
     TarIndex,
     empty_header,
     index_of,
-    member_header,
     members,
     scan,
+    tar_blocks,
     write_index,
 )
 from opendit.data.shards.store import FileCache, LocalTars, Remote, RemoteTars, expand
@@ -203,7 +201,7 @@ class LatentDataset(ShardDataset):
         try:
             tensors = self._read_tensors(row)
             views, sides = 2 if self.index["flips"] else 1, [*self.sample_shape[1:]]
-            if (own := self._own_shape(row)) is not None:
+            if (own := self._latent_shapes[self.find_record(row)[0]]) is not None:
                 sides = own[1:]
             elif len(sides) == 3 and tensors["moments"].shape[2] == 1:
                 sides[0] = 1  # pictures among clips have one frame
@@ -226,10 +224,6 @@ class LatentDataset(ShardDataset):
         except Exception as error:  # files of other programs may raise any type
             raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
         return tensors
-
-    def _own_shape(self, row: int) -> list[int] | None:
-        """Return (C, [t,] h, w) of a row's latents if its tar's entry in the index has it."""
-        return self._latent_shapes[self.find_record(row)[0]]
 
     def _read_tensors(self, row: int) -> dict[str, Tensor]:
         content, foreign = self.read_medium(row), self.index.get("foreign")
@@ -255,7 +249,8 @@ class LatentDataset(ShardDataset):
         return self._shown(self.read(row).x)
 
     def shapes(self) -> Shapes:
-        return Shapes(keys=self._shape_keys(), latents=self._sizes, frame_rates=self._recorded_rates)
+        rates = [self.index["data_fps"]] if "data_fps" in self.index else []
+        return Shapes(keys=self._shape_keys(), latents=self._sizes, frame_rates=lambda: rates)
 
     def _shape_keys(self) -> np.ndarray | int:
         if len(set(self._keys)) < 2:
@@ -299,12 +294,8 @@ class LatentDataset(ShardDataset):
             return None
         return Checksums(Path(self.shards[0].path).parent, self.checksums, self.shown)
 
-    def _recorded_rates(self) -> list[float]:
-        return [self.index["data_fps"]] if "data_fps" in self.index else []
-
     @property
     def checksums(self) -> dict[str, str]:
-        """SHA-256 by file name, for the tars and the empty caption."""
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
@@ -466,7 +457,7 @@ def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str,
         remove(left)
     about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
     with replacing(path, temporary=path.name + ".partial") as new:
-        sha256 = write_file(new, _blocks(about, samples))["sha256"]
+        sha256 = write_file(new, tar_blocks(_members(about, samples)))["sha256"]
         if samples:
             found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
             if found[0].rows != len(samples):
@@ -484,23 +475,13 @@ def _plan(settings: dict[str, Any]) -> str:
     return hash_parts(json.dumps(settings, sort_keys=True))
 
 
-def _blocks(about: bytes, samples: Sequence[CachedSample]) -> Iterator[bytes]:
-    """Yield the bytes of a tar, which depend on the samples alone."""
-    total = 0
-    for name, content in chain([(ABOUT, about)], _members(samples)):
-        block = member_header(name, len(content)) + content + bytes(-len(content) % BLOCK)
-        yield block
-        total += len(block)
-    yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
-
-
-def _members(samples: Sequence[CachedSample]) -> Iterator[tuple[str, bytes]]:
+def _members(about: bytes, samples: Sequence[CachedSample]) -> Iterator[tuple[str, int, tuple[bytes]]]:
+    yield ABOUT, len(about), (about,)
     for row, tensors, label, caption in samples:
-        yield f"{row:09d}.{SUFFIX}", save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        if caption is None:
-            yield f"{row:09d}.cls", str(label).encode()
-        else:
-            yield f"{row:09d}.txt", caption.encode("utf-8", "replace")
+        content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        yield f"{row:09d}.{SUFFIX}", len(content), (content,)
+        text = str(label).encode() if caption is None else caption.encode("utf-8", "replace")
+        yield f"{row:09d}.{'cls' if caption is None else 'txt'}", len(text), (text,)
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
@@ -656,7 +637,6 @@ class EmbeddingForm(NamedTuple):
 
 
 def form_of(encoder: AnyEncoder) -> EmbeddingForm:
-    """Return the format in which an encoder's embeddings are stored."""
     if isinstance(encoder, PublishedText):
         half = "bf16" if encoder.dtype == torch.bfloat16 else "fp16"
         return EmbeddingForm(encoder.width, encoder.pooled_width, half)

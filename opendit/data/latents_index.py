@@ -115,19 +115,12 @@ class StoredFeatures(JsonObject):
 
 
 class CaptionCounts(JsonObject):
-    """Statistics of the captions that an encoder embedded.
+    """Statistics of the captions that an encoder embedded."""
 
-    Attributes:
-        rows: number of rows.
-        counted: number of captions whose tokens were counted.
-        cut: number of captions that were cut.
-        longest: tokens of the longest caption.
-    """
-
-    rows: Count
-    counted: Count
-    cut: Count
-    longest: Count
+    rows: Count  # number of rows
+    counted: Count  # number of captions whose tokens were counted
+    cut: Count  # number of captions that were cut
+    longest: Count  # tokens of the longest caption
 
 
 class ForeignTars(JsonObject):
@@ -263,7 +256,6 @@ def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> d
 
 
 def write_index(folder: Path, indexes: list[dict[str, Any]]) -> None:
-    """Write index.json with these indexes, one for each picture size."""
     content = {"format": FORMAT, "version": VERSION, "sizes": sorted(indexes, key=lambda index: index["image_size"])}
     with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
         # write_file syncs the content, so that a power cut can't leave an empty index.json.

@@ -1,13 +1,8 @@
 """Choose the samples of each training step, as a pure function of (seed, step).
 
 A run that resumes at any step draws the same samples as an uninterrupted run. The global batches do not depend on the
-number of ranks, workers and micro-batches. A schedule keeps no state between steps: it computes each sample from its
-position in the run. Only packs are planned one window after the other, see opendit/data/packs.py.
-
-The first part of this module has the sequences that schedules are made of. The entry at any position is computed
-without the entries before it: ``permuted`` computes entries of a keyed permutation, in memory that does not grow with
-the permutation's size. A ``Pool`` is an endless sequence of permutations of some rows. A ``Mixture`` takes its elements
-from several components in fixed proportions.
+number of ranks, workers and micro-batches. A schedule computes each sample from its position in the run, with the
+random sequences at the beginning of this module: keyed permutations, pools of rows, and mixtures.
 """
 
 import math
@@ -238,7 +233,6 @@ class _Stage:
         self.seed, self.domain, self.in_order = seed, domain, in_order
 
     def before(self, block: int) -> list[int]:
-        """Return the number of positions of each component before a block."""
         return [block * rate // self.denominator for rate in self.rates]
 
     def block(self, position: int) -> int:
@@ -417,7 +411,6 @@ class BatchSchedule:
         return found[step - steps.start]
 
     def _steps(self, steps: range) -> list[StepRows]:
-        """Return the rows of each of ``steps``."""
         rows = self.rows_between(steps.start * self.global_batch, steps.stop * self.global_batch)
         ends = range(1, self.global_batch + 1)
         return [StepRows(of_step, ends) for of_step in rows.reshape(-1, self.global_batch).tolist()]
@@ -524,22 +517,17 @@ def units_of_part(global_batch: int, micro_batches: int) -> int:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The sources of a data set's rows, and the proportions in which they are drawn.
+    """The sources of a data set's rows, and the proportions in which they are drawn."""
 
-    Attributes:
-        names: names of the sources.
-        ends: (sources,) end of each source's rows. A source's rows begin at the end of the previous source.
-        stages: (first step, weight of each source) in order of step; the first stage begins at step 0. Weights may have
-            any sum. A source of weight 0 is not drawn in that stage.
-        epoch: number of samples of a pass over the data.
-        epochs: how often a pass draws each source, if the user specified epochs instead of weights. The weights of the
-            first stage are then epochs x sizes.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names of the sources
+    # (sources,) end of each source's rows. A source's rows begin at the end of the previous source.
     ends: tuple[int, ...]
+    # (first step, weight of each source) in order of step; the first stage begins at step 0. Weights may have any sum.
+    # A source of weight 0 is not drawn in that stage.
     stages: tuple[tuple[int, tuple[Fraction, ...]], ...]
-    epoch: int
+    epoch: int  # number of samples of a pass over the data
+    # how often a pass draws each source, if the user specified epochs instead of weights. The weights of the first
+    # stage are then epochs x sizes.
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":

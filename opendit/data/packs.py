@@ -1,15 +1,12 @@
 """Choose the samples in the packs of each step.
 
-Samples come in the same keyed order as without packs: pass after pass over each source, each pass in a new order. This
-order is cut into windows, and each window fills whole steps of packs. Samples that do not fit wait, and are placed
-first in the next window. The packs of a step thus depend only on the seed, the lengths of the samples and the number of
-packs in a step. Any number of ranks that divides this number reads the same packs. A checkpoint stores the position in
-the order at which the current window begins, and the samples that wait at that position. A resumed run plans the same
-packs from this state, without planning the earlier windows again.
+Samples come in the same keyed order as without packs. This order is cut into windows, and each window fills whole steps
+of packs. Samples that do not fit wait, and are placed first in the next window. The packs of a step thus depend only on
+the seed, the lengths of the samples and the number of packs in a step. A checkpoint stores the position in the order at
+which the current window begins, and the samples that wait there, so a resumed run plans the same packs.
 
 A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass, the
-samples that do not fill a step are combined with samples of the next pass, and are placed first in that step. If some
-of them still do not fit, more such steps follow until all of them are placed. A sample of pass p is not placed while a
+samples that do not fill a step are combined with samples of the next pass. A sample of pass p is not placed while a
 sample of the same source from pass p - 2 or earlier waits. So at any step, the numbers of times that two samples of a
 source were seen differ by at most two.
 """
@@ -89,37 +86,23 @@ class Packer:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The state at the beginning of a window.
+    """The state at the beginning of a window."""
 
-    Attributes:
-        step: first step of the window.
-        position: position in the order of samples.
-        carry: earlier positions whose samples wait, ascending.
-        stages: positions in the order at which the weights of a blend have changed so far; the first is 0.
-    """
-
-    step: int
-    position: int
-    carry: tuple[int, ...] = ()
+    step: int  # first step of the window
+    position: int  # position in the order of samples
+    carry: tuple[int, ...] = ()  # earlier positions whose samples wait, ascending
+    # positions in the order at which the weights of a blend have changed so far; the first is 0
     stages: tuple[int, ...] = (0,)
 
 
 class _Samples(NamedTuple):
-    """Samples in order; each field is (n,) int64.
+    """Samples in order; each field is (n,) int64."""
 
-    Attributes:
-        places: positions in the order of samples.
-        rows: rows of the data set.
-        sources: source of each sample.
-        passes: index of the pass over the source, from 0, to which each sample belongs.
-        lengths: tokens of each sample.
-    """
-
-    places: np.ndarray
-    rows: np.ndarray
-    sources: np.ndarray
-    passes: np.ndarray
-    lengths: np.ndarray
+    places: np.ndarray  # positions in the order of samples
+    rows: np.ndarray  # rows of the data set
+    sources: np.ndarray  # source of each sample
+    passes: np.ndarray  # index of the pass over the source, from 0, to which each sample belongs
+    lengths: np.ndarray  # tokens of each sample
 
     def of(self, which: Any) -> "_Samples":
         return _Samples(*(field[which] for field in self))
@@ -371,7 +354,6 @@ class PackSchedule(BatchSchedule):
         return window.after, np.sort(np.concatenate([carry, *window.places[step - begin.step :]]))
 
     def _beginning(self, step: int) -> Beginning:
-        """Return the beginning of the window that contains ``step``."""
         for window in reversed(self._windows.values()):
             if window.begin.step <= step < window.after.step:
                 return window.begin
@@ -395,7 +377,6 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _far(self) -> int:
-        """Number of steps between two stored beginnings."""
         return EVERY * self.steps_per_window
 
     def _plan(self, begin: Beginning) -> _Window:

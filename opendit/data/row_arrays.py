@@ -73,7 +73,6 @@ class TextTable(Sequence[str]):
         return self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes().decode("utf-8", "surrogateescape")
 
     def encoded(self) -> Iterator[bytes]:
-        """Yield each string as UTF-8 bytes."""
         text, start = self.text.tobytes(), 0
         for end in self.ends.tolist():
             yield text[start:end]

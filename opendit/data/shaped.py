@@ -26,17 +26,11 @@ _CHUNK = 2**20  # rows summarised at once
 
 @dataclass(frozen=True)
 class TokenSize:
-    """The size of a token.
+    """The size of a token."""
 
-    Attributes:
-        frames: latent frames in a token of a clip. A picture has one token along time.
-        temporal: number of clip frames per latent frame, after the first.
-        side: (height, width) in pixels.
-    """
-
-    frames: int
-    temporal: int
-    side: tuple[int, int]
+    frames: int  # latent frames in a token of a clip. A picture has one token along time.
+    temporal: int  # number of clip frames per latent frame, after the first
+    side: tuple[int, int]  # (height, width) in pixels
 
     def length(self, frames: int) -> int:
         """Return the number of tokens along time of a clip of ``frames`` frames, which must be a valid length."""
@@ -55,17 +49,11 @@ def token_size(patch: tuple[int, ...], downscale: int = 1, temporal: int = 1) ->
 
 @dataclass(frozen=True)
 class ShapeTable:
-    """Table of n possible shapes.
+    """Table of n possible shapes."""
 
-    Attributes:
-        shapes: (n, 3) int32, frames, height and width in pixels.
-        tokens: (n,) int64.
-        level: (n,) int8, 0 for the largest area.
-    """
-
-    shapes: np.ndarray
-    tokens: np.ndarray
-    level: np.ndarray
+    shapes: np.ndarray  # (n, 3) int32, frames, height and width in pixels
+    tokens: np.ndarray  # (n,) int64
+    level: np.ndarray  # (n,) int8, 0 for the largest area
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
@@ -257,7 +245,9 @@ def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale
     can't be read."""
 
     def find() -> KeptArrays:
-        return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
+        chosen, note = _shapes_of_media(dataset, table, interval, upscale, flag)
+        rows = np.flatnonzero(chosen >= 0)
+        return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
     def name() -> str:
         # The key includes the first file's name, because notes contain file names.
@@ -284,12 +274,6 @@ def _shaped(
         return found._replace(about={**found.about, "identity": identity})
 
     return ShapedDataset(dataset, kept(len(dataset), name, find_with_identity), sizes, tokens)
-
-
-def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
-    """Return the rows that have a shape. chosen: (rows,) index of each row's shape, -1 for none."""
-    rows = np.flatnonzero(chosen >= 0)
-    return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
 
 def _shapes_of_media(

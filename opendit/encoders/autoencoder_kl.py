@@ -1,11 +1,8 @@
 """Stable Diffusion's autoencoder (Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", CVPR
-2022).
+2022), with the parameter names and, bit for bit, the outputs of diffusers' ``AutoencoderKL``.
 
-The parameter names are those of diffusers' ``AutoencoderKL``, so that files of that class load unchanged. diffusers'
-class is not used because importing it takes longer than importing torch: the import also loads transformers, peft,
-torch's compiler and all models of diffusers. Tests compare the outputs of both classes bit for bit.
-
-Pixels are (B, 3, H, W), latents (B, C, h, w) with H = h * 2 ** (levels - 1).
+diffusers' class is not used because importing it takes longer than importing torch. Pixels are (B, 3, H, W), latents
+(B, C, h, w) with H = h * 2 ** (levels - 1).
 """
 
 from collections.abc import Mapping

@@ -85,7 +85,7 @@ class CaptionConditioner(Conditioner):
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # runs with cached embeddings encode no captions
-        return TextCondition(*self.encoder.encode(captions)).to(self.device)
+        return self.encoder.encode(captions).to(self.device)
 
     def cut(self, captions: list[str], name: str) -> list[str]:
         """Return one line that reports captions too long for the encoder, or no line. name: start of the line."""

@@ -86,10 +86,10 @@ def refuse_requests(value: Any) -> None:
 class IndexOfWeights(OpenJsonObject):
     """The content of STEM.safetensors.index.json."""
 
-    weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(100_000)]
+    weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(1 << 20)]
 
 
-INDEX, PRETRAINED = FileKind(IndexOfWeights, 16 * MIB), FileKind(PretrainedConfig, 4 * MIB)
+INDEX, PRETRAINED = FileKind(IndexOfWeights, 64 * MIB), FileKind(PretrainedConfig, 4 * MIB)
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -294,9 +294,9 @@ def reason(path: Path, error: Exception) -> str:
 SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 
 
-def check_index(folder: Path, family: Family) -> None:
-    """Compare a folder's ``model_index.json`` with the family's pipelines and components. Raises FileNotFoundError or
-    ValueError; the message names the file and the component that differs."""
+def check_index(folder: Path, family: Family) -> dict[str, Any]:
+    """Read a folder's ``model_index.json``, and compare it with the family's pipelines and components. Raises
+    FileNotFoundError or ValueError; the message names the file and the component that differs."""
     path = folder / PIPELINE_INDEX
     index = read_json_of(path, PRETRAINED, f"a folder of diffusers' {family.pipelines[0]} has one")
     if index.get("_class_name") not in family.pipelines:
@@ -310,6 +310,7 @@ def check_index(folder: Path, family: Family) -> None:
             found = index.get(component)
             found = ", ".join(map(shown, found[:2])) if isinstance(found, list) else shown(found)
             raise ValueError(f"{path}: {component} is {found}, not {class_name} of {library}")
+    return index
 
 
 def names_class(entry: Any, library: str, class_name: str) -> bool:

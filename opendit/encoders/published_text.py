@@ -72,32 +72,25 @@ class Prompts:
     """The arguments of a pipeline's ``encode_prompt``, and the layout of its result.
 
     The result is a tuple. Its first item is the tokens: a tensor (B, L, D), or a list of B tensors of unequal length.
-
-    Attributes:
-        encoder, tokenizer: names of the components that compute the tokens.
-        settings: arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length.
-        pooled: names of the components that compute the pooled vector; () if there is none.
-        pooled_at: index of the pooled vector in the result.
-        masked: True if the second item of the result is the mask of the tokens (B, L), or None if no token is padding.
-        layers: number of the encoder's layers whose outputs are concatenated to form a token.
-        dropped: number of template tokens before the prompt that the result does not contain.
-        written: function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template.
-        bare: True if negative prompts, including the empty prompt, are encoded without applying ``written``. Their
-            tokens and mask are the third and fourth item of the result.
-        unused: name of a component that the pipeline requires but that is not used here.
     """
 
+    # encoder, tokenizer: names of the components that compute the tokens
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
+    # arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length
     settings: Mapping[str, Any] = field(default_factory=dict)
-    pooled: tuple[str, ...] = ()
-    pooled_at: int = 1
+    pooled: tuple[str, ...] = ()  # names of the components that compute the pooled vector; () if there is none
+    pooled_at: int = 1  # index of the pooled vector in the result
+    # True if the second item of the result is the mask of the tokens (B, L), or None if no token is padding
     masked: bool = False
-    layers: int = 1
-    dropped: int = 0
+    layers: int = 1  # number of the encoder's layers whose outputs are concatenated to form a token
+    dropped: int = 0  # number of template tokens before the prompt that the result does not contain
+    # function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
+    # True if negative prompts, including the empty prompt, are encoded without applying ``written``. Their tokens and
+    # mask are the third and fourth item of the result.
     bare: bool = False
-    unused: str | None = None
+    unused: str | None = None  # name of a component that the pipeline requires but that is not used here
 
 
 def _chat(pipeline: Any, prompt: str, thinking: bool) -> str:
@@ -277,7 +270,6 @@ def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -
 
 
 def _full(tokens: Tensor) -> Tensor:
-    """Return the mask (B, L) of tokens (B, L, D) without padding."""
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 

@@ -7,11 +7,10 @@ A text encoder is a plain object and not a module, so that it never becomes part
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
@@ -30,7 +29,7 @@ from opendit.encoders.folder import (
     transformers_model,
 )
 from opendit.encoders.vae import module_fingerprint
-from opendit.models.conditioning import masked_mean
+from opendit.models.conditioning import TextCondition, masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
 # maximum default number of tokens of the bytes encoder: memory of attention grows quadratically with it
@@ -98,14 +97,6 @@ class TextEncoderConfig(PretrainedConfig, ClipSizes):
 TEXT_CONFIG = FileKind(TextEncoderConfig, 4 * MIB)
 
 
-class TextTokens(NamedTuple):
-    """Encoded captions: tokens (B, L, D), mask (B, L) bool (True: a token, False: padding), pooled (B, D)."""
-
-    tokens: Tensor
-    mask: Tensor
-    pooled: Tensor
-
-
 class TextEncoder:
     """A frozen encoder of transformers with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens, so
     that all batches have the same shape.
@@ -133,16 +124,16 @@ class TextEncoder:
         self.tokenizer.padding_side = "right"
 
     @torch.no_grad()
-    def encode(self, captions: list[str]) -> TextTokens:
+    def encode(self, captions: list[str]) -> TextCondition:
         """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D). The results are on the encoder's device.
         tokens and pooled have the encoder's dtype."""
         parts = [
             self._encode(captions[start : start + CAPTIONS_AT_ONCE])
             for start in range(0, len(captions), CAPTIONS_AT_ONCE)
         ]
-        return TextTokens(*(torch.cat(field) for field in zip(*parts, strict=True)))
+        return TextCondition.cat(parts)
 
-    def _encode(self, captions: list[str]) -> TextTokens:
+    def _encode(self, captions: list[str]) -> TextCondition:
         words = self.tokenizer(
             captions, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
@@ -150,7 +141,7 @@ class TextEncoder:
         mask[:, 0] = True  # give empty captions one token, in case the tokenizer adds no begin and end tokens
         output = self.model(input_ids=words.input_ids, attention_mask=mask.long())
         tokens = output.last_hidden_state
-        return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
+        return TextCondition(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
         """Return the number of tokens of each caption before cutting, including begin and end tokens."""

@@ -51,16 +51,11 @@ PerChannel = float | Sequence[float]  # one number for all channels of a latent,
 class Tiles:
     """A division of latents (B, C, ..., h, w) into overlapping tiles.
 
-    The last tile of a row or column ends at the border of the latents, so it may overlap more with its neighbour.
+    The last tile of a row or column ends at the border of the latents, so it may overlap more with its neighbour."""
 
-    Attributes:
-        sides: (h, w) of the latents.
-        size: height and width of a tile, at most ``sides``.
-        overlap: overlap of neighbouring tiles in latent values, along height and width; less than ``size``.
-    """
-
-    sides: tuple[int, int]
-    size: tuple[int, int]
+    sides: tuple[int, int]  # (h, w) of the latents
+    size: tuple[int, int]  # height and width of a tile, at most ``sides``
+    # overlap of neighbouring tiles in latent values, along height and width; less than ``size``
     overlap: tuple[int, int]
 
     @property
@@ -74,7 +69,6 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        """Number of tiles of one sample."""
         rows, columns = self.starts
         return len(rows) * len(columns)
 
@@ -144,18 +138,12 @@ class Codec(ABC):
     """Converts pixels in [-1, 1] to latents of about unit variance, and back.
 
     The shapes below are those of pictures. Clips have a dimension of frames before the height (see
-    opendit.encoders.video_vae).
+    opendit.encoders.video_vae)."""
 
-    Attributes:
-        name: the value of ``--vae``.
-        latent_channels: C of the latents.
-        downscale: number of pixels per latent value along a side.
-        scaling_factor, shift_factor: see ``sample_moments``.
-    """
-
-    name: str
-    latent_channels: int
-    downscale: int
+    name: str  # the value of ``--vae``
+    latent_channels: int  # C of the latents
+    downscale: int  # number of pixels per latent value along a side
+    # scaling_factor, shift_factor: see ``sample_moments``
     scaling_factor: PerChannel = 1.0
     shift_factor: PerChannel = 0.0
 

@@ -69,7 +69,6 @@ class VisionTeacher:
 
     @property
     def width(self) -> int:
-        """Width of the features."""
         return self._model.config.hidden_size
 
     def fingerprint(self) -> str:

@@ -66,12 +66,7 @@ def main(argv: list[str]) -> None:
     try:
         if Path(output).exists() and not (Path(output).is_dir() and not os.listdir(output)):
             print(f"{output} is there already and will be replaced", flush=True)
-        if to == "lora":
-            convert_lora(ckpt, Path(output), base, form)
-        elif base is not None:
-            convert_public(ckpt, Path(output), base, most_bytes)
-        else:
-            convert(to, ckpt, Path(output), model, vae, most_bytes)
+        convert(to, ckpt, Path(output), model, vae, base, form, most_bytes)
     except (ValueError, OSError) as error:
         parser.fail(error)
 
@@ -127,43 +122,31 @@ def check(
     check_can_be_made(path, "--output")
 
 
-def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int) -> None:
-    from opendit.export.conversion import (  # imports torch, so not at the top
-        export_diffusers,
-        export_meta,
-        import_weights,
-    )
+def convert(
+    to: str, ckpt: str, output: Path, model: str | None, vae: str | None, base: str | None, form: str, most_bytes: int
+) -> None:
+    from opendit.export import conversion  # imports torch, so not at the top
 
-    if to == "diffusers":
-        deviation = export_diffusers(ckpt, output, model, vae, most_bytes)
-        print(
-            f"wrote {output}\nA stock DiTPipeline leaves the trained model by {deviation:.1e} (its "
+    notes, told = [], f"wrote {output}"
+    if to == "lora":
+        notes = conversion.export_lora(ckpt, output, base, form)
+        told += f"; {READERS[form]}diffusers reads it by pipeline.load_lora_weights({str(output)!r})"
+    elif base is not None:
+        notes = conversion.export_run(ckpt, output, base, most_bytes)
+    elif to == "diffusers":
+        deviation = conversion.export_diffusers(ckpt, output, model, vae, most_bytes)
+        told += (
+            f"\nA stock DiTPipeline leaves the trained model by {deviation:.1e} (its "
             "downscale_freq_shift is 1); opendit.export.load_pipeline(folder) sets it right."
         )
     elif to == "meta":
-        export_meta(ckpt, output, model)
-        print(f"wrote {output}")
+        conversion.export_meta(ckpt, output, model)
     else:
-        name, written = import_weights(ckpt, output, model, vae, most_bytes)
-        print(f"wrote {written}: {name}")
-
-
-def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
-    from opendit.export.conversion import export_run  # imports torch, so not at the top
-    from opendit.models.families import FAMILIES
-
-    for line in export_run(ckpt, output, base, FAMILIES, most_bytes):
+        name, written = conversion.import_weights(ckpt, output, model, vae, most_bytes)
+        told = f"wrote {written}: {name}"
+    for line in notes:
         print(f"note: {line}", flush=True)
-    print(f"wrote {output}")
-
-
-def convert_lora(ckpt: str, output: Path, base: str | None, form: str) -> None:
-    from opendit.export.conversion import export_lora  # imports torch, so not at the top
-    from opendit.models.families import FAMILIES
-
-    for line in export_lora(ckpt, output, base, FAMILIES, form):
-        print(f"note: {line}", flush=True)
-    print(f"wrote {output}; {READERS[form]}diffusers reads it by pipeline.load_lora_weights({str(output)!r})")
+    print(told)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,8 @@
 """Convert OpenDiT checkpoints to and from diffusers' folders, LoRA files and Meta's .pt files.
 
-Two properties of diffusers' DiTTransformer2DModel matter here:
-
-- It hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's model has 0. So the output of
-  a stock pipeline has a small error, which :func:`load_pipeline` removes.
-- Every block has its own copy of the timestep and label embedders.
-
-The folder of a trained public model is a copy of the published folder with other weights, which have the published
-names, shapes and dtypes. The keys of a LoRA file have one of these forms:
+diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's
+model has 0. So the output of a stock pipeline has a small error, which :func:`load_pipeline` removes. The folder of a
+trained public model is a copy of the published folder with other weights. The keys of a LoRA file have these forms:
 
 diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B is multiplied by alpha / rank, no alphas
 comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
@@ -47,6 +42,7 @@ from opendit.checkpoint.foreign import (
 )
 from opendit.checkpoint.lora import (
     ARCHITECTURE,
+    CAPTION_LENGTH,
     Merged,
     Products,
     as_one,
@@ -261,15 +257,11 @@ def import_weights(
         computed = empty_model(weights.config, parameters=False).named_buffers()
         weights.state = ChainMap(dict(computed), cast(dict[str, Tensor], weights.state))
     if vae is not None:
-        weights.info["vae"] = _name_or_path(vae)
+        weights.info["vae"] = vae if vae in HUB else str(Path(vae).resolve())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
     written, *_ = write_weights(output, weights.state, metadata, most_bytes)
     read_newest(written)  # fails unless the written file is a complete model
     return weights.info["model"], written
-
-
-def _name_or_path(vae: str) -> str:
-    return vae if vae in HUB else str(Path(vae).resolve())
 
 
 def _read(path: Path, model: str | None) -> Weights:
@@ -284,17 +276,14 @@ def _read(path: Path, model: str | None) -> Weights:
     if "lora" in weights.info or "config" not in weights.info:
         network, found = load_pretrained(weights.path, model, notes=notes)
         notes += assumption(found, network.config)
+        config = network.config
+        of_meta = {"model": model, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}
         info = {key: value for key, value in found.info.items() if key != "lora"}
-        weights = Weights(network.state_dict(), found.path, info or _of_meta(model, network.config))
+        weights = Weights(network.state_dict(), found.path, info or of_meta)
     check_name(weights, model)
     for note in notes:
         print(f"note: {note}", flush=True)
     return weights
-
-
-def _of_meta(name: str | None, config: DiTConfig) -> dict[str, Any]:
-    """Return the metadata for OpenDiT weights that were converted from Meta's .pt."""
-    return {"model": name, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}
 
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -310,7 +299,7 @@ def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[s
         return {}
     count = text.max_tokens - family.text.beside
     notes.append(f"trained with captions of {count} tokens; give diffusers' pipeline max_sequence_length={count}")
-    return {"max_sequence_length": str(count)}
+    return {CAPTION_LENGTH: str(count)}
 
 
 def export_published(
@@ -437,9 +426,7 @@ def name_of(base: PublishedFolder) -> str:
     return folder.name if base.pipeline or folder.name != TRANSFORMER else folder.parent.name
 
 
-def export_run(
-    ckpt: str, output: Path, base: str, families: Mapping[str, Family], most_bytes: int, which: str = "ema"
-) -> list[str]:
+def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]:
     """Convert a checkpoint or a run of a public model to a folder that diffusers loads (see :func:`export_published`).
 
     Args:
@@ -450,17 +437,17 @@ def export_run(
     to another model. Raises OSError if a file can't be written.
     """
     notes: list[str] = []
-    if is_published(ckpt, families):
-        weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
+    if is_published(ckpt):
+        weights = Weights(open_published(ckpt).tensors(), Path(ckpt))
     else:
-        weights = read_newest(ckpt, which, notes)
+        weights = read_newest(ckpt, notes=notes)
     networks: list[tuple[Mapping[str, Tensor], Path, PublishedFolder]] = []
     with ExitStack() as stack:
         for each in [
             weights,
-            *([] if (low := low_noise_of(weights.path)) is None else [read_newest(low, which, notes)]),
+            *([] if (low := low_noise_of(weights.path)) is None else [read_newest(low, notes=notes)]),
         ]:
-            opened = stack.enter_context(closing(open_published(network_of(base, each.config), families)))
+            opened = stack.enter_context(closing(open_published(network_of(base, each.config))))
             state = each.state
             if "lora" in each.info:
                 check_lora(each)
@@ -478,9 +465,7 @@ def export_lora(
     ckpt: str,
     output: Path,
     base: str | None,
-    families: Mapping[str, Family],
     form: str = "diffusers",
-    which: str = "ema",
 ) -> list[str]:
     """Write the LoRA of a run as one file, and return messages for the user.
 
@@ -492,7 +477,7 @@ def export_lora(
     Raises ValueError or FileNotFoundError, with one line, if a file is missing or ``ckpt`` is not a LoRA of a public
     model. Raises OSError if the file can't be written.
     """
-    weights = read_newest(ckpt, which)
+    weights = read_newest(ckpt)
     if "lora" not in weights.info:
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
     check_lora(weights)
@@ -500,7 +485,7 @@ def export_lora(
     products, full = of_run(weights)
     if full:
         raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
-    opened, notes = open_published(network_of(base or lora.base, weights.config), families), []
+    opened, notes = open_published(network_of(base or lora.base, weights.config)), []
     try:
         state = _named(products, opened, form)
         metadata = _metadata(lora, opened, form, output.stem) | caption_length(weights, opened.family, notes)
@@ -511,7 +496,6 @@ def export_lora(
 
 
 def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:
-    """Convert products with OpenDiT's names to the tensors of the file."""
     family, shapes = opened.family, dict(opened.files.shapes)
     products = moved(products, opened.pairs, opened.shapes(), shapes)
     if form == "diffusers":

@@ -178,7 +178,7 @@ def load_model(
     rest = (num_classes, notes, loader.device, dtype, stage, mesh)
     network, weights = load_pretrained(path if both is None else both.high, name, which, added["high"], *rest)
     if both is not None:
-        network.config = both.config
+        network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
         # In a run of both networks, ``weights`` are older than the newest checkpoint if that checkpoint is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low

@@ -243,6 +243,10 @@ def test_the_length_of_captions_that_a_run_shortened_is_exported(oracles, to, tm
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["max_sequence_length"] == "77"
     assert "give diffusers' pipeline max_sequence_length=77" in capsys.readouterr().out
+    if to == "lora":  # which is then drawn with captions of that length, as the run itself
+        model, weights = load_pretrained(folder, lora=[(output, 1.0)], notes=[])
+        assert model.config.text.max_tokens == weights.config.text.max_tokens == 77
+        assert load_pretrained(folder)[0].config.text.max_tokens == 512
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui", "kohya"])

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.tensor_set import WholeTensors, open_set
-from opendit.common.tensor_files import open_safetensors
 from opendit.models.families.base import Match
 from opendit.parallel.layout import Shard
 
@@ -71,7 +70,7 @@ def test_any_shard_of_any_part_is_that_of_the_whole_tensor(tmp_path_factory, joi
             save_file(part, folder / f"{i}.safetensors")
         place = {name: f"{i}.safetensors" for i, part in enumerate(parts) for name in part}
         path = folder / ("0.safetensors" if files == 1 else "x.safetensors.index.json")
-        source = WholeTensors(path, open_safetensors, place)
+        source = WholeTensors(path, place)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     tensors = MatchedTensors(source, [(tuple(expected), tuple(stored), dim)], shapes, tmp_path_factory.getbasetemp())
     for name, tensor in expected.items():

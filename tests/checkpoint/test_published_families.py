@@ -22,7 +22,7 @@ def test_a_folder_is_read_and_goes_back_without_a_changed_bit(family, tmp_path):
     about = FAMILIES[family]
     index = {"_class_name": about.pipelines[0], "transformer": ["diffusers", about.network], **about.components}
     (tmp_path / "small" / "model_index.json").write_text(json.dumps(index))
-    assert is_published(tmp_path / "small", FAMILIES) and not is_published(tmp_path, FAMILIES)
+    assert is_published(tmp_path / "small") and not is_published(tmp_path)
     opened = open_published(tmp_path / "small", FAMILIES)
     assert opened.family.name == family
     model = empty_model(public_config(family, opened.config, oracle.shape[1:]), parameters=False)

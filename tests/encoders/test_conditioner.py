@@ -8,7 +8,7 @@ import torch
 from opendit.data import DataError
 from opendit.encoders.conditioner import CaptionConditioner, LabelConditioner, preview_labels
 from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class FakeEncoder:
             mask[i, : len(caption) + 1] = True
             for j, letter in enumerate(caption):
                 tokens[i, j] = ord(letter)
-        return tokens, mask, tokens.mean(dim=1)
+        return TextCondition(tokens, mask, tokens.mean(dim=1))
 
 
 def test_a_frozen_encoder_encodes_the_empty_caption_once():

@@ -9,7 +9,8 @@ import torch
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.encoders import folder as folder_module
-from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry
+from opendit.encoders.text import BYTES, HUB, load_text_encoder, text_geometry
+from opendit.models.conditioning import TextCondition
 from opendit.training.data_plan import open_data
 from opendit.training.model_plan import plan_model
 
@@ -87,7 +88,7 @@ def one_by_one(encoder, model, caption):
 
 def check(encoder, model, pooled_of):
     got = encoder.encode(CAPTIONS)
-    assert isinstance(got, TextTokens) and got.tokens.dtype == torch.float32 and got.mask.dtype == torch.bool
+    assert isinstance(got, TextCondition) and got.tokens.dtype == torch.float32 and got.mask.dtype == torch.bool
     assert got.tokens.shape == (4, encoder.max_tokens, encoder.width) and got.pooled.shape == (4, encoder.width)
     for row, caption in enumerate(CAPTIONS):
         expected = one_by_one(encoder, model, caption)
@@ -143,7 +144,7 @@ def test_many_captions_go_in_parts(clip, monkeypatch):
     encoder = load_text_encoder(clip[0], device="cpu")
     whole = encoder.encode(CAPTIONS * 2)
     monkeypatch.setattr("opendit.encoders.text.CAPTIONS_AT_ONCE", 3)
-    for a, b in zip(whole, encoder.encode(CAPTIONS * 2), strict=True):
+    for a, b in zip(whole.tensors(), encoder.encode(CAPTIONS * 2).tensors(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -78,7 +78,7 @@ def test_the_transformer_alone_goes_through(base, tmp_path):
 
 
 def test_a_run_is_exported_by_the_command_in_the_published_dtype(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("opendit.models.families.FAMILIES", published.FAMILIES, raising=False)
+    monkeypatch.setattr("opendit.checkpoint.foreign.FAMILIES", published.FAMILIES)
     state = {name: (2 * tensor).float().contiguous() for name, tensor in published.ours(published.weights()).items()}
     (tmp_path / "run").mkdir()
     save_file(state, tmp_path / "run" / "ema.safetensors", {"opendit": "{}"})

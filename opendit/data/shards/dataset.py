@@ -158,16 +158,13 @@ class ShardDataset(PicturesAndClips):
         self._found: tuple[Any, ...] = (None, None)  # last row that find_record looked up, and the result
         self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
+        if self.clips and not self.pictures and not self.use_video:
+            raise ValueError(f"{self.shown}: holds clips only; add --use_video")
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
         # Maps rows of this data set to samples in the tars; None if all samples are used.
-        self.used = self._find_pictures() if self.clips and not self.use_video else None
+        self.used = RowsByKey(self._shapes()) if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
-
-    def _find_pictures(self) -> RowsByKey:
-        if not self.pictures:
-            raise ValueError(f"{self.shown}: holds clips only; add --use_video")
-        return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
         """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. An array of many samples is mapped from a file."""
@@ -223,7 +220,6 @@ class ShardDataset(PicturesAndClips):
         return self._labelled(row, item)
 
     def _labelled(self, row: int, item: Item) -> Item:
-        """Return ``item`` with the row's class or caption and the number of bytes read."""
         text, record = self.caption(row), self.find_record(row)[2]
         size = record.medium_bytes + (0 if text is None else record.text_bytes)
         return item._replace(y=self.label(row), text=text, bytes_read=size)
@@ -233,7 +229,6 @@ class ShardDataset(PicturesAndClips):
             self.store.prefetch(group for row in rows for group in grouped(self._ranges(row)))
 
     def _ranges(self, row: int) -> Iterator[ByteRange]:
-        """Yield the byte ranges of a sample's medium and caption."""
         number, _, record = self.find_record(row)
         if not self._is_too_large(number, record):
             yield ByteRange(number, record.medium_at, record.medium_bytes)
@@ -439,7 +434,6 @@ def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
 
 
 def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
-    """Return the largest label, and the tar and the key of a sample that has it."""
     shard = max(shards, key=lambda shard: shard.index.header.num_classes)
     label, row = shard.index.largest_label()
     return label, printable(shard.name), printable(shard.index.key(row)[:200])

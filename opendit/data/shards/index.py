@@ -13,7 +13,7 @@ import re
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -76,35 +76,23 @@ _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 class Header(JsonObject):
-    """The header of an index, which describes the tar.
-
-    Attributes:
-        tar_bytes: size of the tar.
-        sha256: checksum of the tar; "" if the tar was not read completely.
-        checked: True if the records contain the CRC-32 of their picture or clip.
-        pictures: number of samples that are pictures; all other samples are clips.
-        conditioning: "text" if samples have captions, "label" if they have classes, "none" if they have neither.
-        num_classes: the largest label + 1.
-        suffixes: distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``.
-        captions: paths of captions (see ``FieldPath``): a member's extension, then keys inside its JSON.
-        left_out: number of samples in the tar that have no record.
-        examples: "key: reason" for a few samples without a record.
-        plan: hash of the inputs that the tar was written from; "" if another program wrote the tar.
-    """
+    """The header of an index, which describes the tar."""
 
     rows: Count
     key_bytes: Count
-    tar_bytes: Count
-    sha256: Word
-    checked: bool
-    pictures: Count
+    tar_bytes: Count  # size of the tar
+    sha256: Word  # checksum of the tar; "" if the tar was not read completely
+    checked: bool  # True if the records contain the CRC-32 of their picture or clip
+    pictures: Count  # number of samples that are pictures; all other samples are clips
+    # "text" if samples have captions, "label" if they have classes, "none" if they have neither
     conditioning: Literal["text", "label", "none"]
-    num_classes: int = Field(ge=0, le=1 << 31)
-    suffixes: _Names
+    num_classes: int = Field(ge=0, le=1 << 31)  # the largest label + 1
+    suffixes: _Names  # distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``
+    # paths of captions (see ``FieldPath``): a member's extension, then keys inside its JSON
     captions: Annotated[list[_Names], FailFast(), MaxLen(256)]
-    left_out: Count
-    examples: _Names
-    plan: Word
+    left_out: Count  # number of samples in the tar that have no record
+    examples: _Names  # "key: reason" for a few samples without a record
+    plan: Word  # hash of the inputs that the tar was written from; "" if another program wrote the tar
     version: Count
 
 
@@ -137,7 +125,6 @@ class Record(NamedTuple):
 
 
 def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
-    """Return the header of a tar without samples."""
     counts = dict(rows=0, key_bytes=0, pictures=0, num_classes=0, left_out=0)
     lists: dict[str, Any] = dict(suffixes=[], captions=[], examples=[])
     about: dict[str, Any] = dict(tar_bytes=tar_bytes, sha256=sha256, checked=True, conditioning="none", plan=plan)
@@ -228,7 +215,6 @@ class TarIndex:
             )
 
     def largest_label(self) -> tuple[int, int]:
-        """Return the largest label and the first row that has it."""
         labels = self.rows["label"]
         row = int(labels.argmax())
         return int(labels[row]), row
@@ -332,7 +318,6 @@ class KeptRows:
         return self.first + self._places[place]
 
     def rows(self) -> np.ndarray:
-        """Return all used rows, ascending."""
         return self.first + self._places[:]
 
     def identity(self) -> str:
@@ -400,11 +385,19 @@ def padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def member_header(name: str, size: int) -> bytes:
-    """Return a member's header. It stores no owner and no time, so that a tar depends only on its contents."""
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info.tobuf(tarfile.PAX_FORMAT)
+def tar_blocks(contents: Iterable[tuple[str, int, Iterable[bytes]]]) -> Iterator[bytes]:
+    """Yield the bytes of a tar with these members, each (name, size, parts of the content). The headers store no owner
+    and no time, so that the tar depends only on the members."""
+    total = 0
+    for name, size, parts in contents:
+        info = tarfile.TarInfo(name)
+        info.size = size
+        header = info.tobuf(tarfile.PAX_FORMAT)
+        yield header
+        yield from parts
+        yield bytes(-size % BLOCK)
+        total += len(header) + padded(size)
+    yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
 # ------------------------------------------------------------------------------------------ parts of a sample
@@ -413,23 +406,19 @@ def member_header(name: str, size: int) -> bytes:
 @dataclass(frozen=True)
 class Fields:
     """Names of the members of a sample with the picture or clip, the caption and the label. If several candidates are
-    listed, the first one that the sample has is used.
+    listed, the first one that the sample has is used."""
 
-    Attributes:
-        medium: extensions of the picture or clip; None accepts any known extension of pictures or clips.
-        caption, label: candidates for the caption and the label, see ``FieldPath``.
-        parts: the only extensions that are read; None means all.
-        exact: True keeps the case of extensions, like Energon; False converts them to lower case, like webdataset.
-        whole: True if the user's code reads all members of a sample; the index then has no medium, caption or label.
-        empty: True if a caption may be empty.
-    """
-
+    # extensions of the picture or clip; None accepts any known extension of pictures or clips
     medium: tuple[str, ...] | None = None
+    # caption, label: candidates for the caption and the label, see ``FieldPath``
     caption: tuple[FieldPath, ...] = (("txt",), ("json", "caption"), ("json", "text"))
     label: tuple[FieldPath, ...] = (("cls",), ("json", "label"))
-    parts: tuple[str, ...] | None = None
+    parts: tuple[str, ...] | None = None  # the only extensions that are read; None means all
+    # True keeps the case of extensions, like Energon; False converts them to lower case, like webdataset
     exact: bool = False
+    # True if the user's code reads all members of a sample; the index then has no medium, caption or label
     whole: bool = False
+    # True if a caption may be empty
     empty: bool = field(default=False, repr=False)  # the repr is hashed
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:

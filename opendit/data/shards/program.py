@@ -8,24 +8,48 @@ import builtins
 import json
 import os
 import re
-import tarfile
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from opendit.common.json_file import open_regular
+from safetensors import SafetensorError
+from torch import Tensor
+
+from opendit.common.json_file import MIB, open_regular, read_json
+from opendit.common.json_models import Count, FileKind, Word, checked, parse_text
 from opendit.common.progress import Progress
-from opendit.common.safe_files import refuse_links, remove, replacing
-from opendit.common.tensor_files import write_file
-from opendit.common.utils import DataError, hash_parts
+from opendit.common.safe_files import make_folder, refuse_links, remove, replacing
+from opendit.common.tensor_files import open_safetensors, write_file
+from opendit.common.utils import DataError, hash_parts, sha256_of
 from opendit.data.captioned_media import find_captions, read_table
-from opendit.data.convert_latents import convert_latents, holds_old_latents
 from opendit.data.energon import check_count, is_prepared, load_cooker, read_prepared
 from opendit.data.files import CLIPS, in_threads, name_few, printable, problem, suffix_of
-from opendit.data.latents import SUFFIXES, arrays_of, choose_arrays
-from opendit.data.latents_index import FORMAT, INDEX, VERSION, check_indexes, read_indexes
+from opendit.data.latents import (
+    EMPTY,
+    SUFFIXES,
+    CachedSample,
+    arrays_of,
+    choose_arrays,
+    read_header,
+    tar_name,
+    write_shard,
+)
+from opendit.data.latents_index import (
+    FILES_VERSION,
+    FORMAT,
+    INDEX,
+    REPAIR,
+    SHARD,
+    VERSION,
+    LatentsOfOneSize,
+    check_index,
+    check_indexes,
+    read_indexes,
+)
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.pictures_and_clips import CLIP, find_pictures
@@ -39,10 +63,10 @@ from opendit.data.shards.index import (
     TarIndex,
     claim_output,
     index_of,
-    member_header,
     padded,
     read_class_names,
     scan,
+    tar_blocks,
     write_index,
 )
 from opendit.encoders.vae import HUB, PerChannel
@@ -145,7 +169,7 @@ def write_job(job: TarPlan) -> int:
     """Write a tar and then its index, each under a temporary name first. Return the number of samples. Raises
     ValueError if a file has changed since the tars were planned, and OSError, for example if the disk is full."""
     with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
-        written = write_file(new, _blocks(job.entries))
+        written = write_file(new, tar_blocks(_members(job.entries)))
         header, rows, keys = scan(Path(new.name), plan=job.plan, sha256=written["sha256"])
         if header.rows != len(job.entries):
             raise ValueError(f"{job.tar.name}: {header.left_out} samples can't be used: {header.examples[0]}")
@@ -153,24 +177,20 @@ def write_job(job: TarPlan) -> int:
     return header.rows
 
 
-def _blocks(entries: list[Entry]) -> Iterator[bytes]:
-    """Yield the bytes of a tar. The same keys and file contents always give the same bytes."""
-    total = 0
+def _members(entries: list[Entry]) -> Iterator[tuple[str, int, Iterable[bytes]]]:
     for entry in entries:
-        header = member_header(f"{entry.key}.{entry.ending}", entry.bytes)
-        yield header
-        left = entry.bytes
-        with open(entry.path, "rb", buffering=0) as file:
-            while left and (block := file.read(min(left, _READ))):
-                left -= len(block)
-                yield block
-            if left or file.read(1):
-                raise ValueError(f"{printable(entry.path)} has changed since the tars were planned; start again")
-        beside = member_header(f"{entry.key}.{entry.beside}", len(entry.text)) + entry.text
-        rest = bytes(-entry.bytes % BLOCK) + beside + bytes(-len(entry.text) % BLOCK)
-        yield rest
-        total += len(header) + entry.bytes + len(rest)
-    yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
+        yield f"{entry.key}.{entry.ending}", entry.bytes, _content(entry)
+        yield f"{entry.key}.{entry.beside}", len(entry.text), (entry.text,)
+
+
+def _content(entry: Entry) -> Iterator[bytes]:
+    left = entry.bytes
+    with open(entry.path, "rb", buffering=0) as file:
+        while left and (block := file.read(min(left, _READ))):
+            left -= len(block)
+            yield block
+        if left or file.read(1):
+            raise ValueError(f"{printable(entry.path)} has changed since the tars were planned; start again")
 
 
 # ------------------------------------------------------------------------------------------ the commands
@@ -303,7 +323,6 @@ def _kinds(headers: Sequence[Header]) -> str:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Delete unfinished files of processes that have ended."""
     for path in folder.glob("*.partial"):
         found = re.fullmatch(r".+\.(?:tar|index|json)\.(\d+)\.partial", path.name)
         if found and not Path(f"/proc/{found[1]}").exists():
@@ -407,3 +426,147 @@ def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown:
         f"{shown}: {printable(tar.name)} holds no latents as --latents {form}, --vae and --image_size say ({problem}); "
         "correct the flags, or call the array moments or latents"
     )
+
+
+# ------------------------------------------------------------------------------------------ latents of early versions
+
+# A folder of these holds latents-00000-of-00012.safetensors, ... and an index.json of version 1, which describes one
+# picture size. A file of n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents),
+# labels and rows (n,) int64 and, with captions, captions (bytes,) uint8 in UTF-8 with caption_ends (n,). With a text
+# encoder it also has tokens (sum of the captions' lengths, D) with token_ends (n,), and pooled (n, P). The metadata
+# hold the settings and the files that couldn't be read. Nothing is encoded when these are packed into tars.
+_KEY = "opendit"  # the only metadata key of a file
+
+
+class LatentsIndex(LatentsOfOneSize):
+    """The index.json of version 1."""
+
+    format: Word
+    version: Count
+
+
+LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
+
+
+@dataclass(frozen=True)
+class LatentsTar:
+    """A tar to write. files: index entries of the safetensors files to pack, all of one shape. settings, skipped:
+    contents of the tar's first member."""
+
+    path: Path
+    files: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+    skipped: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(file["count"] for file in self.files)
+
+
+def holds_old_latents(folder: Path) -> bool:
+    try:
+        index = read_json(folder / INDEX, LATENTS_INDEX.most_bytes)
+    except (OSError, ValueError):
+        return False
+    return isinstance(index, dict) and (index.get("format"), index.get("version")) == (FORMAT, FILES_VERSION)
+
+
+def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers: int) -> None:
+    """Pack the latents of a folder into tars in ``output``. Each tar takes whole files, up to ``shard_size`` bytes in
+    total. Existing tars are kept, so the same command continues an interrupted conversion. Raises ValueError for an
+    invalid index and for an ``output`` with other tars; DataError for files that differ from the index."""
+    index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
+    check_index(index, folder / INDEX)
+    del index["format"], index["version"]
+    plans = _plan(folder, index, output, shard_size)
+    make_folder(output)
+    claim_output(output, [plan.path.name for plan in plans], [INDEX, EMPTY])
+    done = [plan for plan in plans if (found := read_header(plan.path)) is not None and found[1] == plan.settings]
+    todo = [plan for plan in plans if plan not in done]
+    with Progress(index["count"], "samples", initial=sum(plan.count for plan in done), title="packing") as bar:
+        for count in in_processes(partial(_write, folder=folder), todo, num_workers):
+            bar.update(count)
+    if "text" in index:
+        with replacing(output / EMPTY) as new, open(folder / EMPTY, "rb") as old:
+            shutil.copyfileobj(old, new)
+        index["checksums"] = {EMPTY: sha256_of(output / EMPTY)}
+    shards = [_entry(plan) for plan in plans]
+    write_latents_index(output, [{**index, "settings": plans[0].settings, "shards": shards}])
+    print(f"{index['count']:,} latents in {len(plans):,} tars: train with --data_path {printable(output)}")
+
+
+def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int) -> list[LatentsTar]:
+    """Divide the files, by shape and in order, into tars of up to ``shard_size`` bytes, with at least one file each."""
+    headers = [_header(folder / file["file"]) for file in index["shards"]]
+    settings = {**headers[0]["settings"], "version": VERSION, "shard_size": shard_size}
+    skipped = tuple(file for header in headers for file in header["skipped"])
+    groups: list[list[dict[str, Any]]] = []
+    for file in sorted(index["shards"], key=lambda file: file.get("shape_key", 0)):
+        before = groups[-1] if groups else []
+        together = sum(each["bytes"] for each in before) + file["bytes"] <= shard_size
+        if before and together and before[0].get("shape_key", 0) == file.get("shape_key", 0):
+            before.append(file)
+        else:
+            groups.append([file])
+    names = [tar_name(index["image_size"], number, len(groups)) for number in range(len(groups))]
+    return [
+        LatentsTar(output / name, tuple(group), settings, () if number else skipped)
+        for number, (name, group) in enumerate(zip(names, groups, strict=True))
+    ]
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return the settings and the skipped files of a safetensors file. Raises DataError if the file is missing or
+    damaged."""
+    try:
+        with open_safetensors(path) as file:
+            return parse_text((file.metadata() or {}).get(_KEY, ""), SHARD, path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} is missing or damaged; {REPAIR}") from error
+
+
+def _write(plan: LatentsTar, folder: Path) -> int:
+    samples: list[CachedSample] = []
+    for entry in plan.files:
+        path = folder / entry["file"]
+        if "sha256" in entry and sha256_of(path) != entry["sha256"]:
+            raise DataError(f"{path} is damaged: its checksum is not the index's; {REPAIR}")
+        try:
+            with open_safetensors(path) as file:
+                found = list(_samples({name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
+            if len(found) != entry["count"]:
+                raise ValueError(f"{len(found):,} samples, {INDEX} says {entry['count']:,}")
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+            raise DataError(f"{path} is damaged: {type(error).__name__}: {error}; {REPAIR}") from error
+        samples += found
+    write_shard(plan.path, samples, plan.settings, list(plan.skipped))
+    return plan.count
+
+
+def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
+    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError if tensors are missing or their lengths
+    differ."""
+    rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
+    captions: Iterable[str | None] = repeat(None, len(rows))
+    if "captions" in tensors:
+        captions = (
+            text.numpy().tobytes().decode("utf-8", "surrogatepass")
+            for text in _cut(tensors["captions"], tensors["caption_ends"])
+        )
+    parts = {"moments": tensors["moments"]}
+    if "tokens" in tensors:
+        parts |= {"tokens": _cut(tensors["tokens"], tensors["token_ends"]), "pooled": tensors["pooled"]}
+    for row, label, caption, *own in zip(rows, labels, captions, *parts.values(), strict=True):
+        yield CachedSample(row, dict(zip(parts, own, strict=True)), label, caption)
+
+
+def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Split a tensor into consecutive pieces that end at ``ends``. Raises RuntimeError if the ends do not ascend to the
+    tensor's length."""
+    return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+
+
+def _entry(plan: LatentsTar) -> dict[str, Any]:
+    entry = {"file": plan.path.name, "count": plan.count, "bytes": plan.path.stat().st_size}
+    entry["sha256"] = sha256_of(plan.path)
+    return entry | ({"shape_key": plan.files[0]["shape_key"]} if "shape_key" in plan.files[0] else {})

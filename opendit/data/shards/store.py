@@ -103,7 +103,6 @@ class LocalTars:
 
 
 def size_problem(name: str, found: int, expected: int) -> str:
-    """Return the error message for a tar whose size differs from the size in its index."""
     what = "is truncated" if found < expected else "is not the tar that its index was made of"
     return (
         f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "
@@ -492,7 +491,6 @@ class Remote:
         return " ".join(f"{name}={value}" for name, value in told.items())
 
     def list_tars(self, address: str) -> list[str]:
-        """Return the addresses of the tars in a folder, sorted."""
         if self.kind in ("http", "https"):
             return self._linked_tars(f"{address.rstrip('/')}/")
         names = retried(address, lambda: self.call("ls", address, detail=False))
@@ -516,18 +514,18 @@ class Remote:
         """Return a file of at most ``most`` bytes, or only its bytes [start, end)."""
         system, most = self.system, most if start is None else end - start
         if self.kind in ("http", "https"):
-            from fsspec.asyn import sync
-
-            return cast(bytes, sync(system.loop, _get_http, system, address, start, most, whole))
+            return cast(bytes, self._sync(None, _get_http, system, address, start, most, whole))
         if start is None and ((size := self.call("info", address).get("size")) is None or size > most):
             raise _RefusedAnswer(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
         options = {} if start is None else {"start": start, "end": end}
         if system.async_impl:
-            from fsspec.asyn import sync
-
-            limit = TIME_LIMIT + most / SLOWEST
-            return cast(bytes, sync(system.loop, system._cat_file, address, timeout=limit, **options))
+            return self._sync(TIME_LIMIT + most / SLOWEST, system._cat_file, address, **options)
         return system.cat_file(address, **options)
+
+    def _sync(self, timeout: float | None, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        from fsspec.asyn import sync
+
+        return sync(self.system.loop, function, *args, timeout=timeout, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
         """Call the fsspec method ``name`` with a time limit and, for ``cat_file``, a size limit."""
@@ -535,9 +533,7 @@ class Remote:
             return self._cat(*args, **options)
         system = self.system
         if system.async_impl:
-            from fsspec.asyn import sync
-
-            return sync(system.loop, getattr(system, f"_{name}"), *args, timeout=TIME_LIMIT, **options)
+            return self._sync(TIME_LIMIT, getattr(system, f"_{name}"), *args, **options)
         return getattr(system, name)(*args, **options)
 
 
