@@ -173,9 +173,9 @@ class LatentDataset(ShardDataset):
         for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval), ("fps", fps)):
             if made and (of_made := made.get(flag)) != value:
                 there, here = (f"no --{flag}" if n is None else f"--{flag} {n:g}" for n in (of_made, value))
+                fix = f"leave --{flag} out" if of_made is None else f"pass {there}"
                 raise ValueError(
-                    f"{name}: holds latents made with {there}, but this run has {here}; give it {there}, or make "
-                    "latents for it"
+                    f"{name}: holds latents made with {there}, but this run has {here}; {fix}, or make latents for it"
                 )
         if random_flip and not index["flips"]:
             raise ValueError(f"{name}: holds no mirrored latents; make them again with --flip")

@@ -209,8 +209,8 @@ def test_a_shard_may_be_empty(csv, codec, made, tmp_path):
 def test_reading_errors_name_the_flag_and_the_fix(csv, codec, made, tmp_path):
     for change, message in [
         ({"use_video": False}, "holds latents of clips; add --use_video"),
-        ({"num_frames": 8}, "made at --num_frames 4, but this run has --num_frames 8; pass --num_frames 4"),
-        ({"frame_interval": 1}, "made at --frame_interval 2, but"),
+        ({"num_frames": 8}, "made with --num_frames 4, but this run has --num_frames 8; pass --num_frames 4"),
+        ({"frame_interval": 1}, "made with --frame_interval 2, but"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_dataset(str(made), 16, seed=0, **VIDEO | change)
