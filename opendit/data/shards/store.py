@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -294,28 +294,30 @@ class FetchAhead:
 
 
 def expand(patterns: Iterable[str]) -> list[str]:
-    """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do. Raises
-    ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
+    """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do.
+
+    Raises ValueError for unmatched braces, or if the patterns together give too many names or too many characters."""
     names, size = [], 0
     for pattern in patterns:
         if pattern.count("{") > MOST_BRACES:
             raise ValueError(f"{short(pattern)} has more than {MOST_BRACES} pairs of braces")
-        for name in _expand(pattern, pattern):
-            names.append(name)
-            size += len(name)
-            if len(names) > MOST_TARS or size > MOST_LETTERS:
-                raise ValueError(
-                    f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
-                )
+        names += (found := _expand(pattern, pattern))
+        size += sum(map(len, found))
+        _check_names(pattern, len(names), size)
     return names
 
 
-def _expand(text: str, pattern: str) -> Iterator[str]:
-    """Yield the names that ``text``, a part of ``pattern``, gives."""
-    begin = re.search(r"[{}]", text)
-    if begin is None:
-        yield text
-        return
+def _check_names(pattern: str, names: int, size: int) -> None:
+    if names > MOST_TARS or size > MOST_LETTERS:
+        raise ValueError(
+            f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
+        )
+
+
+def _expand(text: str, pattern: str) -> list[str]:
+    """Return the names that ``text``, a part of ``pattern``, gives."""
+    if re.search(r"[{}]", text) is None:
+        return [text]
     depth, cuts = 0, []  # cuts: the outer braces and the commas between them
     for found in re.finditer(r"[{},]", text):
         depth += (found[0] == "{") - (found[0] == "}")
@@ -328,22 +330,27 @@ def _expand(text: str, pattern: str) -> Iterator[str]:
     else:
         raise ValueError(f"{short(pattern)} has a {{ without its }}")
     choices = [text[first + 1 : end] for first, end in pairwise(cuts)]
-    span = _SPAN.fullmatch(choices[0])
-    for choice in choices if len(choices) > 1 or span is None else _numbers(pattern, *span.groups("1")):
-        for middle in _expand(choice, pattern):
-            middle = middle if len(choices) > 1 or span is not None else f"{{{middle}}}"  # {x} stays as it is
-            for end in _expand(text[cuts[-1] + 1 :], pattern):
-                yield text[: cuts[0]] + middle + end
+    if len(choices) > 1:
+        middles = [name for choice in choices for name in _expand(choice, pattern)]
+    elif span := _SPAN.fullmatch(choices[0]):
+        middles = _numbers(pattern, *span.groups("1"))
+    else:  # {x} stays as it is
+        middles = [f"{{{name}}}" for name in _expand(choices[0], pattern)]
+    before, ends = text[: cuts[0]], _expand(text[cuts[-1] + 1 :], pattern)
+    count, letters = len(middles) * len(ends), sum(map(len, middles)) * len(ends) + sum(map(len, ends)) * len(middles)
+    _check_names(pattern, count, letters + count * len(before))
+    return [before + middle + end for middle in middles for end in ends]
 
 
-def _numbers(pattern: str, first: str, last: str, step: str) -> Iterator[str]:
+def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
     if max(map(len, (first, last, step))) > _DIGITS:
         raise ValueError(f"{short(pattern)} has a number of more than {_DIGITS} digits")
     padded = any(re.match(r"-?0\d", text) for text in (first, last))
     width = max(len(first), len(last)) if padded else 0
     low, high, by = int(first), int(last), abs(int(step)) or 1
+    _check_names(pattern, abs(high - low) // by + 1, 0)
     numbers = range(low, high + 1, by) if low <= high else range(low, high - 1, -by)
-    return (f"{number:0{width}d}" for number in numbers)
+    return [f"{number:0{width}d}" for number in numbers]
 
 
 class _RefusedAnswer(DataError):
