@@ -1,11 +1,8 @@
-"""The interface of data sets, and the reading of samples from them.
+"""The interface of data sets, and the reading of samples.
 
-A data set implements five methods: ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. A combination
-of data sets (such as a blend or a held-out split) is itself a data set that wraps others. A training step requests a
-sample with a ``SampleKey``, which contains the step and the position in the global batch. The ``SampleKey`` keys all
-random numbers of the sample (see ``opendit.diffusion.random``). The same key thus gives the same numbers in any
-process, on any number of GPUs and after any resume.
-"""
+A data set implements ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. A blend or a held-out split
+is a data set that wraps others. A training step requests a sample with a ``SampleKey``, which keys all random numbers
+of the sample. The same key gives the same numbers in any process, on any number of GPUs and after any resume."""
 
 import math
 from collections import Counter
@@ -39,8 +36,8 @@ _DARKEST, _BRIGHTEST = 0.02, 0.98
 class Medium:
     """A picture or clip as stored in its file. A picture has one frame and no rate.
 
-    duration: display time of a clip in seconds; 0 means frames / fps. colours: kind of colours if they need conversion,
-    such as "HDR (PQ)", else ""."""
+    duration: seconds that a clip is shown; 0 means frames / fps. colours: a name such as "HDR (PQ)" for colours that
+    need conversion, else ""."""
 
     frames: int
     height: int
@@ -59,14 +56,13 @@ class Medium:
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
-    """Return (medium, pixels) of a decoded picture. The pixels are (1, H, W) or (1, H, W, 3) uint8."""
+    """Return (medium, frames) of a decoded picture. The frames are (1, H, W) or (1, H, W, 3) uint8."""
     return Medium(1, picture.height, picture.width, colours=picture.info.get(COLOURS, "")), np.asarray(picture)[None]
 
 
 def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a sample in [-1, 1] of shape (1 or 3, H, W) or (1 or 3, T, H, W).
-
-    The frames are the first, middle and last one as uint8, (n, H, W) or (n, H, W, 3)."""
+    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1]. The frames are its first, middle and last
+    one, (n, H, W) or (n, H, W, 3) uint8."""
     x = x[:, None] if x.ndim == 3 else x
     length = x.shape[1]
     shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
@@ -76,8 +72,7 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a VAE's means and standard deviations (2C, [T,] h, w), like :func:`of_pixels` for
-    pixels.
+    """Return (medium, frames) of a VAE's means and standard deviations (2C, [T,] h, w), like :func:`of_pixels`.
 
     The first three channels of the means are shown as red, green and blue, or the first as grey."""
     channels = len(moments) // 2
@@ -98,10 +93,8 @@ def count_colours(media: Iterable[Medium]) -> list[str]:
 
 
 class Small(NamedTuple):
-    """Marks a sample that is smaller than requested and still has to be enlarged.
-
-    The sample fills the upper left ``height`` x ``width`` pixels of its slot in a batch. mirrored: mirror the sample
-    left to right after enlarging it."""
+    """Marks a sample in the upper left ``height`` x ``width`` pixels of its place in a batch, which must still be
+    enlarged and, if ``mirrored``, then mirrored."""
 
     height: int
     width: int
@@ -121,11 +114,11 @@ class SampleKey(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """A caption's embedding by a frozen text encoder, read from a cache. A batch adds a leading dimension B.
+    """A caption's cached embedding by a frozen text encoder. A batch adds a leading dimension B.
 
     Attributes:
         tokens: (L, D) float16.
-        mask: (L,) bool, False where the tokens are padding.
+        mask: (L,) bool, False for padding.
         pooled: (D,) float16.
     """
 
@@ -135,8 +128,7 @@ class Embedding(NamedTuple):
 
 
 class FirstFrames(NamedTuple):
-    """Inputs that an image-to-video model gets from a clip's first frame, read from a cache. A batch adds a leading
-    dimension B.
+    """Cached inputs that an image-to-video model gets from a clip's first frame. A batch adds a leading dimension B.
 
     Attributes:
         latents: (C, t, h, w) float16, the VAE's means of the clip with all frames but the first made grey, not yet
@@ -155,14 +147,14 @@ class View(NamedTuple):
         flip: mirror the sample left to right.
         place: position of the crop, (down, across), each in [0, 1) as a fraction of the possible range; None: the
             centre.
-        tags: random key for the order of the caption's tags, see ``recaptioned``.
+        tags: random key for the order of the caption's tags, see ``Recaptioned``.
         start: position in [0, 1) at which a clip's window begins; None: the middle window.
-        shape: (frames, height, width) in pixels that replaces the data set's ``sample_shape``; cached latents ignore
-            this option.
-        as_bytes: return pixels as uint8; ``to_pixels`` later converts the batch to [-1, 1]. Data sets whose samples are
-            not made of bytes ignore this option.
-        enlarge: False returns a clip at its stored size if that is smaller than requested, so that the device can
-            enlarge it (``clips.enlarge``). False requires ``as_bytes``; only files of clips use this option.
+        shape: (frames, height, width) in pixels that replaces the data set's ``sample_shape``, except for cached
+            latents.
+        as_bytes: return pixels as uint8; ``to_pixels`` converts the batch to [-1, 1]. Data sets that do not consist of
+            bytes ignore it.
+        enlarge: False returns a clip that is smaller than requested at its stored size, so that the device enlarges it
+            (``clips.enlarge``). Requires ``as_bytes``.
     """
 
     flip: bool = False
@@ -182,16 +174,15 @@ class Item(NamedTuple):
 
     Attributes:
         x: float32 of the data set's ``sample_shape``, or uint8, see :class:`View`.
-        y: class of the sample, if the conditioning is by label.
-        text: caption of the sample, if the conditioning is by text.
+        y: class, if the conditioning is by label.
+        text: caption, if the conditioning is by text.
         skipped: "path: reason" of each unreadable file that this sample replaces.
-        embedding: embedding of the caption, if it is cached.
-        features: (N, width) float16 features of the picture's tokens, if they are cached.
-        first: inputs from the clip's first frame, if they are cached.
-        small: if ``x`` is smaller than requested, the enlargement that is still to be done.
-        whole: if ``x`` is smaller than requested, the (height, width) after the enlargement.
-        shortened: True if the clip was too short, so that its frames are closer together than requested.
-        bytes_read: number of bytes read from files and tars; 0 if samples are generated or in memory.
+        embedding, first: cached embedding of the caption, and cached inputs from the first frame.
+        features: (N, width) float16 cached features of the picture's tokens.
+        small: enlargement that is still to be done if ``x`` is smaller than requested.
+        whole: (height, width) after that enlargement.
+        shortened: True if the frames of a short clip are closer together than requested.
+        bytes_read: bytes read from files and tars; 0 if samples are generated or in memory.
     """
 
     x: Tensor
@@ -208,13 +199,8 @@ class Item(NamedTuple):
 
 
 class CachedFeatures(NamedTuple):
-    """Features of pictures that are cached with their latents (``preprocess.py latents --repa``).
-
-    Attributes:
-        encoder: folder of the vision encoder.
-        grid: (rows, columns) of the grid of tokens; each token has one feature.
-        width: width of a feature.
-    """
+    """Features of pictures cached with their latents (``preprocess.py latents --repa``): the folder of the ``encoder``,
+    the (rows, columns) of the ``grid`` of tokens, and the ``width`` of a token's feature."""
 
     encoder: str
     grid: tuple[int, int]
@@ -222,19 +208,15 @@ class CachedFeatures(NamedTuple):
 
 
 class BadSample(Exception):
-    """Raised when one file can't be read; the caller replaces the sample with another one."""
+    """Raised for a file that can't be read. The caller replaces the sample with another one."""
 
     def __init__(self, path: str, reason: object):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClipReading:
-    """Settings that choose the frames to read from a clip, see ``clips.read_clip``."""
+    """Settings that choose the frames of a clip, see ``clips.read_clip``."""
 
     num_frames: int
     frame_interval: int
@@ -244,7 +226,7 @@ class ClipReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Description of a data set, used by models, logs and training.
+    """Description of a data set for models, logs and training.
 
     Attributes:
         text: one line for the log.
@@ -253,26 +235,22 @@ class Description:
         class_names: one name per class, in the order of the labels; empty for "text".
         sample_shape: (C, H, W) or (C, T, H, W) of an item.
         clips: settings for reading clips; None if the data set has no clips.
-        random_flip: training mirrors half of the samples, keyed by Stream.FLIP.
-        random_window: training starts each clip's window at a random position, keyed by Stream.CROP; otherwise the
-            window is in the middle.
-        random_crop: training crops at a random position, keyed by Stream.PLACE; otherwise at the centre.
-        random_tags: training shuffles or drops tags of captions, keyed by Stream.TAGS.
+        random_flip, random_window, random_crop, random_tags: what training changes at random: it mirrors half of the
+            samples, moves windows of clips and crops, and shuffles or drops tags.
         seed: seed of the run.
-        max_bad: the largest fraction of unreadable files that training tolerates.
+        max_bad: largest fraction of unreadable files that training tolerates.
         vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
         text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
-        features: cached features of the pictures; None if there are none.
-        first_frames: width of the tokens of cached first frames, 0 for first frames without tokens; None if there are
-            no cached first frames.
-        cut_captions: lines for the log about captions that were truncated before they were embedded.
-        notes: lines for the log about files that were left out when the data set was opened.
-        counted_captions: (rows, number of captions that are checked before training starts) for each source. The number
-            is larger for captions in memory and smaller for slow storage. Empty means ``USUALLY_COUNTED``.
+        features: cached features of pictures.
+        first_frames: width of the tokens of cached first frames (0: without tokens); None if none are cached.
+        cut_captions, notes: lines for the log about captions truncated before they were embedded, and about files left
+            out.
+        counted_captions: (rows, captions checked before training starts) for each source; empty means
+            ``USUALLY_COUNTED``.
         sources: the sources of a blend.
         blend: the weights of a blend as text, for people and for the resume fingerprint.
-        files: returns (number of rows, file number of each row) for each source. Several rows may use one file, such as
-            a picture with several captions. If each row has a separate file, the file numbers are None.
+        files: returns (rows, file number of each row) for each source. Rows may share a file, such as a picture with
+            several captions; None instead of numbers means one file per row.
         largest_label: returns the largest label and the name of a sample with that label; None if they are not known.
     """
 
@@ -302,7 +280,7 @@ class Description:
     sources: SourceRows | None = None
     blend: str | None = None
     files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
-    largest_label: Callable[[], tuple[int, str] | None] = _nothing
+    largest_label: Callable[[], tuple[int, str] | None] = lambda: None
 
     @property
     def num_classes(self) -> int:
@@ -311,27 +289,25 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The shapes of a data set's samples, and the sizes of the underlying media files.
+    """Shapes of a data set's samples, and sizes of the media files.
 
     Attributes:
-        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Samples of rows with equal keys
-            have the same shape; only such samples may share a micro-batch.
+        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Rows with equal keys have samples
+            of one shape; only these may share a micro-batch.
         media: returns (rows, 3) int32, the :data:`Size` of each row's file after rotation to upright; None if all files
             have ``sample_shape``.
-        read_as: text that identifies all settings, besides the files, that determine the sizes.
-        latents: returns the sizes of cached latents, as (end, size) for each run of consecutive rows of equal size.
-        frame_rates: returns the frames per second of some evenly spaced clips; empty if there are no clips or no rate
-            is known.
+        read_as: text with all settings, besides the files, that determine the sizes.
+        latents: returns the sizes of cached latents, as (end, size) for each run of rows of equal size.
+        frame_rates: returns the frames per second of some evenly spaced clips; empty if none are known.
     """
 
     keys: np.ndarray | int = 0
-    media: Callable[[], np.ndarray | None] = _nothing
+    media: Callable[[], np.ndarray | None] = lambda: None
     read_as: str = ""
     latents: Callable[[], list[tuple[int, Size]]] | None = None
     frame_rates: Callable[[], list[float]] = list
 
     def key(self, row: int) -> int:
-        """Return the key of one row."""
         return int(self.keys[row]) if isinstance(self.keys, np.ndarray) else self.keys
 
     @property
@@ -340,7 +316,6 @@ class Shapes:
         return self.keys if isinstance(self.keys, np.ndarray) else None
 
     def frame_rate(self) -> float | None:
-        """Return the median of the frame rates; None if there are none."""
         rates = self.frame_rates()
         return median(rates) if rates else None
 
@@ -348,14 +323,12 @@ class Shapes:
 class Fingerprint:
     """Identity of a data set. Each hash is computed at its first use.
 
-    Attributes:
-        checksums: checksums of the files; None if none are known.
-    """
+    checksums: checksums of the files; None if none are known."""
 
     def __init__(
         self,
         identity: Callable[[], str],
-        contents: Callable[[], str | None] = _nothing,
+        contents: Callable[[], str | None] = lambda: None,
         checksums: Checksums | None = None,
     ):
         self._identity, self._contents, self.checksums = identity, contents, checksums
@@ -367,68 +340,58 @@ class Fingerprint:
 
     @cached_property
     def contents(self) -> str | None:
-        """Hash of the files' contents (see ``contents.hash_files``), if :attr:`identity` covers only their names;
-        None if :attr:`identity` already covers the contents."""
+        """Hash of the files' contents (see ``hash_files``) if :attr:`identity` covers only their names, else None."""
         return self._contents()
 
 
 class MediaDataset(Dataset[Any]):
-    """Base class of all data sets.
-
-    A subclass implements ``__len__``, ``read``, ``fingerprint`` and ``describe``, and also ``shapes`` if its samples
-    have several shapes. The other methods have defaults, which a subclass overrides where a faster way exists.
-    """
+    """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
+    samples of several shapes, ``shapes``. It overrides other methods where a faster way exists."""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def read(self, row: int, view: View = PLAIN) -> Item:
-        """Read the sample of a row. Raises BadSample if the row can't be read."""
+        """Read a row. Raises BadSample if the row can't be read."""
         raise NotImplementedError
 
     def shapes(self) -> Shapes:
-        """Return the shapes of the samples."""
         return Shapes()
 
     def fingerprint(self) -> Fingerprint:
-        """Return the hashes that distinguish this data set from others."""
         raise NotImplementedError
 
     def describe(self) -> Description:
-        """Return the data set's description. A call may take milliseconds: call it once before a loop, not in it."""
+        """Return the description. A call may take milliseconds: call it before a loop, not in it."""
         raise NotImplementedError
-
-    # --- methods that read only a part of a row
 
     def source(self, row: int) -> str:
         """Return the name of a row's file, for messages."""
         return f"row {row} of {type(self).__name__}"
 
     def label(self, row: int) -> int:
-        """Read only the class of a row; return 0 if the conditioning is by caption. Raises BadSample."""
+        """Read only the class of a row; 0 if the conditioning is by caption. Raises BadSample."""
         return self.read(row).y
 
     def caption(self, row: int) -> str | None:
-        """Read only the caption of a row; return None if the conditioning is by label. Raises BadSample."""
+        """Read only the caption of a row; None if the conditioning is by label. Raises BadSample."""
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return a preview of a row for people: facts about its file, and its first, middle and last frame at original
-        size, uint8 (n, H, W) or (n, H, W, 3). May raise any exception."""
+        """Return facts about a row's file, and its first, middle and last frame at original size, (n, H, W) or (n, H,
+        W, 3) uint8. May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start fetching ``rows``, which will be read next in this order, if the storage has a high latency."""
+        """Start to fetch ``rows``, which will be read next in this order, if the storage is slow."""
 
     def next_row(self, row: int) -> int:
-        """Return the row that replaces an unreadable row: the next row of the same shape. After the last row comes row
-        0."""
+        """Return the row that replaces an unreadable row: the next row of the same shape, in a cycle."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
     def __getitem__(self, sample_key: SampleKey) -> Item:
-        """Read the sample for a key as training does, see :class:`SampleReader`."""
         return next(SampleReader(self).items([sample_key]))
 
     def __getitems__(self, sample_keys: list[SampleKey]) -> list[Item]:
@@ -436,27 +399,21 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads the samples for given keys, draws their random numbers, and replaces unreadable rows.
+    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows.
 
-    Args:
-        as_bytes, enlarge: see :class:`View`.
-        augment: False disables all random changes: no mirroring, centred crops and windows, complete captions.
-    """
+    as_bytes, enlarge: see :class:`View`. augment: False disables all random changes."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
         self.dataset, self.about = dataset, dataset.describe()
         self.view, self.augment = View(as_bytes=as_bytes, enlarge=enlarge or not as_bytes), augment
 
     def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
-        """Yield the samples of one step. The random numbers of all samples are drawn in one call, which takes 0.3 ms.
+        """Yield the samples of one step. Their random numbers are drawn in one call, which takes 0.3 ms.
 
-        Args:
-            on_read: called with each row right before the row is read.
+        on_read: called with each row before it is read.
 
-        Raises:
-            DataError: too many consecutive rows are unreadable: more than 100, and more than a fraction ``max_bad`` of
-                the data set.
-        """
+        Raises DataError if too many consecutive rows are unreadable: more than 100 and more than a fraction
+        ``max_bad``."""
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:
@@ -498,12 +455,9 @@ def to_pixels(x: Tensor) -> Tensor:
 
 
 class BadFileCounter:
-    """Counts files and unreadable files. It reports each unreadable file once, and raises DataError if there are too
-    many.
+    """Counts readable and unreadable files, and reports each unreadable file once.
 
-    Args:
-        max_bad: largest allowed fraction of unreadable files, checked after ``minimum`` files.
-        on_skip: called with "path: reason", once per unreadable file.
+    max_bad: largest fraction of unreadable files, checked after ``minimum`` files. on_skip: called with "path: reason".
     """
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):

@@ -44,20 +44,17 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Data set of the concatenated rows of several data sets. Each source keeps its settings for mirroring and for
-    windows of clips.
+    """Data set of the concatenated rows of several data sets, which keep their settings for mirroring and windows of
+    clips.
 
     Args:
-        names: names of the sources.
-        parts: data sets of the sources.
-        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as the data set
-            has rows.
+        names, parts: names and data sets of the sources.
+        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as there are
+            rows.
         classes: for each source, a mapping from its class names to the blend's, for names that differ.
         union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 
-    Raises:
-        ValueError: the sources can't be trained on together; the message says what to do.
-    """
+    Raises ValueError if the sources can't be trained on together; the message says what to do."""
 
     def __init__(
         self,
@@ -94,7 +91,6 @@ class BlendedDataset(MediaDataset):
         return int(self.ends[-1])
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Return (index of the source, row in the source)."""
         source = int(np.searchsorted(self.ends, row, side="right"))
         return source, row - (int(self.ends[source - 1]) if source else 0)
 
@@ -138,7 +134,6 @@ class BlendedDataset(MediaDataset):
                 part.prefetch(mine)
 
     def next_row(self, row: int) -> int:
-        """Return the next row of the same source."""
         source, place = self._find(row)
         return row - place + self.parts[source].next_row(place)
 
@@ -231,7 +226,6 @@ class BlendedDataset(MediaDataset):
         )
 
     def _named(self, lines: str) -> tuple[str, ...]:
-        """Return the lines in the field ``lines`` of all sources, each prefixed with the name of its source."""
         of = zip(self.names, self._abouts, strict=True)
         return tuple(f"{name}: {line}" for name, about in of for line in getattr(about, lines))
 
@@ -245,11 +239,7 @@ class BlendedDataset(MediaDataset):
 
 
 def _merged(
-    names: Sequence[str],
-    abouts: Sequence[Description],
-    classes: Sequence[dict[str, str]],
-    union: bool,
-    shown: str,
+    names: Sequence[str], abouts: Sequence[Description], classes: Sequence[dict[str, str]], union: bool, shown: str
 ) -> tuple[list[str], list[np.ndarray]]:
     """Return the blend's classes, and for each source an array that maps its labels to the blend's labels."""
     renamed = []
@@ -278,18 +268,11 @@ EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3
 def open_source(asked: Request) -> BlendedDataset | None:
     """Open a blend from a YAML file of sources, or from a text like ``A:0.7,B:0.3``."""
     if inline := inline_sources(asked.data_path):
-        sources = [{"path": path, "weight": _number(weight)} for path, weight in inline]
+        sources = [{"path": path, "weight": weight} for path, weight in inline]
         return _open({"sources": sources}, asked, Path())
     if asked.located.is_dir() or asked.located.suffix.lower() not in (".yaml", ".yml"):
         return None
     return _open(read_yaml(asked.located, asked.shown), asked, asked.located.parent)
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text) if not text.isdigit() else int(text)
-    except ValueError:
-        return text
 
 
 def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:

@@ -1,4 +1,11 @@
-"""Pictures and clips with captions: find them in tables and folders, write tables, and check the files."""
+"""Find pictures and clips with captions in tables and folders, write tables, and check the files.
+
+A table is CSV, JSON lines or Parquet, with a column of files and one of captions. A CSV has the columns ``path,text``
+with or without a header, and may have more; ``file_name`` and ``caption`` are other usual names. Paths are absolute, or
+relative to the table's folder. The text is UTF-8, but file names may contain any bytes.
+
+A folder holds metadata.jsonl, metadata.csv or metadata.parquet, as in the imagefolder of Hugging Face datasets, or the
+caption of name.jpg in name.txt, name.caption, or name.json under "caption" or "text"."""
 
 import csv
 import io
@@ -24,6 +31,7 @@ from opendit.data.container_header import is_animation
 from opendit.data.files import (
     CLIPS,
     Ignored,
+    expanded,
     files_below,
     first_bytes,
     folders_above,
@@ -65,7 +73,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True for a picture by the file's suffix or, if the suffix is unknown, by its first bytes."""
+        """True for a picture by the file's suffix or, if that is unknown, by its first bytes."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -73,9 +81,7 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True for a picture that is not an animation. Everything else is read as a clip.
-
-        Files that may be animations are opened to decide."""
+        """True for a picture that is not an animation. Everything else is read as a clip."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -87,7 +93,7 @@ class NoColumns(ValueError):
 
 
 class Columns(NamedTuple):
-    """Names of the columns of files and captions (``--file_column``, ``--caption_column``); None: the usual names."""
+    """Names of the columns (``--file_column``, ``--caption_column``); None: the usual names."""
 
     file: str | None = None
     caption: str | None = None
@@ -99,7 +105,6 @@ class Columns(NamedTuple):
         return file, caption
 
     def missing(self, file: str | None, caption: str | None) -> str:
-        """Return a message that names the missing columns and the fix."""
         lost = [self.file or "path"] * (file is None) + [self.caption or "text"] * (caption is None)
         return (
             f"has no column {' and '.join(map(printable, lost))}; name the columns of the files and of the captions "
@@ -110,35 +115,40 @@ class Columns(NamedTuple):
 USUAL = Columns()
 
 
-def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
-    """Read the rows of a CSV, in order, without blank lines.
+def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
+    """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one.
 
-    Without a header the columns are path and text. The first line is a header if it names both columns (``FILES`` and
-    ``CAPTIONS``, or ``columns``). name: the table's name in messages, by default ``--data_path`` and its path.
-
-    Raises:
-        FileNotFoundError, ValueError: the message names the file, the line and the fix.
-    """
+    A CSV without a header has the columns path and text. Its first line is a header if it names both columns. name: the
+    table's name in messages, by default ``--data_path`` and its path. Raises FileNotFoundError or ValueError
+    (NoColumns for missing columns), naming the file, the line and the fix."""
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{name}: doesn't exist; give a CSV of path,text")
     if (why := problem(path)) is not None:
-        raise ValueError(f"{name}: can't be read ({why}); give another CSV")
+        raise ValueError(f"{name}: can't be read ({why}); give another table")
+    read = {".jsonl": _jsonl, ".parquet": _parquet}.get(path.suffix.lower(), _csv)
     try:
-        lines = list(_split(path, name))
+        rows = list(read(path, name, columns))
     except OSError as error:
-        raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another CSV") from error
+        raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another table") from error
+    if not rows:
+        raise ValueError(f"{name}: has no rows; add some")
+    return rows
+
+
+def _csv(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
+    lines = list(_split(path, name))
     if not lines:
         raise ValueError(f"{name}: is empty; it needs lines of path,text")
     names, lines = _header(path.parent, name, lines, columns)
     if not lines:
         raise ValueError(f"{name}: has a header and no rows; add some")
-    return [_csv_row(path.parent, f"{name}, line {number}", names, cells) for number, cells in lines]
+    for number, cells in lines:
+        yield _csv_row(path.parent, f"{name}, line {number}", names, cells)
 
 
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the row's first line, cells) for each row."""
     check_text_file(path, name)
     # File names may contain any bytes, so keep invalid ones as surrogates; captions are checked row by row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -185,15 +195,12 @@ def _explain(error: csv.Error) -> str:
 
 
 def _is_medium(folder: Path, cell: str) -> bool:
-    """Return True if a cell names a clip or picture: its suffix is known, or the file exists."""
     cell = cell.strip()
     return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
 
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
-    """Return (names of the columns, lines without the header).
-
-    The columns of files and captions are renamed to path and text."""
+    """Return (names of the columns, lines without the header). The usual columns are renamed to path and text."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -263,27 +270,20 @@ def check_utf8(here: str, column: str, cell: str) -> None:
 
 
 def locate(folder: Path, here: str, path: str) -> Path:
-    """Return the file that a path in a table names.
+    """Return the file that a path in a table of ``folder`` names.
 
-    The path is relative to the table's folder unless it is absolute or begins with ~. Raises ValueError, beginning with
-    ``here``, for a URL and for the home folder of an unknown user."""
+    Raises ValueError, beginning with ``here``, for a URL and for the home folder of an unknown user."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
-        medium = Path(path).expanduser() if path[0] == "~" else Path(path)
-    except RuntimeError as error:
-        user = path.split("/")[0]
-        raise ValueError(
-            f"{here}: the home folder of {printable(user)} is not known; write the path out, or ./ before it if it is "
-            "a file's name"
-        ) from error
-    return medium if medium.is_absolute() else folder / medium
+        return folder / expanded(path)
+    except ValueError as error:
+        raise ValueError(f"{here}: {error}") from error
 
 
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:
-    """Write a CSV with a header. Paths below the CSV's folder are written relative to that folder.
-
-    The CSV replaces an existing file only when it is complete."""
+    """Write a CSV with a header. Paths below its folder are relative. It replaces an existing file when it is
+    complete."""
     path = Path(path)
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()
@@ -303,31 +303,6 @@ def write_csv(path: str | Path, rows: list[TableRow]) -> None:
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
-def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
-    """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one.
-
-    name: the table's name in messages, by default ``--data_path`` and its path.
-
-    Raises:
-        FileNotFoundError, ValueError: the message names the file, the line and the fix.
-        NoColumns: the columns are missing.
-    """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES[1:]:
-        return read_csv(path, name, columns)
-    name = name or f"--data_path {printable(path)}"
-    if (why := problem(path)) is not None:
-        raise ValueError(f"{name}: can't be read ({why}); give another table")
-    read = _jsonl if path.suffix.lower() == ".jsonl" else _parquet
-    try:
-        rows = [_row(path.parent, here, *cells) for here, *cells in read(path, name, columns)]
-    except OSError as error:
-        raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another table") from error
-    if not rows:
-        raise ValueError(f"{name}: has no rows; add some")
-    return rows
-
-
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
     """Make a row from two cells. Raises ValueError, beginning with ``here``, for a cell of another type."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
@@ -339,8 +314,7 @@ def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
     return TableRow(locate(folder, here, file), caption.strip())
 
 
-def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (location of the row for messages, file, caption). The caption is None if the line has none."""
+def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
     check_text_file(path, name)
     lines: list[tuple[str, dict[str, Any]]] = []
     with open(path, "rb") as file:
@@ -363,11 +337,10 @@ def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, 
     if file_column is None or caption_column is None:
         raise NoColumns(f"{name}: {columns.missing(file_column, caption_column)}")
     for here, values in lines:
-        yield here, values.get(file_column), values.get(caption_column)
+        yield _row(path.parent, here, values.get(file_column), values.get(caption_column))
 
 
-def _parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (location of the row for messages, file, caption)."""
+def _parquet(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
     try:
         from pyarrow import ArrowException  # pyright: ignore[reportMissingImports]
         from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
@@ -384,7 +357,7 @@ def _parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any
     except ArrowException as error:
         raise ValueError(f"{name}: can't be read ({printable(str(error))[:200]}); save it again") from error
     for number, (file, caption) in enumerate(zip(*(cells[each] for each in found), strict=True), 1):
-        yield f"{name}, row {number}", file, caption
+        yield _row(path.parent, f"{name}, row {number}", file, caption)
 
 
 MAX_CAPTION = 2**20  # maximum bytes of a caption file
@@ -399,7 +372,7 @@ ALONE = "--caption_prefix alone"  # source of captions that consist of the prefi
 
 @dataclass
 class CaptionedFiles:
-    """The captioned files of a folder, the sources of their captions, and the files that are left out.
+    """The captioned files of a folder, and the files that are left out.
 
     Attributes:
         sources: number of captions from each kind of source.
@@ -424,7 +397,6 @@ class CaptionedFiles:
         self.left_out.setdefault(kind, []).append(printable(name))
 
     def lines(self) -> list[str]:
-        """Return one line for each kind of left-out file."""
         return [f"left out {len(names):,} {kind}: {name_few(names)}" for kind, names in self.left_out.items()]
 
     def shown_sources(self) -> str:
@@ -437,12 +409,11 @@ def find_captions(
     """Find every clip and picture below ``root`` with its caption, or return the rows of the table in ``root``.
 
     Args:
-        folder_names: if ``root`` has no table, a file without a caption beside it gets its folder's name as caption,
-            with spaces for _ and -. Files directly in ``root`` get none.
+        folder_names: without a table, a file without a caption beside it gets its folder's name as caption, with spaces
+            for _ and -, except directly in ``root``.
         bare: use an empty caption for files without a caption. By default such files are left out.
 
-    A file whose caption can't be read is always left out. Raises ValueError if there are several tables, or if a table
-    is damaged or lacks the requested columns."""
+    A file whose caption can't be read is left out. Raises ValueError for several tables or a damaged one."""
     root, found = Path(root), CaptionedFiles()
     media, beside = _list(root, found.ignored)
     found.table, rows = _read_tables(root, columns)
@@ -470,7 +441,7 @@ def find_captions(
 
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
-    """Return the rows of a table or of a captioned folder, and lines about files of the folder that were left out.
+    """Return the rows of a table or of a captioned folder, and lines about files that were left out.
 
     name: the path's name in messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
     if not os.path.isdir(path):
@@ -482,9 +453,7 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return (media, caption files) below a folder. Each folder is visited once.
-
-    The caption files are a nested dictionary: path without suffix -> suffix -> path."""
+    """Return (media, caption files) below a folder. The caption files are: path without suffix -> suffix -> path."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -497,8 +466,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return the path and the rows of a folder's table. A table without the usual columns is ignored, unless the flags
-    name other columns."""
+    """Return the path and the rows of a folder's table. Ignore one without the usual columns, unless flags name
+    others."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -514,7 +483,6 @@ def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableR
 
 
 def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: bool) -> None:
-    """Add the rows of a table whose files exist. Record all other rows and files as left out."""
     assert found.table is not None
     listed = set(map(os.path.normpath, media))
     for row in rows:
@@ -535,9 +503,7 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
-    """Return (the caption on one line, its source, the reason if it can't be read).
-
-    files: suffix -> path of the caption files beside a medium."""
+    """Return (the caption on one line, its source, the reason if it can't be read). files: suffix -> caption file."""
     for suffix in BESIDE:
         if suffix in files:
             path = Path(files[suffix])
@@ -550,7 +516,7 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return "caption" of a JSON object, or else "text", or "" if it has neither. Raises ValueError or OSError."""
+    """Return "caption" of a JSON object, else "text", else "". Raises ValueError or OSError."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -581,7 +547,6 @@ def _one_line(text: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Return True if a file name is valid UTF-8."""
     return name == name.encode("utf-8", "replace").decode()
 
 
@@ -590,9 +555,7 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 
 
 def class_caption(name: str) -> str:
-    """Convert a class name to words.
-
-    For example, ApplyEyeMakeup becomes "apply eye makeup", TVShow "TV show", and play_piano "play piano"."""
+    """Convert a class name to words: ApplyEyeMakeup becomes "apply eye makeup", TVShow "TV show"."""
     words = _WORDS.findall(name)
     return " ".join(word if len(word) > 1 and word.isupper() else word.lower() for word in words) or name
 
@@ -600,9 +563,11 @@ def class_caption(name: str) -> str:
 def find_ucf101(root: str | Path) -> CaptionedFiles:
     """Find every clip below ``root``; its caption is its folder's name. Clips directly in ``root`` are left out.
 
-    Raises FileNotFoundError if the folder does not exist or has no clip in a class folder."""
-    found = CaptionedFiles()
-    for path in _clips_below(root, found.ignored):
+    Raises FileNotFoundError if there is no folder or no clip in a class folder."""
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"there is no folder {printable(root)}")
+    found, above = CaptionedFiles(), folders_above(str(root)) - {identity_of(str(root))}
+    for path in map(Path, files_below(str(root), CLIPS, found.ignored, above=above, visits=1)):
         if path.parent == Path(root):
             found.leave_out("files that are not in a folder of their class", path)
         elif not is_text(path.parent.name):
@@ -620,9 +585,9 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 
 
 def find_folder(root: str | Path) -> CaptionedFiles:
-    """Find every clip and picture below ``root`` with its caption. The default caption is the folder's name.
+    """Find every clip and picture below ``root`` with its caption, by default its folder's name.
 
-    Raises FileNotFoundError if the folder does not exist, or has no media or no captions."""
+    Raises FileNotFoundError if there is no folder, no medium or no caption."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found = find_captions(root, folder_names=True)
@@ -639,15 +604,6 @@ def find_folder(root: str | Path) -> CaptionedFiles:
 
 def _note(ignored: Ignored) -> str:
     return f" ({ignored})" if ignored else ""
-
-
-def _clips_below(root: str | Path, ignored: Ignored) -> Iterator[Path]:
-    """Yield the clips at any depth, sorted by folder. Each folder is visited once. Count other files in ``ignored``."""
-    root = str(root)
-    if not os.path.isdir(root):
-        raise FileNotFoundError(f"there is no folder {printable(root)}")
-    above = folders_above(root) - {identity_of(root)}
-    yield from map(Path, files_below(root, CLIPS, ignored, above=above, visits=1))
 
 
 def make(kind: str, root: str, output: str) -> None:
@@ -685,9 +641,8 @@ def check_rows(
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
     """Check rows, and return (remaining rows in order, their media, dropped rows).
 
-    The dropped rows are a dictionary: reason -> list of "path: problem". A row counts under the first reason that
-    applies: empty caption, missing, undecodable, too small (shorter side below ``min_size``), too short. A picture is
-    never too short."""
+    Files are decoded in separate processes, because decoders crash and hang on broken files. The dropped rows are a
+    dictionary: reason -> list of "path: problem", under the first reason that applies. A picture is never too short."""
     found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
@@ -724,7 +679,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table with the minimum, median and maximum of durations, frames, sizes and frame rates.
+    """Return a text table of the minimum, median and maximum of durations, frames, sizes and frame rates.
 
     Durations, frames and rates cover only the clips."""
     clips = [medium for medium in media if medium.fps]

@@ -1,8 +1,7 @@
 """Count captions that a text encoder truncates, and captions without content.
 
-Captions are counted before training or encoding starts, so that truncated captions don't go unnoticed. The number of
-captions counted depends on how fast a data set can read them (``Description.counted_captions``).
-"""
+They are counted before training or encoding starts. How many depends on how fast a data set can read them
+(``Description.counted_captions``)."""
 
 import math
 import unicodedata
@@ -44,17 +43,15 @@ def stands_for_nothing(caption: str) -> bool:
 
 @dataclass
 class CaptionCount:
-    """Statistics of some captions of a data set.
+    """Statistics of some captions of a data set of ``rows`` rows.
 
     Attributes:
-        rows: number of rows of the data set.
         name: beginning of every line that is returned.
         counted: number of captions that were read.
         tokens, words: length of a caption in tokens, or in words -> number of captions with that length.
         longest_at: name of the sample with the longest caption.
-        empty, empty_at: number of captions without content (see ``says_nothing``), and the first such sample.
-        missing, missing_at: counts of words that mean a missing value, by spelling, and the first such sample.
-        unreadable, unreadable_at: number of captions that can't be read, and the first such sample with the reason.
+        empty, missing, unreadable: number of captions without content (see ``says_nothing``), of words for a missing
+            value, by spelling, and of captions that can't be read; each with the first such sample (``empty_at``).
     """
 
     rows: int
@@ -72,7 +69,6 @@ class CaptionCount:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest caption; 0 if there are no captions."""
         return max(self.tokens, default=0)
 
     @property
@@ -83,7 +79,6 @@ class CaptionCount:
         return f"of the {self.counted:,} looked at among {self.rows:,}"
 
     def over(self, limit: int) -> int:
-        """Return the number of captions with more than ``limit`` tokens."""
         return _above(self.tokens, limit)
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
@@ -103,8 +98,7 @@ class CaptionCount:
                 self.missing[caption.strip()] += 1
 
     def without_words(self) -> list[str]:
-        """Return lines about captions without content, captions that mean a missing value, and unreadable captions; at
-        most one line for each kind."""
+        """Return a line for each kind of captions that are empty, mean a missing value, or can't be read."""
         lines = []
         if self.empty:
             lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
@@ -122,8 +116,8 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return a line about captions with more than ``limit`` tokens of ``encoder``, or nothing if all fit.
-        ``advice`` is appended to the line."""
+        """Return a line about captions with more than ``limit`` tokens of ``encoder``, ending in ``advice``, if there
+        are any."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -135,8 +129,8 @@ class CaptionCount:
         """Return lines about caption lengths before an encoder is chosen. The captions must have been counted by
         :func:`byte_tokens`.
 
-        The lines name the tokens that the bytes encoder of a new run will take, and a lower bound on the number of
-        captions that CLIP and T5 will truncate. The bound counts one token for each word."""
+        They name the tokens that the bytes encoder of a new run takes, and a lower bound on the captions that CLIP and
+        T5 truncate, which counts a token for each word."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -160,8 +154,7 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return the flag that would keep the longest caption, of ``tokens`` tokens, from being truncated; "" if none
-    would. The text ends a line about truncated captions."""
+    """Return advice to keep a longest caption of ``tokens`` tokens whole, which ends a line; "" if no flag does."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
@@ -169,7 +162,7 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
     """Return the rows whose captions are counted before training starts, ascending int64.
 
     Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. The rows form
-    evenly spaced groups of neighbours, because neighbours are usually in the same file and are read faster together."""
+    evenly spaced groups of neighbours, which are usually in one file and are read faster together."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)
@@ -188,10 +181,7 @@ def count_captions(
 ) -> CaptionCount:
     """Count the captions of :func:`caption_rows`. A data set without captions gives an empty count.
 
-    Args:
-        measure: returns the number of tokens of each caption.
-        name: beginning of every line about these captions.
-    """
+    measure: returns the number of tokens of each caption. name: beginning of every line about these captions."""
     rows = caption_rows(dataset, most).tolist() if dataset.describe().conditioning == "text" else []
     return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
 
@@ -206,7 +196,7 @@ def count_texts(
 ) -> CaptionCount:
     """Count the captions of ``rows``, out of ``total`` rows; see :func:`count_captions`.
 
-    caption: returns the caption of a row. source: returns the name of a row's sample, for messages."""
+    caption, source: return the caption of a row, and the name of its sample for messages."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

@@ -56,13 +56,11 @@ def kind_of_colours(primaries: int, transfer: int) -> str:
 
 
 def unknown_matrix(matrix: int) -> str:
-    """Return the name of an H.273 matrix that is not supported; "" for all other matrices."""
     return _NO_MATRIX.get(matrix, "")
 
 
 def is_high_definition(width: int, height: int) -> bool:
-    """Return True if players assume BT.709 for a clip of this size that specifies no matrix. For smaller clips they
-    assume BT.601."""
+    """Return True if players assume BT.709 for a clip of this size without a matrix, and False for BT.601."""
     return width >= 1280 or height > 576
 
 
@@ -95,9 +93,9 @@ class Conversion:
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert three planes (H, W) of Y, Cb and Cr to (H, W, 3) uint8.
+        """Convert three planes (H, W) of Y, Cb and Cr, of ``bits`` bits, to (H, W, 3) uint8.
 
-        bits: bits per value. full: True for full range. matrix: a key of ``MATRICES``."""
+        full: True for full range. matrix: a key of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
@@ -154,7 +152,7 @@ def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 
 def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
-    """Return a clip's matrix. If the clip specifies none, return the matrix that players assume."""
+    """Return a clip's matrix or, if it specifies none, the one that players assume."""
     if matrix != UNSPECIFIED:
         return matrix
     if transfer in (PQ, HLG) or primaries == 9:
@@ -177,7 +175,7 @@ def of_clip(primaries: int, transfer: int) -> Conversion | None:
 def of_picture(primaries: int, transfer: int) -> Conversion | None:
     """Return the conversion of a picture's signals, from the codes in PNG's cICP or AVIF's nclx.
 
-    Return None if the codes are unknown, are sRGB's, or are BT.709's, which count as sRGB's."""
+    Return None for unknown codes, and for those of sRGB or BT.709, which count as sRGB's."""
     if transfer in (PQ, HLG):
         return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
     if primaries not in _WIDE and transfer not in _GAMMAS:
@@ -191,8 +189,7 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
     """Return the conversion of signals equal to light ** ``gamma``; None means sRGB's curve.
 
-    chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for degenerate
-    primaries."""
+    chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for degenerate ones."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -216,25 +213,25 @@ def decode_hlg(signal: np.ndarray) -> np.ndarray:
 
 
 def decode_srgb(signal: np.ndarray) -> np.ndarray:
-    """Convert sRGB signals in [0, 1] to light in [0, 1]."""
     return np.where(signal <= 0.04045, signal / 12.92, ((signal + 0.055) / 1.055) ** 2.4)
 
 
 def encode_srgb(light: np.ndarray) -> np.ndarray:
-    """Convert light in [0, 1] to sRGB signals."""
     return np.where(light <= 0.0031308, light * 12.92, 1.055 * light ** (1 / 2.4) - 0.055)
 
 
 def compress(light: np.ndarray) -> np.ndarray:
-    """Compress light in units of white, up to 10,000 nits, to [0, 1]. This is step 4 of the module's conversion."""
+    """Compress light in units of white, up to 10,000 nits, to [0, 1]: step 4 of the conversion."""
     most = (_MOST_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
     above = np.maximum(light - KNEE, 0) / (1 - KNEE)
     return np.minimum(light, KNEE) + (1 - KNEE) * above * (1 + above / most**2) / (1 + above)
 
 
 def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
-    """Return the (3, 3) matrix from light in these primaries to light in BT.709's. White stays white (Bradford
-    adaptation). Raises ValueError for degenerate primaries."""
+    """Return the (3, 3) matrix from light in these primaries to light in BT.709's, with white kept (Bradford
+    adaptation).
+
+    Raises ValueError for degenerate primaries."""
     try:
         white, wanted = (_BRADFORD @ _xyz(each[3]) for each in (chromaticities, _PRIMARIES[1]))
         adapted = np.linalg.solve(_BRADFORD, np.diag(wanted / white) @ _BRADFORD)
@@ -265,8 +262,7 @@ Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Store a PNG's or AVIF's colour codes, which Pillow ignores, in ``image.info``. Call this before decoding the
-    image."""
+    """Store a PNG's or AVIF's colour codes, which Pillow ignores, in ``image.info``, before it is decoded."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -285,8 +281,8 @@ def kind_of_picture(image: Image.Image) -> str:
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
     """Return (mode, function) to convert a picture's colours to sRGB; None if no conversion is needed.
 
-    The function converts pictures of this mode ("RGB", "L" or "CMYK", 8 bits per channel) to RGB. A profile is ignored,
-    as in browsers, if it is damaged, larger than ``MAX_PROFILE`` or made for other channels than the picture's."""
+    The function converts pictures of this mode ("RGB", "L" or "CMYK", 8 bits per channel) to RGB. As in browsers, a
+    profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or made for other channels."""
     info = image.info
     if _codes_count(image):
         convert = of_picture(*info[_CODES])
@@ -322,8 +318,8 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 def transform_of(profile: bytes, mode: str) -> Convert | None:
     """Return the perceptual transform (Pillow's default) of a profile.
 
-    Return None for a damaged profile, and for one that changes no colour by more than one level of 255: versions of the
-    sRGB profile differ by that much."""
+    Return None for a damaged profile, and for one that changes no colour by more than one level of 255, by which
+    versions of the sRGB profile differ."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         # By default LittleCMS makes a coarse table for greys, which is off by 9 levels for dark greys in linear light.
@@ -351,8 +347,9 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return the conversion by PNG's gAMA and cHRM. A gamma within 5 % of sRGB's, and chromaticities within 0.001,
-    count as sRGB's (libpng's bounds). Invalid values are ignored."""
+    """Return the conversion by PNG's gAMA and cHRM. Invalid values are ignored.
+
+    A gamma within 5 % of sRGB's, and chromaticities within 0.001, count as sRGB's (libpng's bounds)."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:

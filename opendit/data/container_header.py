@@ -1,23 +1,23 @@
-"""Check the header of a clip's file before the file is opened by a decoder, which would trust any header.
+"""Read headers of clips: check their tables before a decoder trusts them, find hidden borders, and count animations.
 
-FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. A file of 2 KB can thus make it
-allocate gigabytes, and the failure ends the process. Therefore the tables are checked first.
-
-MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T H.264, 7.3.
-"""
+FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. So a file of 2 KB can make it allocate
+gigabytes, and the failure ends the process. MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T
+H.264, 7.3."""
 
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 from PIL import Image
 
 from opendit.data.files import problem
 
+MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
 MAX_TABLES = 2**28  # maximum bytes of a file's tables; those of a 19-hour file take a fifth of this
 # Maximum number of boxes at the top level of a file, and inside a box. A fragmented file has two per few seconds.
 MAX_BOXES = 100_000
@@ -33,37 +33,36 @@ _SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # kinds of NAL units of H.264
 _INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
 
 
-def problem_of_tables(file: BinaryIO) -> str | None:
+def problem_of_tables(path: str) -> str | None:
     """Return the reason why the tables of an MP4 are invalid.
 
-    Return None if they are valid, if the file is not an MP4, or if it is so damaged that no table is found. Raises
-    OSError if the file can't be read."""
-    size = os.fstat(file.fileno()).st_size
+    Return None if they are valid, and for a file that is no MP4 or so damaged that no table is found. Raises OSError.
+    """
     read, samples, frames = 0, 0, 0
-    try:
-        for kind, begin, length in _top_boxes(file, size):
-            if kind not in (b"moov", b"moof"):
-                continue
-            read += length
-            if read > MAX_TABLES:
-                return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
-            file.seek(begin)
-            more, shown = _count(file.read(length))
-            # In a fragmented file every fragment declares only its samples, so the numbers are added.
-            samples, frames = samples + more, frames + shown
-            if samples > size:
-                return f"declares {samples:,} samples, more than its {size:,} bytes"
-            if frames > MAX_FRAMES:
-                return f"declares {frames:,} frames, more than {MAX_FRAMES:,}"
-    except ValueError as error:
-        return str(error)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            for kind, begin, length in _top_boxes(file, size):
+                if kind not in (b"moov", b"moof"):
+                    continue
+                read += length
+                if read > MAX_TABLES:
+                    return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
+                file.seek(begin)
+                more, shown = _count(file.read(length))
+                # In a fragmented file every fragment declares only its samples, so the numbers are added.
+                samples, frames = samples + more, frames + shown
+                if samples > size:
+                    return f"declares {samples:,} samples, more than its {size:,} bytes"
+                if frames > MAX_FRAMES:
+                    return f"declares {frames:,} frames, more than {MAX_FRAMES:,}"
+        except ValueError as error:
+            return str(error)
     return None
 
 
 def read_movie(file: BinaryIO) -> bytes:
-    """Return the contents of an MP4's first ``moov`` box, or b"" if there is none.
-
-    Raises OSError if the file can't be read, and ValueError if it has too many boxes."""
+    """Return the contents of an MP4's first ``moov`` box, or b"". Raises OSError, and ValueError for too many boxes."""
     for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
         if kind == b"moov":
             file.seek(begin)
@@ -72,7 +71,7 @@ def read_movie(file: BinaryIO) -> bytes:
 
 
 class _Parts:
-    """File-like object that reads parts of a file and stores each part in ``parts`` as (offset, bytes)."""
+    """File-like object that stores the parts of a file that are read in ``parts``, as (offset, bytes)."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -95,8 +94,8 @@ class _Parts:
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
     """Return (offset, bytes) of the parts of a file of ``size`` bytes that describe all its frames.
 
-    The parts include at least the first ``least`` bytes. Return None if the whole file is needed, because it is not an
-    MP4 or is fragmented. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
+    The parts include the first ``least`` bytes. Return None if the whole file is needed, because it is not an MP4 or is
+    fragmented. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
     file = _Parts(read, size, least)
     try:
         for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
@@ -113,8 +112,8 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) of a file's top-level boxes. Yield nothing if the
-    file is not an MP4.
+    """Yield (kind, offset of the contents, length of the contents) of an MP4's top-level boxes; nothing for another
+    file.
 
     Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
@@ -143,8 +142,8 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 def _count(data: bytes) -> tuple[int, int]:
     """Return (largest number of samples in a table of any track, largest number in a video track).
 
-    Raises ValueError for colours that can't be converted, and for a table that declares more entries than its size
-    allows, because FFmpeg would read the bytes after the table as entries."""
+    Raises ValueError for colours that can't be converted, and for a table that declares more entries than it holds,
+    because FFmpeg would read the bytes after it as entries."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
@@ -191,7 +190,7 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError as in :func:`_count`."""
+    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError as :func:`_count`."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the common size of the samples, or 0
@@ -221,8 +220,7 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return, for each video track, the pixels that its ``clap`` box crops, (left, right, top, bottom); None for a
-    track without this box."""
+    """Return, for each video track, the pixels that its ``clap`` box crops; None for a track without this box."""
     return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
 
 
@@ -240,7 +238,6 @@ def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, 
 
 
 def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
-    """Return a dictionary: kind of box -> contents of the first box of that kind."""
     found: dict[bytes, bytes] = {}
     for kind, begin, end in _boxes(data, at):
         found.setdefault(kind, data[begin:end])
@@ -248,7 +245,6 @@ def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
 
 
 def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
-    """Return the boxes of each video track's sample table box."""
     found = []
     for kind, begin, end in _boxes(moov):
         if kind == b"trak":
@@ -259,8 +255,8 @@ def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the Dolby Vision profile in a track's sample entry if the pictures can only be shown as Dolby Vision;
-    otherwise None."""
+    """Return the Dolby Vision profile in a sample entry if the pictures can only be shown as Dolby Vision, else
+    None."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
@@ -275,10 +271,8 @@ def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
 def begins_anew(sample: bytes, length: int) -> bool:
     """Return True if an H.264 frame refers to no other frame.
 
-    Args:
-        sample: bytes of the frame, at least up to the beginning of its first slice.
-        length: number of bytes of the size field before each NAL unit; 0 if NAL units are separated by start codes.
-    """
+    sample: bytes of the frame, at least up to the beginning of its first slice. length: bytes of the size field before
+    each NAL unit; 0 if start codes separate them."""
     for unit in _units(sample, length):
         kind = unit[0] & 31
         if kind == _SLICE_OF_IDR:
@@ -289,7 +283,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type, the second Exp-Golomb number of a slice header. Raises ValueError if it is cut off."""
+    """Return the slice type, the second Exp-Golomb number of a header. Raises ValueError if it is cut off."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)
@@ -310,38 +304,16 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
         at = end
 
 
-class ContainerHeader(NamedTuple):
-    """The information in a file's header.
-
-    Attributes:
-        problem: the reason why the file is invalid, or None.
-        animation: True for a picture format with animations.
-    """
-
-    problem: str | None = None
-    animation: bool = False
-
-
-def read_header(path: str) -> ContainerHeader:
-    """Read a file's header. Raises OSError if the file can't be read."""
-    with open(path, "rb") as file:
-        if may_be_animation(file.read(HEAD)):
-            return ContainerHeader(animation=True)
-        return ContainerHeader(problem_of_tables(file))
-
-
-MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
 # Suffixes of files that may be still pictures or animations.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
-HEAD = 64  # bytes that :func:`may_be_animation` looks at
+_HEAD_BYTES = 64  # bytes that tell the format of an animation
 _MOST_CHUNKS = 1 << 22  # maximum number of chunks read from a file
 
 
-def may_be_animation(head: bytes) -> bool:
-    """Return True if a file that begins with ``head`` has a format with animations, even if it is a still picture.
-
-    head: the first ``HEAD`` bytes, or the whole file if it is shorter."""
-    return _format(head) is not None
+def has_animation_format(path: str) -> bool:
+    """Return True if a file has a format with animations, even if it is a still picture. Raises OSError."""
+    with open(path, "rb") as file:
+        return _format(file.read(_HEAD_BYTES)) is not None
 
 
 def is_animation(path: str | Path) -> bool:
@@ -370,47 +342,45 @@ def _format(head: bytes) -> str | None:
         return "PNG"
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
-    if head[4:8] == b"ftyp" and b"avis" in head[8 : min(int.from_bytes(head[:4], "big"), HEAD)]:
+    if head[4:8] == b"ftyp" and b"avis" in head[8 : min(int.from_bytes(head[:4], "big"), _HEAD_BYTES)]:
         return "AVIF"
     return "FLIC" if head[4:6] in (b"\x11\xaf", b"\x12\xaf") and head[12:14] == b"\x08\0" else None
 
 
+@contextmanager
+def _from_start(file: BinaryIO) -> Iterator[str | None]:
+    """Yield the format of an animation, with the file at its start. Afterwards restore the file's position."""
+    at = file.tell()
+    file.seek(0)
+    kind = _format(file.read(_HEAD_BYTES))
+    file.seek(0)
+    try:
+        yield kind
+    finally:
+        file.seek(at)
+
+
 def count_frames(file: BinaryIO, most: int) -> int:
     """Count the frames of a file, up to ``most``; 0 if its format has no animations."""
-    at = file.tell()
-    try:
-        file.seek(0)
-        kind = _format(file.read(HEAD))
+    with _from_start(file) as kind:
         if kind in _WALKS:
-            file.seek(0)
             return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))
         if kind is None:
             return 0
-        file.seek(0)
         with Image.open(file, formats=("AVIF", "FLI")) as image:
             return getattr(image, "n_frames", 1)
-    finally:
-        file.seek(at)
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return the duration of each frame in seconds, from the file's tables. Return None for a format that stores each
-    duration with its frame."""
-    at = file.tell()
-    try:
-        file.seek(0)
-        kind = _format(file.read(HEAD))
-        file.seek(0)
+    """Return the seconds of each frame from the file's tables; None for a format that stores them with the frames."""
+    with _from_start(file) as kind:
         return list(_WALKS[kind](file)) if kind in _WALKS else None
-    finally:
-        file.seek(at)
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield the delay of each image of a GIF89a. The delay, in hundredths of a second, is in the block before the
-    image."""
+    """Yield the delay of each image of a GIF89a, which is in the block before the image, in hundredths of a second."""
     head = file.read(13)
-    _pass_over(file, 3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0)
+    file.seek(3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0, os.SEEK_CUR)
     delay = 0
     for _ in range(_MOST_CHUNKS):
         kind = file.read(1)
@@ -423,7 +393,7 @@ def _gif(file: BinaryIO) -> Iterator[float]:
             head = file.read(9)
             if len(head) < 9:
                 return
-            _pass_over(file, (3 << (head[8] & 7) + 1 if head[8] & 0x80 else 0) + 1)
+            file.seek((3 << (head[8] & 7) + 1 if head[8] & 0x80 else 0) + 1, os.SEEK_CUR)
             if not file.read(1):  # an image without data
                 return
             file.seek(-1, os.SEEK_CUR)
@@ -458,7 +428,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
             seconds, parts = struct.unpack_from(">HH", file.read(26), 20)
             length, left = 0, left - 1
             yield seconds / (parts or 100)
-        _pass_over(file, length + 4)
+        file.seek(length + 4, os.SEEK_CUR)
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
@@ -474,11 +444,7 @@ def _webp(file: BinaryIO) -> Iterator[float]:
             frame = file.read(16)
             length -= 16
             yield int.from_bytes(frame[12:15], "little") / 1000
-        _pass_over(file, length)
-
-
-def _pass_over(file: BinaryIO, length: int) -> None:
-    file.seek(length, os.SEEK_CUR)
+        file.seek(length, os.SEEK_CUR)
 
 
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
@@ -491,9 +457,7 @@ _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the
 def container_crop(name: str, container: str, number: int) -> Crop:
     """Return the borders that a file's container hides in video stream ``number``.
 
-    In an MP4 the borders lie outside the clean aperture. In a Matroska file the track's crop fields give them. FFmpeg's
-    libraries leave this crop to players.
-
+    They lie outside an MP4's clean aperture, or are the crop fields of a Matroska track. FFmpeg leaves them to players.
     container: FFmpeg's name of the container."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
@@ -525,7 +489,7 @@ def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (identifier, contents) of EBML elements. The last element may be cut off at the end of ``data``."""
+    """Yield (identifier, contents) of EBML elements. The last one may be cut off at the end of ``data``."""
     at = 0
     while at < len(data):
         length = 9 - data[at].bit_length()

@@ -1,8 +1,7 @@
-"""The built-in data: 1,797 handwritten digits of 8x8 pixels that ship with scikit-learn, and clips of them.
+"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn, which need no download, and clips of
+them.
 
-The digits need no download, so they serve as the demo, as data for tests, and as the smallest training task. The demo's
-clips are H.264 files with captions, in which a digit moves in one of four directions.
-"""
+The demo's clips are H.264 files with captions, in which a digit moves in one of four directions."""
 
 import json
 from functools import cache
@@ -28,7 +27,7 @@ SPLITS = ("train", "test")
 
 @cache
 def _load() -> tuple[Tensor, Tensor, Tensor]:
-    """Return all pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and which rows are held out (1797,) bool."""
+    """Return pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and which rows are held out (1797,) bool."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -42,10 +41,9 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def digits_split(split: str) -> tuple[Tensor, Tensor]:
-    """Return the "train" pictures (four fifths of every class) or the held-out "test" pictures.
+    """Return images (N, 1, 8, 8) float32 in [-1, 1] and labels (N,) int64 of "train" or "test".
 
-    Returns images (N, 1, 8, 8) float32 in [-1, 1] and labels (N,) int64. The split never changes.
-    """
+    Four fifths of every class are "train". The split never changes."""
     if split not in SPLITS:
         raise ValueError(f"digits has the splits {' and '.join(SPLITS)}, not {split!r}")
     images, labels, test = _load()
@@ -54,8 +52,7 @@ def digits_split(split: str) -> tuple[Tensor, Tensor]:
 
 
 class DigitsDataset(MediaDataset):
-    """The digits as (1, image_size, image_size). They are not mirrored by default, because most mirrored digits aren't
-    digits."""
+    """The digits as (1, image_size, image_size). Most mirrored digits aren't digits, so mirroring is off by default."""
 
     def __init__(self, image_size: int, *, seed: int = 0, random_flip: bool | None = None, split: str = "train"):
         self.images, self.labels = digits_split(split)
@@ -98,8 +95,8 @@ SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
 
 
 def caption(digit: int, direction: str) -> str:
-    """Return a clip's caption: caption(7, "left") is "a seven moving left". Raises ValueError for anything other than a
-    digit and a direction."""
+    """Return a clip's caption, such as "a seven moving left". Raises ValueError for anything but a digit and a
+    direction."""
     if digit not in range(10) or direction not in DIRECTIONS:
         raise ValueError(f"there is no clip of {digit!r} moving {direction!r}")
     return f"{name_digit(digit)} moving {direction}"
@@ -118,8 +115,7 @@ def all_captions(moving: bool) -> list[str]:
 
 
 def parse_caption(text: str) -> tuple[int, str]:
-    """Return the (digit, direction) of a caption. Case and spacing are ignored. Raises ValueError for any other
-    text."""
+    """Return the (digit, direction) of a caption, ignoring case and spacing. Raises ValueError for another text."""
     words = text.lower().split()
     if len(words) == 4 and words[0] in ("a", "an") and words[1] in DIGIT_NAMES and words[2] == "moving":
         if words[3] in DIRECTIONS:
@@ -130,10 +126,9 @@ def parse_caption(text: str) -> tuple[int, str]:
 def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
     """Draw a digit that crosses a black frame at constant speed, from one side to the other and always in view.
 
-    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, at fractional positions. size: sides of the frame in
-    pixels. jitter_seed: seed of the random offset perpendicular to the motion, up to an eighth of the frame. Returns
-    uint8 (frames, size, size, 3). Raises ValueError for another shape, an unknown direction or too small a frame.
-    """
+    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, at fractional positions. jitter_seed: seed of the
+    random offset perpendicular to the motion, up to an eighth of the frame. Returns uint8 (frames, size, size, 3).
+    Raises ValueError for another shape, an unknown direction or too small a frame."""
     if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
         raise ValueError(
             f"can't draw {tuple(image.shape)} moving {direction!r} in {frames} frames of {size} pixels: it takes an "
@@ -165,14 +160,10 @@ def make_demo(
     seed: int = 0,
     split: str = "train",
 ) -> Path:
-    """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path.
+    """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path. Existing clips are kept.
 
-    The clips cycle through the 40 pairs of digit and direction. Clip i's picture of the digit, from the split, and its
-    offset are keyed by (seed, i), so the clips are reproducible. Existing clips are kept.
-
-    Raises:
-        ValueError: the folder holds a demo with other settings.
-    """
+    The clips cycle through the 40 pairs of digit and direction. Clip i's picture and offset are keyed by (seed, i).
+    Raises ValueError if the folder holds a demo with other settings."""
     folder = Path(folder)
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS

@@ -36,15 +36,14 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """Return the kind of file of a ``st_mode``, such as "a folder" or "a named pipe", or None for a regular file."""
+    """Return the kind of file of a ``st_mode``, such as "a folder", or None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
 
 
 def problem(path: str | Path) -> str | None:
     """Return a short reason why a path can't be opened as a regular file, or None if it probably can.
 
-    Nothing is opened, because opening a pipe may block and opening a device may have side effects. Links are followed.
-    """
+    Nothing is opened, because opening a pipe may block and opening a device may have side effects."""
     try:
         kind = kind_of(os.stat(path).st_mode)
     except OSError as error:
@@ -57,7 +56,7 @@ def problem(path: str | Path) -> str | None:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with ~ replaced by the home folder. Raises ValueError if the home folder is not known."""
+    """Return a path with ~ replaced by the home folder. Raises ValueError if that is not known."""
     try:
         return Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as error:
@@ -66,7 +65,6 @@ def expanded(path: str) -> Path:
 
 
 def bytes_of(path: str | Path) -> int:
-    """Return a file's size, or 0 if it can't be determined."""
     try:
         return os.stat(path).st_size
     except (OSError, ValueError):
@@ -74,7 +72,7 @@ def bytes_of(path: str | Path) -> int:
 
 
 def allow_open_files(most: int = 2**14) -> None:
-    """Allow this process and its child processes ``most`` open files, or as many as the system permits.
+    """Allow this process and its children ``most`` open files, or as many as the system permits.
 
     The usual limit is 1,024, and a blend of many tars opens hundreds of files per source."""
     try:
@@ -90,7 +88,7 @@ def allow_open_files(most: int = 2**14) -> None:
 
 @contextmanager
 def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
-    """Hold a file lock among the processes of this machine. The system releases the lock when the process ends.
+    """Hold a file lock among the processes of this machine. The system releases it when the process ends.
 
     root, make: see ``open_to_write``. Raises OSError."""
     with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
@@ -99,8 +97,7 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
 
 
 def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
-    """Return ``work(item)`` for all items, in order. There are eight threads by default, because a network disk serves
-    eight reads in the time of one."""
+    """Return ``work(item)`` for all items, in order. A network disk serves eight reads in the time of one."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 
@@ -147,8 +144,8 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
     """Return ``work()``, which reads a file, with up to five attempts while the file's disk is down.
 
-    Raises DataError after the last attempt. All other errors of ``work`` are raised at once. wait: called with the
-    seconds of each pause."""
+    Raises DataError after the last attempt, and all other errors of ``work`` at once. wait: takes the seconds of a
+    pause."""
     for last in _attempts(wait):
         try:
             return work()
@@ -176,7 +173,7 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the errno of an error if it means that the disk is down; None for any other error."""
+    """Return the errno of an error that means that the disk is down; None for any other error."""
     cause = error if isinstance(error, OSError) else error.__cause__
     # Exclude FFmpeg's error classes, which have an errno too: FFmpeg also reports EIO for damaged files.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
@@ -196,7 +193,7 @@ def spread(size: int, most: int) -> list[int]:
 
 
 def name_few(messages: list[str], count: int = 5) -> str:
-    """Join the first ``count`` messages in one line, and append the number of the remaining ones."""
+    """Join the first ``count`` messages in one line, and append the number of the others."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
 
@@ -296,8 +293,7 @@ def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tupl
     """Return the names of a folder's files with one of ``suffixes``, and of its subfolders, both sorted. Count
     everything else in ``ignored``.
 
-    A link to a missing file counts as a file, so that reading it reports the loss. Raises OSError if the folder can't
-    be read."""
+    A link to a missing file counts as a file, so that reading it reports the loss. Raises OSError."""
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
     files, folders = [], []
@@ -372,9 +368,8 @@ _BLOCK = 4096
 def hash_files(paths: Sequence[str]) -> str:
     """Return a hash of the files' sizes and contents, independent of their names and folders.
 
-    If there are more than 10,000 files, only 10,000 evenly spaced files are read. If they have more than 64 MiB
-    together, only evenly spaced blocks of each file are read, including its beginning and end. The function thus takes
-    about a second, even for a million pictures or 100 GB of weights. An unreadable file counts as an empty one."""
+    It takes about a second, even for a million pictures or 100 GB of weights: at most 10,000 evenly spaced files are
+    read and, of more than 64 MiB, only evenly spaced blocks. An unreadable file counts as an empty one."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
@@ -412,16 +407,13 @@ class Checksums:
     flag: str
 
     def verification(self, share: int, shares: int) -> "Verification":
-        """Return the background verifier for part ``share`` of ``shares`` equal parts of the files, one part per
-        process."""
         return Verification(self.folder, dict(sorted(self.files.items())[share::shares]), self.flag)
 
 
 class Verification:
-    """Background thread that reads files and compares their SHA-256, slowly enough not to slow training down.
+    """Background thread that compares files with their SHA-256, slowly enough not to slow training down.
 
-    folder, files, flag: see :class:`Checksums`. The first call of ``check()`` starts the thread. Later calls raise if
-    the thread has found a damaged file. ``close()`` ends the thread."""
+    folder, files, flag: see :class:`Checksums`."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag
@@ -431,9 +423,7 @@ class Verification:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Raise DataError, naming the file, if the thread has found a damaged one. The call returns at once.
-
-        The first call only starts the thread and never raises."""
+        """Start the thread at the first call. Later raise DataError if it has found a damaged file. Returns at once."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
             self._thread.start()
@@ -442,7 +432,6 @@ class Verification:
             raise DataError(f"{self.flag}: {self.damage}")
 
     def wait(self) -> None:
-        """Wait until the thread has read all files or found a damaged one."""
         if self._thread is not None:
             self._thread.join()
 

@@ -30,10 +30,8 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     """Return (rows to train on, rows held out). Together they are all rows of the data set.
 
     Of n files, round(share x n) are held out, at least one. All rows of a file, such as those of a picture with several
-    captions, are on the same side.
-
-    The choice depends only on the number of files. Every run on this data set thus holds out the same files, whatever
-    its seed, number of ranks or resume step. A larger share includes the files of a smaller share.
+    captions, are on the same side. The choice depends only on the number of files, so every run on this data set holds
+    out the same files. A larger share includes the files of a smaller share.
 
     Raises ValueError if no files are left to train on."""
     files_of = dataset.describe().files
@@ -67,9 +65,8 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows of ``files``. Files and rows are ascending.
-
-    sources: see ``Description.files``. counts: number of files of each source."""
+    """Return the ascending rows of ascending ``files``. sources: see ``Description.files``. counts: files of each
+    source."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):

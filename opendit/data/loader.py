@@ -1,9 +1,7 @@
 """Read the batches of every step in worker processes that prefetch, and choose a data set's schedule.
 
-The global batch is the same for any number of ranks, micro-batches and worker processes. The main process watches its
-workers. If a worker dies, runs out of memory or hangs, the run ends with one error that names the file. If the main
-process fails or is killed, the workers end too, so no process is left.
-"""
+The global batch is the same for any number of ranks, micro-batches and workers. If a worker dies, runs out of memory or
+hangs, the run ends with one error that names the file. If the main process ends, the workers end too."""
 
 import ctypes
 import itertools
@@ -66,18 +64,18 @@ not_ended: list[Any] = []
 class ReadAhead:
     """Iterator over the results of ``reader`` for a sequence of requests, in order, computed in worker processes.
 
-    Use it as a context manager. The workers start in the constructor and live until ``close()``. With 0 workers the
-    main process reads.
+    Use it as a context manager: the workers live from the constructor to ``close()``. With 0 workers the main process
+    reads.
 
     Args:
-        reader: map-style dataset that turns a request into a result. ``reader.dataset`` is the MediaDataset. The reader
-            calls ``reader.on_read`` with each row before it reads the row.
+        reader: map-style data set that turns a request into a result. It reads from the MediaDataset ``reader.dataset``
+            and calls ``reader.on_read`` with each row before it reads the row.
         requests: iterable of requests.
-        patience: seconds that one file may take while the main process waits for its batch. After that, DataError names
-            the file. 0 means no limit.
+        patience: seconds that one file may take while the main process waits. After that, DataError names the file. 0
+            means no limit.
         who: prefix of the warning that is logged after half of ``patience``, such as "rank 3: ".
-        on_hang: called from another thread with the error's text when a file hangs. Needed with 0 workers, where
-            nothing can interrupt a read.
+        on_hang: called from another thread with the error's text when a file hangs. Nothing else can end a hung read
+            with 0 workers.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class ReadAhead:
                 sampler=requests,
                 num_workers=num_workers,
                 prefetch_factor=AHEAD if num_workers else None,
-                collate_fn=_unchanged,
+                collate_fn=_itself,
                 pin_memory=pin_memory,
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
@@ -140,7 +138,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result. Raises DataError if a worker died or hangs, or the error that a worker caught."""
+        """Return the next result. Raises DataError if a worker died or hangs, and a worker's own error."""
         if self._results is None:
             raise StopIteration
         if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
@@ -156,28 +154,25 @@ class ReadAhead:
             self._asked = None
             if not self._workers:
                 self.reading.end()
-        if isinstance(result, _Failed):
-            raise result.error(self.dataset)
+        if isinstance(result, Exception):
+            raise result
         return result
 
     def _wait_for_result(self):
-        """Wait for a result, polling every second; DataLoader's own wait polls only every five seconds."""
+        """Poll for a result every second. DataLoader polls only every five seconds."""
         while True:
             arrived, result = self._results._try_get_data(timeout=POLL)
             if arrived:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers because a file is late.
-
-        The main process may be blocked while it receives a result from a worker. Only the end of that worker wakes it.
-        """
+        """Kill the workers because a file is late. This also wakes the main process if it is receiving a result."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Describe the files and workers that made no progress for ``seconds``. Return "" if all made progress."""
+        """Describe the files and workers that made no progress for ``seconds``; "" if all made progress."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -198,10 +193,8 @@ class ReadAhead:
         return "; ".join(late)
 
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
-        """Raise DataError if a worker died.
-
-        A read can fail a moment before the worker's exit is visible, so this method waits up to ``patience`` seconds
-        for an exit."""
+        """Raise DataError if a worker died. Wait up to ``patience`` seconds, because a read can fail before its
+        worker's exit is visible."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
@@ -221,13 +214,11 @@ class ReadAhead:
             ) from cause
 
     def close(self) -> None:
-        """End the worker processes, within seconds even if they are stuck. May be called twice."""
+        """End the workers within seconds, even if they are stuck. May be called twice."""
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
-            self._watcher.join(
-                timeout=1
-            )  # if that thread freed the batches during exit, the process would abort: see not_ended
+            self._watcher.join(timeout=1)  # this thread must not free the batches during exit: see not_ended
         if results is None or not self._workers:
             self.reading.end()
             return
@@ -248,7 +239,7 @@ def shut_down(results: Any) -> None:
 
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
-    """Log late files, and end the reading when a file takes longer than ``patience``. Runs in a thread."""
+    """Warn about late files, and end the reading when a file takes longer than ``patience``. Runs in a thread."""
     told = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
@@ -280,8 +271,7 @@ def _no_data(late: str, patience: float) -> str:
 class _Reading:
     """The row that each worker is reading, in memory shared with the main process.
 
-    Each worker writes two numbers at every file: the row, and the time from time.monotonic(), a clock that all
-    processes of a machine share."""
+    At every file a worker writes the row and the time from time.monotonic(), a clock that all processes share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -297,76 +287,52 @@ class _Reading:
         self.begin(-1)
 
     def at(self, number: int) -> tuple[int | None, float]:
-        """Return the row that a worker is reading, or None, and the seconds since it last began or ended a row."""
+        """Return the row that a worker is reading, or None, and the seconds since it began or ended a row."""
         row = self._rows[number]
         return None if row < 0 else row, time.monotonic() - self._since[number]
 
     def here(self) -> int | None:
-        """Return the row that this process is reading, or None."""
         worker = get_worker_info()
         return self.at(0 if worker is None else worker.id)[0]
 
 
-@dataclass
-class _Failed:
-    """An exception of a worker process, returned to the main process as a result.
+def _failure(error: Exception, where: str) -> Exception:
+    """Return the error that the main process raises for an ``error`` in a worker process.
 
-    If the worker raised the exception, DataLoader would raise an error whose text is the worker's traceback."""
-
-    kind: str  # "data", "memory", "shm", or "bug"
-    text: str
-    row: int | None
-    trace: str
-
-    @staticmethod
-    def of(error: Exception, row: int | None) -> "_Failed":
-        text = str(error) or type(error).__name__
-        if isinstance(error, DataError | OSError):
-            return _Failed("data", text, row, "")
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-            return _Failed("memory", text, row, "")
-        if "shared memory" in text or "shm" in text or "torch_" in text and "No space left" in text:
-            return _Failed("shm", text, row, "")
-        return _Failed("bug", f"{type(error).__name__}: {text}", row, traceback.format_exc())
-
-    def error(self, dataset: MediaDataset) -> Exception:
-        """Return the error that the main process raises."""
-        where = "" if self.row is None else f" at {dataset.source(self.row)}"
-        text = " ".join(self.text.split())
-        if self.kind == "data":
-            return DataError(text)
-        if self.kind == "memory":
-            return DataError(f"a loader process ran out of memory{where} ({text}); lower --num_workers or --batch_size")
-        if self.kind == "shm":
-            return DataError(
-                f"a loader process found too little shared memory{where} ({text}); raise the size of /dev/shm (docker "
-                "run --shm-size) or lower --num_workers"
-            )
-        error = RuntimeError(f"a loader process failed{where}: {text}")
-        error.__cause__ = _WorkerTraceback(self.trace)
-        return error
-
-
-class _WorkerTraceback(Exception):
-    """Cause of an error from another process. The text is that process's traceback."""
-
-    def __str__(self) -> str:
-        return "\n" + self.args[0]
+    DataLoader would raise an error whose text is the worker's traceback. where: " at FILE" or "".
+    """
+    text = " ".join((str(error) or type(error).__name__).split())
+    if isinstance(error, DataError | OSError):
+        return DataError(text)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return DataError(f"a loader process ran out of memory{where} ({text}); lower --num_workers or --batch_size")
+    if "shared memory" in text or "shm" in text or "torch_" in text and "No space left" in text:
+        return DataError(
+            f"a loader process found too little shared memory{where} ({text}); raise the size of /dev/shm (docker "
+            "run --shm-size) or lower --num_workers"
+        )
+    trace = traceback.format_exc()
+    return RuntimeError(f"a loader process failed{where}: {type(error).__name__}: {text}\n\n{trace}")
 
 
 class _Guarded(Dataset[Any]):
     """Reader that returns its exceptions as results."""
 
-    def __init__(self, reader: Dataset[Any], reading: _Reading):
+    def __init__(self, reader: Any, reading: _Reading):
         self.reader, self.reading = reader, reading
 
     def __getitem__(self, request):
         try:
             return self.reader[request]
         except Exception as error:
-            return _Failed.of(error, self.reading.here())
+            row = self.reading.here()
+            return _failure(error, "" if row is None else f" at {self.reader.dataset.source(row)}")
         finally:
             self.reading.end()
+
+
+def _itself(result):  # a lambda can't be pickled for spawned workers
+    return result
 
 
 def _start_worker(worker: int, with_parent: bool) -> None:
@@ -377,13 +343,6 @@ def _start_worker(worker: int, with_parent: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # only the main process handles these signals
         signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings("ignore", module="PIL")  # warns about large or odd pictures
-
-
-def _unchanged(result):
-    return result
-
-
-# ------------------------------------------------------------------------------------------ batches
 
 
 @dataclass
@@ -401,10 +360,11 @@ class Batch:
         skipped: "path: reason" for every unreadable file.
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
-        first: inputs from the clips' first frames, if they are cached.
         text: B captions; None if the conditioning is by label.
+        embedding, first: cached embeddings of the captions, and cached inputs from the clips' first frames.
         features: (B, N, width) float16 cached features of the pictures' tokens.
-        small: the enlargement of each sample that ``enlarge`` still has to do on the device; None if none is needed.
+        small: the enlargement that each sample still needs on the device; None if no sample needs one.
+        shared: if pinned, ``x`` in memory shared with the worker.
     """
 
     x: Tensor | tuple[Tensor, ...]
@@ -419,17 +379,15 @@ class Batch:
     shortened: int = 0
     bytes_read: int = 0
     text: tuple[str, ...] | None = None
-    embedding: Embedding | None = None  # embedding of the captions, if cached
+    embedding: Embedding | None = None
     features: Tensor | None = None
     first: FirstFrames | None = None
     small: tuple[Small | None, ...] | None = None
-    shared: Tensor | tuple[Tensor, ...] | None = None  # if pinned: ``x`` in memory shared with the worker
+    shared: Tensor | tuple[Tensor, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling in a worker.
-
-        ``x`` stays a tensor in shared memory. The small tensors become NumPy arrays inside the message, because sending
-        a tensor takes another message."""
+        """Keep ``x`` in shared memory, but send small tensors as NumPy arrays inside the message, because each tensor
+        takes another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -463,7 +421,7 @@ def requests(
     start_step: int,
     end_step: int | None,
 ) -> Iterator[_Request]:
-    """Yield one request for each step and micro-batch of a rank, in order."""
+    """Yield a request for each step and micro-batch of a rank, in order."""
     for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
         rows, epoch = schedule.rows(step), schedule.epoch(step)
         for micro in range(micro_batches):
@@ -473,8 +431,6 @@ def requests(
 
 
 class _BatchReader(Dataset[Any]):
-    """Map-style dataset that turns a request into a batch, in the worker processes."""
-
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
@@ -497,7 +453,6 @@ class _BatchReader(Dataset[Any]):
         return self._batch(request, cast(Tensor, x), items)
 
     def _packed(self, request: _Request) -> Batch:
-        """Read samples of any sizes into one buffer, and return a batch of views into the buffer."""
         items = list(self.samples.items(request.sample_keys, self.on_read))
         shapes = [_whole_shape(item) for item in items]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -534,18 +489,17 @@ def _whole_shape(item: Item) -> tuple[int, ...]:
 
 
 def _place(item: Item, target: Tensor) -> None:
-    """Copy a sample into ``target``. A sample that still has to be enlarged goes to the upper left corner."""
     if item.small is not None:
         target = target[..., : item.small.height, : item.small.width]
     target.copy_(item.x)
 
 
 class _RingBuffer:
-    """Ring buffer in shared memory in which a worker collates its batches.
+    """Ring of buffers in shared memory in which a worker collates its batches.
 
-    Allocating new shared memory for every batch costs more than the copy: 2.3 ms of the 7 ms that a clip of 16 x 256 x
-    256 takes. The main process requests batch n + ``AHEAD`` from a worker only after receiving batch n, and it copies
-    batch n before it requests more (``BatchIterator``). So batch n + ``AHEAD`` + 1 may overwrite batch n."""
+    New shared memory for every batch would cost more than the copy: 2.3 ms of the 7 ms of a clip of 16 x 256 x 256. The
+    main process requests batch n + ``AHEAD`` only after it has received batch n, and copies batch n before it requests
+    more. So batch n + ``AHEAD`` + 1 may overwrite batch n."""
 
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
@@ -553,10 +507,10 @@ class _RingBuffer:
         self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``.
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has as
+        many axes as ``shape``.
 
-        ``like`` has as many axes as ``shape``. The memory format is preserved because clips are channels-last, and
-        permuting a clip takes longer than copying it."""
+        Clips are channels-last, and permuting a clip takes longer than copying it."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -575,10 +529,8 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Pool of reusable memory.
-
-    Without the pool, memory that is freed between two batches returns to the system, and allocating it again costs as
-    much as copying a batch."""
+    """Pool of reusable memory. Otherwise memory freed between two batches returns to the system, and allocating it
+    again costs as much as copying a batch."""
 
     def __init__(self):
         # Pairs of a buffer and a weak reference to the view in its latest storage. A buffer is free when its view is
@@ -586,7 +538,7 @@ class OwnMemory:
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """Return ``size`` uninitialized bytes that no other live storage uses."""
+        """Return ``size`` uninitialized bytes that no live storage uses."""
         pieces = self._pieces
         piece = next((piece for piece, view in pieces if view() is None and len(piece) == size), None)
         if piece is None:
@@ -597,13 +549,13 @@ class OwnMemory:
         return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return a copy of ``x``, which must be dense in memory."""
+        """Return a copy of ``x``, which must be dense."""
         out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
         return out.copy_(x)
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """Stack the fields of named tuples of tensors. Return None for a list of None."""
+    """Stack the fields of named tuples of tensors; None for a list of None."""
     return None if parts[0] is None else type(parts[0])(*map(torch.stack, zip(*parts, strict=True)))
 
 
@@ -611,8 +563,7 @@ class BatchIterator:
     """Iterator over batches, and a context manager that ends the worker processes.
 
     Attributes:
-        read: number of files tried so far.
-        skipped: number of unreadable files so far.
+        read, skipped: number of files tried so far, and of unreadable ones.
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
     """
@@ -643,8 +594,8 @@ class BatchIterator:
     def __next__(self) -> Batch:
         """Return the next batch.
 
-        Raises DataError if too many files are unreadable, a worker process died or hangs, or the verification found a
-        damaged file."""
+        Raises DataError if too many files are unreadable, a worker died or hangs, or the verification found a damaged
+        file."""
         batch = next(self._batches)
         if self.verification is not None:
             self.verification.check()  # the first call starts the verification thread, after the workers were forked
@@ -673,7 +624,6 @@ class BatchIterator:
         return self._counter.skipped
 
     def close(self) -> None:
-        """End the worker processes and the verification. May be called twice."""
         if self.verification is not None:
             self.verification.close()
         self._batches.close()
@@ -701,23 +651,21 @@ def build_loader(
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
     """Return an iterator over the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (None:
-    without end).
+    endless).
 
-    A unit is a sample or a pack. In every step and micro-batch the rank reads the units (micro * dp_size + dp_rank) *
-    batch_size + [0, batch_size) of the global batch. The worker processes live until ``close()``. With 0 workers the
-    main process reads the same batches.
+    In every step and micro-batch the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
+    the global batch; an entry is a sample or a pack. With 0 workers the main process reads the same batches.
 
     Args:
         max_bad: DataError is raised if a larger fraction of the files is unreadable.
         on_skip: called once for every unreadable file.
-        as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch to float32
-            on the device.
-        enlarge: if False, clips that are smaller than requested are left for ``clips.enlarge``. Needs ``as_bytes``.
-        patience, who, on_hang: handling of a file that never arrives, see ``ReadAhead``.
+        as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch on the
+            device.
+        enlarge: if False, ``clips.enlarge`` must enlarge clips that are smaller than requested. Ignored without
+            ``as_bytes``.
+        patience, who, on_hang: see ``ReadAhead``.
 
-    Raises:
-        ValueError: the schedule doesn't fit the data set, the ranks or the batch size.
-    """
+    Raises ValueError if the schedule doesn't fit the data set, the ranks or the batch size."""
     if dp_size * batch_size * micro_batches != schedule.global_batch:
         raise ValueError(
             f"{dp_size} ranks x batch size {batch_size} x {micro_batches} micro-batches isn't the schedule's global "
@@ -728,13 +676,13 @@ def build_loader(
             f"micro-batches of {batch_size} a rank don't lie within the {schedule.micro_batches} parts of one shape "
             f"that the schedule cuts {schedule.global_batch} into"
         )
-    if not (enlarge or as_bytes):
-        raise ValueError("clips can be left to be enlarged as bytes only")
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     asked = requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
-    batches = ReadAhead(_BatchReader(dataset, enlarge), asked, **how, patience=patience, who=who, on_hang=on_hang)
+    batches = ReadAhead(
+        _BatchReader(dataset, enlarge or not as_bytes), asked, **how, patience=patience, who=who, on_hang=on_hang
+    )
     checksums = dataset.fingerprint().checksums
     verification = checksums and checksums.verification(dp_rank, dp_size)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, verification)
@@ -748,20 +696,13 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """Return an iterator over batches of the given samples, without random mirroring or cropping. Pixels stay uint8.
+    """Return an iterator over batches of the given samples, without random changes. Pixels stay uint8.
 
-    The samples of one batch must have the same step and shape.
-
-    Args:
-        max_bad, on_skip: see :func:`build_loader`.
-        how: num_workers, patience, who and on_hang of ``ReadAhead``.
+    The samples of one batch have the same step and shape. how: num_workers, patience, who and on_hang of ``ReadAhead``.
     """
     asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)
-
-
-# ------------------------------------------------------------------------------------------ the order of samples
 
 
 def build_schedule(
@@ -775,20 +716,16 @@ def build_schedule(
     caption_tokens: int = 0,
     attention: float = float("inf"),
 ) -> BatchSchedule:
-    """Return the schedule of a data set.
-
-    With ``pack_tokens`` it is a ``PackSchedule``. Otherwise it is a ``BlendSchedule`` for a data set with several
-    weighted sources, a ``BucketSchedule`` for samples of several shapes, or else a plain ``BatchSchedule``.
+    """Return the schedule of a data set: a ``PackSchedule`` with ``pack_tokens``, a ``BlendSchedule`` for weighted
+    sources, a ``BucketSchedule`` for samples of several shapes, or else a ``BatchSchedule``.
 
     Args:
-        bucket_tokens: tokens of a unit, which holds several samples of one shape. Needs a ``ShapedDataset``.
-        pack_tokens: tokens of a unit, which holds samples of any shapes. Needs a ``ShapedDataset``.
+        bucket_tokens: tokens of a bucket's entry, which holds several samples of one shape. Needs a ``ShapedDataset``.
+        pack_tokens: tokens of a pack, which holds samples of any shapes. Needs a ``ShapedDataset``.
         caption_tokens: tokens that each sample's caption adds to a pack.
         attention: see ``PackSchedule``.
 
-    Raises:
-        ValueError: there are too few samples.
-    """
+    Raises ValueError if there are too few samples."""
     shaped, sources = cast(ShapedDataset, dataset), dataset.describe().sources
     if pack_tokens is not None:
         tokens = shaped.token_counts(caption_tokens)

@@ -41,8 +41,8 @@ class MediumTokens:
     """Counts the tokens of a medium at its original aspect ratio and length.
 
     The medium is scaled down, never up, to the area of ``image_size`` squared. Every ``frame_interval``-th frame of a
-    clip counts, or ``fps`` frames per second, up to ``num_frames``. A token covers ``token_pixels`` x ``token_pixels``
-    pixels of ``token_frames`` frames."""
+    clip counts, or ``fps`` frames per second, up to ``num_frames``. A token covers ``token_pixels`` squared pixels of
+    ``token_frames`` frames."""
 
     image_size: int
     num_frames: int
@@ -60,14 +60,10 @@ class MediumTokens:
 
 @dataclass(frozen=True)
 class BudgetFill:
-    """Result of packing media into sequences.
+    """Result of packing media into sequences of ``budget`` tokens.
 
-    Attributes:
-        budget: tokens of a sequence.
-        fill: fraction of the sequences' tokens that is used, without the emptiest sequence, because more media would
-            fill it. None if there is only one sequence.
-        too_long: fraction of the media that is longer than a sequence and left out.
-    """
+    fill: used fraction of the tokens, without the emptiest sequence, because more media would fill it; None if there is
+    only one sequence. too_long: fraction of the media that is longer than a sequence and left out."""
 
     budget: int
     fill: float | None
@@ -75,9 +71,7 @@ class BudgetFill:
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
-    """Pack media of these lengths into sequences of ``budget`` tokens by best fit.
-
-    Media are placed longest first, each into the fullest sequence with enough room."""
+    """Pack media of these lengths by best fit: longest first, each into the fullest sequence with enough room."""
     fitting = sorted((length for length in lengths if length <= budget), reverse=True)
     free: list[int] = []  # free tokens of each sequence, ascending
     for length in fitting:
@@ -97,9 +91,7 @@ CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansf
 
 @cache
 def font_files() -> list[str]:
-    """Return the font files: DejaVu Sans and, if installed, a font for Chinese, Japanese and Korean.
-
-    DejaVu Sans comes with matplotlib and has more characters than Pillow's built-in font."""
+    """Return the font files: matplotlib's DejaVu Sans and, if installed, one for Chinese, Japanese and Korean."""
     import matplotlib
     from matplotlib.font_manager import findSystemFonts  # matplotlib's cached list may lack new fonts
 
@@ -114,7 +106,7 @@ def font_files() -> list[str]:
 
 @cache
 def families() -> list[str]:
-    """Return matplotlib's names of the fonts. matplotlib draws each glyph with the first font that has the glyph."""
+    """Return matplotlib's names of the fonts. It draws each glyph with the first font that has the glyph."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
@@ -144,13 +136,8 @@ INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
 @dataclass(frozen=True)
 class Look:
-    """One opened row.
-
-    Attributes:
-        words: caption or class of the row.
-        frames: thumbnails, (h, w, 3) uint8 each: one for a picture or three for a clip. Empty if the row is not on the
-            contact sheet.
-    """
+    """One opened row. words: its caption or class. frames: thumbnails (h, w, 3) uint8; empty if the row is not on the
+    contact sheet."""
 
     row: int
     source: str
@@ -167,8 +154,8 @@ class Findings:
         looks: the rows that could be opened, in the order of the data set.
         bad: "file: reason" for every row that could not be opened.
         tokens: counts the tokens of a medium.
-        drawn: the rows that the statistics count. With several sources the rows are drawn by weight, so a row may occur
-            several times or never.
+        drawn: the rows that the statistics count. Several sources are drawn by weight, so a row may occur several
+            times.
     """
 
     dataset: MediaDataset
@@ -187,7 +174,6 @@ class Findings:
 
     @property
     def counted(self) -> str:
-        """Label of the unit that the statistics count."""
         return "rows looked into" if self.dataset.describe().sources is None else "samples by weight"
 
     @functools.cached_property
@@ -201,7 +187,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """The number of opened rows and, with several sources, the number of samples of each source, as text."""
+        """The number of opened rows and, with several sources, of the samples of each source."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -211,7 +197,7 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails in the data set's order. The caption or class and the size are below each thumbnail."""
+    """Draw a PNG of thumbnails, with the caption or class and the size below each."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
     lines: list[list[tuple[int, Look]]] = []  # (column, look) pairs of each line
@@ -239,7 +225,9 @@ def draw_sheet(found: Findings) -> bytes:
                 text = _cut(printable(text), font.getlength, room)
                 pen.text((left, top + height + (below + 1) * LINE - 3), text, fill=ink, font=font, anchor="ls")
         top += height + 2 * LINE + 2 * GAP
-    return _png(sheet)
+    memory = io.BytesIO()
+    sheet.save(memory, "PNG")
+    return memory.getvalue()
 
 
 def _cut(text: str, length: Callable[[str], float], most: float) -> str:
@@ -257,12 +245,6 @@ def _size(medium: Medium) -> str:
     if medium.frames > 1:
         size += f", {medium.frames:,} frames" + (f", {medium.seconds:.1f} s" if medium.fps else "")
     return size
-
-
-def _png(image: Image.Image) -> bytes:
-    memory = io.BytesIO()
-    image.save(memory, "PNG")
-    return memory.getvalue()
 
 
 def draw_histograms(found: Findings) -> bytes:
@@ -336,10 +318,15 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
         axes.hist(values, bins=40)
 
 
+_STYLE = (
+    "body{font:14px sans-serif;margin:2em;max-width:1400px}img{max-width:100%;display:block;margin:1em 0}"
+    "td,th{padding:2px 12px;text-align:right}th{text-align:left}"
+)
+
+
 def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
     """Return a self-contained HTML page: the data set's description, bad rows, tables, and both pictures."""
-    media = [each.medium for each in found.drawn]
-    of_clips = [each.medium for each in found.clips]
+    media, of_clips = [each.medium for each in found.drawn], [each.medium for each in found.clips]
     columns = {
         "width": [medium.width for medium in media],
         "height": [medium.height for medium in media],
@@ -351,46 +338,42 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
     if found.dataset.describe().conditioning == "text":
         columns["words of captions"] = [len(each.words.split()) for each in found.drawn]
         columns["characters of captions"] = [len(each.words) for each in found.drawn]
-    rows = "".join(
-        f"<tr><th>{name}</th>"
-        + "".join(f"<td>{figure:.4g}</td>" for figure in (min(v), np.median(v), max(v)))
-        + "</tr>"
-        for name, v in columns.items()
-        if v
-    )
-    fills = "".join(
-        f"<tr><th>{each.budget:,}</th><td>{_share(each.fill)}</td><td>{each.too_long:.1%}</td></tr>"
+    rows = [[name, *(f"{pick(v):.4g}" for pick in (min, np.median, max))] for name, v in columns.items() if v]
+    fills = [
+        [f"{each.budget:,}", "too few rows" if each.fill is None else f"{each.fill:.1%}", f"{each.too_long:.1%}"]
         for each in (fill_of(columns["tokens"], budget) for budget in BUDGETS)
-    )
+    ]
     t = found.tokens
     which = f"every {t.frame_interval}. frame" if t.fps is None else f"{t.fps:g} frames a second"
     how = (
         f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, {which} up to "
         f"{t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x {t.token_pixels} of frames and pixels."
     )
-    colours = "".join(f"<p>{line}.</p>" for line in count_colours(each.medium for each in found.looks))
-    bad = "".join(f"<li>{_escaped(line)}</li>" for line in found.bad)
-    words = "".join(f"<li>{_escaped(each.words)} ({_size(each.medium)})</li>" for each in found.shown)
-    pictures = (
-        f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
-        for name, content in (("histograms", histograms), ("contact sheet", sheet))
-    )
-    return (
-        "<!doctype html><html><head><meta charset='utf-8'><title>Data</title><style>body{font:14px sans-serif;"
-        "margin:2em;max-width:1400px}img{max-width:100%;display:block;margin:1em 0}td,th{padding:2px 12px;"
-        "text-align:right}th{text-align:left}</style></head><body>"
-        f"<p>{_escaped(found.dataset.describe().text)}</p>"
-        f"<p>Looked into {_escaped(found.looked)}.</p>"
-        f"{colours}"
-        + "".join(f"<p>{_escaped(line)}</p>" for line in found.of_captions)
-        + f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
-        f"<p>{how}</p><table><tr><th>tokens of a sequence</th><th>used</th><th>media too long</th></tr>{fills}</table>"
-        f"{''.join(pictures)}<p>On the contact sheet, line by line:</p><ol>{words}</ol></body></html>\n"
+    lines = [found.dataset.describe().text, f"Looked into {found.looked}."]
+    lines += [f"{line}." for line in count_colours(each.medium for each in found.looks)] + found.of_captions
+    words = [f"{each.words} ({_size(each.medium)})" for each in found.shown]
+    return "\n".join(
+        [
+            f"<!doctype html><html><head><meta charset='utf-8'><title>Data</title><style>{_STYLE}</style></head><body>",
+            *(f"<p>{_escaped(line)}</p>" for line in lines),
+            f"<ul>{''.join(f'<li>{_escaped(line)}</li>' for line in found.bad)}</ul>",
+            _table(["", "least", "median", "most"], rows),
+            f"<p>{how}</p>",
+            _table(["tokens of a sequence", "used", "media too long"], fills),
+            *(
+                f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+                for name, content in (("histograms", histograms), ("contact sheet", sheet))
+            ),
+            "<p>On the contact sheet, line by line:</p>",
+            f"<ol>{''.join(f'<li>{_escaped(line)}</li>' for line in words)}</ol></body></html>\n",
+        ]
     )
 
 
-def _share(fill: float | None) -> str:
-    return "too few rows" if fill is None else f"{fill:.1%}"
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = ["".join(f"<th>{head}</th>" for head in heads)]
+    lines += [f"<th>{first}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) for first, *cells in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _escaped(text: str) -> str:
@@ -449,8 +432,8 @@ def open_any(
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
     frame_interval).
 
-    The default of an argument that is None is the setting of the cached latents; for other data it is 256, 16 or 1.
-    options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
+    An argument that is None becomes the setting of the cached latents; for other data it is 256, 16 or 1. options: more
+    fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
         index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
@@ -472,9 +455,8 @@ def open_any(
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents in a folder or behind an address; for a blend, those of its first source.
-
-    Return None if the data are not cached latents."""
+    """Read the indexes of cached latents in a folder or at an address, or of a blend's first source; None for other
+    data."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -487,9 +469,9 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return True if a data set that was opened with clips has any, or if there is no need to check.
+    """Return True if a data set that was opened with clips has any.
 
-    Only ``PicturesAndClips`` needs the check, because other data sets open with clips only if they have some."""
+    Only ``PicturesAndClips`` need the check. Others open with clips only if they have some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -501,8 +483,7 @@ def _has_clips(dataset: MediaDataset) -> bool:
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
     """Return ``samples`` evenly spaced rows in ascending order, or all rows if there are fewer.
 
-    With several sources, each contributes by its initial weight, at least one row. Rows of a small source are repeated.
-    """
+    Each of several sources contributes by its initial weight, at least one row. Rows of a small source are repeated."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -515,9 +496,8 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced rows of 0 to ``size`` - 1, in ascending order.
-
-    If ``count`` exceeds ``size``, rows are repeated, and the numbers of repetitions differ by at most one."""
+    """Return ``count`` evenly spaced rows of 0 to ``size`` - 1, ascending. If there are too few, rows are repeated
+    equally often, up to one."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 
@@ -531,7 +511,7 @@ def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, t
     work = [(row, row in shown) for row in rows]
 
     found: dict[int, Look | str] = {}
-    with closing(run_apart(_Opener(dataset), work, num_workers, TIME_LIMIT)) as results:
+    with closing(run_apart(functools.partial(_open_row, dataset), work, num_workers, TIME_LIMIT)) as results:
         with Progress(len(rows), "rows", title="looking") as bar:
             for place, result in results:
                 found[place] = result
@@ -547,20 +527,14 @@ def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, t
     return Findings(dataset, list(looks.values()), bad, tokens, samples_seen or list(looks.values()))
 
 
-@dataclass(frozen=True)
-class _Opener:
-    """Callable that opens a row in a worker process. Unlike a closure, it can be pickled for spawned processes."""
-
-    dataset: MediaDataset
-
-    def __call__(self, row: int, keep: bool) -> Look:
-        medium, frames = self.dataset.preview(row)
-        words = self.dataset.caption(row)
-        if words is None:
-            names = self.dataset.describe().class_names
-            words = names[self.dataset.label(row)] if names else ""
-        kept = tuple(thumbnail(frame) for frame in frames) if keep else ()
-        return Look(row, printable(self.dataset.source(row)), medium, words, kept)
+def _open_row(dataset: MediaDataset, row: int, keep: bool) -> Look:
+    medium, frames = dataset.preview(row)
+    words = dataset.caption(row)
+    if words is None:
+        names = dataset.describe().class_names
+        words = names[dataset.label(row)] if names else ""
+    kept = tuple(thumbnail(frame) for frame in frames) if keep else ()
+    return Look(row, printable(dataset.source(row)), medium, words, kept)
 
 
 def thumbnail(frame: np.ndarray) -> np.ndarray:

@@ -19,15 +19,14 @@ _LATENT, _TEXT = 0, 1  # the two random streams of each row
 class MockDataset(MediaDataset):
     """Random data in the format of cached latents.
 
-    ``x`` holds means and standard deviations, (2C, h, w) or (2C, t, h, w). The means are drawn from N(0, 1), keyed by
-    the row, and the deviations are 0. ``image_size``, ``num_frames`` (None for pictures) and ``vae`` determine the
-    shape.
+    ``x`` holds means and standard deviations, (2C, h, w) or (2C, t, h, w), in the shape that ``vae`` gives media of
+    ``image_size`` and ``num_frames`` (None for pictures). The means are drawn from N(0, 1), keyed by the row, and the
+    deviations are 0.
 
-    Rows have one of ``num_classes`` labels. With a ``text_encoder`` they have captions instead: text for the encoder
-    ``bytes``, random embeddings of the encoder's width for any other.
+    Rows have one of ``num_classes`` labels. With a ``text_encoder`` they have captions instead: text for ``bytes``,
+    random embeddings of the encoder's width for any other.
 
-    Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode.
-    """
+    Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode."""
 
     def __init__(
         self,

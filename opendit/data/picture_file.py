@@ -48,10 +48,9 @@ def picture_suffixes() -> frozenset[str]:
 
 
 def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
-    """Return the first row and column of a crop.
+    """Return the first row and column of a crop that can be moved by ``down`` and ``across`` pixels.
 
-    down, across: number of pixels by which the crop can be moved. place: position (down, across) in [0, 1); None: the
-    centre."""
+    place: position (down, across) in [0, 1); None: the centre."""
     if place is None:
         return down // 2, across // 2
     return int(place[0] * (down + 1)), int(place[1] * (across + 1))
@@ -61,14 +60,12 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
     """Return ADM's centre crop of size x size pixels.
 
     The picture is halved by a box filter while both sides stay at least ``size``, resized bicubically until the shorter
-    side is ``size``, and cropped at the centre. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
+    side is ``size``, and cropped. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
     guided-diffusion, on which the reference statistics of published FID numbers are based.
 
     One case differs: a picture that would be enlarged, and whose sides have a ratio above ``LONGEST``, is cropped
-    before it is enlarged, because ADM's order takes gigabytes for it. A few of its pixels differ by one level of 255,
-    because the filter's weights are rounded.
-
-    place: position of the crop, by default the centre, see :func:`start_of_crop`."""
+    first, because ADM's order takes gigabytes. A few of its pixels differ by one level of 255. place: see
+    :func:`start_of_crop`."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -82,10 +79,9 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
 
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Return the largest centre crop with the aspect ratio width : height, resized to width x height pixels.
+    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels.
 
-    This generalises :func:`center_crop` to any ratio, except that long pictures are not cropped before they are
-    enlarged. place: see :func:`center_crop`."""
+    This generalises :func:`center_crop` to any ratio, but does not crop long pictures before it enlarges them."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
@@ -99,9 +95,7 @@ def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, f
 
 
 def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
-    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8 with ``as_bytes``.
-
-    C is 1 for a grey picture. ``flip`` mirrors the picture."""
+    """Convert an 8-bit picture, grey or RGB, to float32 (C, H, W) in [-1, 1], or to uint8 with ``as_bytes``."""
     pixels = torch.from_numpy(np.array(image))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     pixels = pixels.flip(-1) if flip else pixels
@@ -109,9 +103,7 @@ def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
 
 
 def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
-    """Return (height, width) of the upright picture, read from the file's header.
-
-    Raises BadSample like :func:`read_picture`."""
+    """Return (height, width) of the upright picture, read from the file's header. Raises BadSample."""
     with opened_picture(path, content) as (_, image):
         return upright_size(image)
 
@@ -175,17 +167,16 @@ class PictureFile(io.BufferedReader):
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
     """Read a picture file as 8-bit sRGB, upright, with transparent pixels blended onto white.
 
-    Colours are converted, and HDR is tone-mapped, as ``opendit.data.colours`` describes. Only the first frame of an
-    animation is read.
+    Colours are converted as ``opendit.data.colours`` describes. Only the first frame of an animation is read.
 
     Grey pictures with more than 8 bits are scaled to 0 to 255. 16-bit values, and 32-bit integers that fit 16 bits, are
     divided by 257. Floating-point values are assumed to range from 0 to 1, 255 or 65,535, whichever is the first that
-    holds them all. In all other cases the range from the minimum (or 0, if lower) to the maximum becomes 0 to 255.
+    holds them all. Otherwise the range from the minimum (or 0, if lower) to the maximum becomes 0 to 255.
 
     content: bytes of a picture inside another file; ``path`` is then only its name.
 
-    Raises BadSample, naming the file and the reason, if the file is not a regular file or not a picture, has more than
-    ``MAX_PIXELS`` pixels, doesn't fit into memory, or takes more than ``time_limit`` seconds."""
+    Raises BadSample if the file is no regular file or no picture, has more than ``MAX_PIXELS`` pixels, doesn't fit into
+    memory, or takes more than ``time_limit`` seconds."""
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
@@ -281,7 +272,6 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
 
 
 def _converted(image: Image.Image, conversion: tuple[str, Convert] | None) -> Image.Image:
-    """Convert a picture without alpha to sRGB."""
     if conversion is None:
         return image.convert("RGB")
     mode, convert = conversion

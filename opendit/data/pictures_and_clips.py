@@ -1,4 +1,6 @@
-"""Data sets of picture and clip files, in folders or listed by a table."""
+"""Data sets of picture and clip files, in folders or listed by a table.
+
+The sizes of media are read from the files' headers once per machine and then cached."""
 
 import os
 import shlex
@@ -56,6 +58,8 @@ from opendit.data.sources import Request
 from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
+CHECKED_FILES = 2000  # files that are checked when a data set is opened
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # limits of ``_readable``
 
 
 class PicturesAndClips(MediaDataset):
@@ -69,11 +73,9 @@ class PicturesAndClips(MediaDataset):
         video_reader: one of ``video_files.CHOICES``.
         random_flip: None means False, because captions may mention left and right.
         random_crop, seed, max_bad: see ``Description``.
-        training: True draws a random window of each clip. False uses the middle window.
+        training: True draws a random window of each clip, False uses the middle one.
 
-    Raises:
-        ValueError: the settings of windows are invalid, or the reader is not installed. The message names the flag.
-    """
+    Raises ValueError, naming the flag, for invalid settings of windows and for a reader that is not installed."""
 
     rated = 32  # number of clips whose frame rate is read
 
@@ -105,7 +107,6 @@ class PicturesAndClips(MediaDataset):
         self.random_window = training and use_video
 
     def description(self, text: str, **fields: Any) -> Description:
-        """Return the description of the data set. fields: further fields of ``Description``."""
         clips = None
         if self.use_video:
             names = "num_frames frame_interval short_clips fps".split()
@@ -114,14 +115,12 @@ class PicturesAndClips(MediaDataset):
         return Description(text=text, clips=clips, **{name: getattr(self, name) for name in names} | fields)
 
     def picture_sample(self, picture: Image.Image, view: View) -> Item:
-        """Return a picture, cropped, as an item. Called by ``read``."""
         height, width = view.shape[1:] if view.shape else (self.image_size, self.image_size)
         pixels = to_tensor(fill_crop(picture, height, width, view.place), view.flip, view.as_bytes)
         return Item(pixels[:, None] if self.use_video else pixels)
 
     def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
-        """Return a window of a clip's file as an item. Called by ``read``. name: the file's name in messages. Raises
-        BadSample."""
+        """Return a window of a clip's file as an item. name: the file's name in messages. Raises BadSample."""
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         clip, shortened = read_clip(
             path,
@@ -143,16 +142,14 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """Function that returns the number of frames that a clip has at ``fps``; None to count every frame of the file.
+        """Function that counts the frames that a clip has at ``fps``; None to count every frame of the file.
 
-        With ``short_clips="interval"`` the number is never below the number of frames in the file, because a clip that
-        is too short is read at a higher rate."""
+        With ``short_clips="interval"`` a clip that is too short is read at a higher rate, so all its frames count."""
         if self.fps is None:
             return None
         return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")
 
     def media_shapes(self, keys: np.ndarray | int, media: Callable[[], np.ndarray]) -> Shapes:
-        """Return the shapes of the data set. keys, media: see ``Shapes``."""
         read_as = "" if self.fps is None else f"{self.fps!r} {self.short_clips}"
         return Shapes(keys=keys, media=media, read_as=read_as, frame_rates=partial(self._frame_rates, keys))
 
@@ -171,7 +168,6 @@ class PicturesAndClips(MediaDataset):
         raise NotImplementedError
 
     def window_note(self) -> str:
-        """Describe how clips are read, for the log."""
         interval = f", frame interval {self.frame_interval}" if self.frame_interval > 1 else ""
         if self.fps is not None:
             interval = f", {self.fps:g} frames a second"
@@ -191,9 +187,7 @@ _ROWS = 4096  # rows between two updates of the progress bar
 
 
 def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium; see :func:`known_sizes`.
-
-    look: returns the size of a row's medium or raises BadSample. Several threads call it."""
+    """Return (rows, 3) int32, the size of every row's medium; see :func:`known_sizes`."""
     known = dataset.fingerprint()
     name = hash_parts(SIZES, known.identity, known.contents or "", dataset.shapes().read_as)
     return known_sizes(name, len(dataset), look)
@@ -202,47 +196,39 @@ def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
     """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one.
 
-    Each machine determines the sizes once and caches them, see ``kept_file``.
+    Each machine determines the sizes once and caches them in a file that its processes map, see ``kept_file``.
 
     identity: hash of the data set and its files, the cache key. look: returns the size of a row's medium or raises
     BadSample; ``threads`` threads call it."""
-    read, make = partial(_read, rows=rows), partial(_look_at_all, rows, look, threads)
-    return kept_file(identity, f"{identity}.npy", read, _write, make)
 
-
-def _write(path: Path, found: np.ndarray) -> None:
-    with replacing(path) as file:
-        np.save(file, found)
-
-
-def _read(path: Path, rows: int) -> np.ndarray | None:
-    """Map cached sizes from a file, so that all processes of a machine share the memory.
-
-    Return None if the file is missing or damaged."""
-    try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError):
-        return None
-    return found if found.shape == (rows, 3) and found.dtype == np.int32 else None
-
-
-def _look_at_all(rows: int, look: Callable[[int], Size], threads: int) -> np.ndarray:
-    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
-    found = np.zeros((rows, 3), dtype=np.int32)
-
-    def one(row: int) -> None:
+    def read(path: Path) -> np.ndarray | None:
         try:
-            found[row] = look(row)
-        except BadSample:
-            pass
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError):  # missing or damaged
+            return None
+        return found if found.shape == (rows, 3) and found.dtype == np.int32 else None
 
-    few = rows <= _ROWS
-    with ThreadPoolExecutor(threads) as pool, Progress(rows, "files", title="sizes", disable=few) as shown:
-        for first in range(0, rows, _ROWS):
-            part = range(first, min(rows, first + _ROWS))
-            list(pool.map(one, part))
-            shown.update(len(part))
-    return found
+    def write(path: Path, found: np.ndarray) -> None:
+        with replacing(path) as file:
+            np.save(file, found)
+
+    def make() -> np.ndarray:
+        picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+        found = np.zeros((rows, 3), dtype=np.int32)
+
+        def one(row: int) -> None:
+            with suppress(BadSample):
+                found[row] = look(row)
+
+        few = rows <= _ROWS
+        with ThreadPoolExecutor(threads) as pool, Progress(rows, "files", title="sizes", disable=few) as shown:
+            for first in range(0, rows, _ROWS):
+                part = range(first, min(rows, first + _ROWS))
+                list(pool.map(one, part))
+                shown.update(len(part))
+        return found
+
+    return kept_file(identity, f"{identity}.npy", read, write, make)
 
 
 def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | None = None) -> Size:
@@ -277,8 +263,7 @@ def stored_clip_size(
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
-    """Return the size in a CSV row's columns height, width and, for a clip, num_frames; None if one is missing or
-    invalid."""
+    """Return the size in a row's columns height, width and, for a clip, num_frames; None without valid ones."""
     try:
         frames = 1 if is_picture else int(extra["num_frames"])
         found = frames, int(extra["height"]), int(extra["width"])
@@ -287,11 +272,8 @@ def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
     return found if min(found) > 0 and max(found) < 2**31 else None
 
 
-CHECKED_HEADERS = 2000
-
-
 class PictureFolder(NamedTuple):
-    """Contents of a folder of pictures: class names, sorted paths, labels, and ignored files."""
+    """Class names, sorted paths, labels and ignored files of a folder of pictures."""
 
     class_names: list[str]
     paths: list[str]
@@ -302,10 +284,9 @@ class PictureFolder(NamedTuple):
 def find_pictures(folder: str) -> PictureFolder:
     """Find the pictures of a folder.
 
-    Every subfolder is a class with the subfolder's name, and is searched to any depth. A folder with pictures and no
-    subfolder is a single class. Raises FileNotFoundError if there are no pictures, and ValueError for a folder that
-    can't be read, a class without pictures, or subfolders that are splits (train, val). Errors name the flag and the
-    fix."""
+    Every subfolder is a class and is searched to any depth. A folder with pictures and no subfolder is a single class.
+    Raises FileNotFoundError if there are no pictures, and ValueError for a folder that can't be read, a class without
+    pictures, or subfolders that are splits. Errors name the flag and the fix."""
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
         loose, folders = list_folder(folder, suffixes, ignored)
@@ -346,7 +327,7 @@ def _leads_up(path: str, above: frozenset[Any]) -> bool:
 
 
 def _class_name(name: str) -> str:
-    """Return a folder's name as valid UTF-8 for checkpoints and logs. Invalid bytes are escaped."""
+    """Return a folder's name as valid UTF-8. Invalid bytes are escaped."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -358,9 +339,8 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 
 
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
-    """Raise ValueError if the subfolders are splits, or if a subfolder has no pictures.
-
-    others: ignored files of each subfolder."""
+    """Raise ValueError if the subfolders are splits, or if one has no pictures. others: ignored files of each
+    subfolder."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -381,41 +361,50 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
         )
 
 
+def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tuple[list[int], dict[int, str]]:
+    """Return up to ``most`` evenly spaced rows of ``count``, and row -> reason of those that ``why_not`` faults."""
+    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+    rows = spread(count, most)
+    found = in_threads(why_not, rows)
+    return rows, {row: why for row, why in zip(rows, found, strict=True) if why is not None}
+
+
+def _why_unreadable(work: Callable[[], object]) -> str | None:
+    try:
+        work()
+    except BadSample as bad:
+        return str(bad)
+    return None
+
+
+def _open_header(path: str) -> None:
+    with opened_picture(path):
+        pass
+
+
 def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
-    """Read the headers of up to 2,000 evenly spaced pictures of ``paths``.
+    """Read the headers of up to 2,000 evenly spaced pictures.
 
     Raises ValueError, naming a few bad files, if more than the fraction ``max_bad`` can't be opened."""
-    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
-    rows = spread(len(paths), CHECKED_HEADERS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable
-        bad = [why for why in in_threads(_why_not, [paths[row] for row in rows]) if why is not None]
+        rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: _why_unreadable(partial(_open_header, paths[row])))
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
         raise ValueError(
-            f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share} ({name_few(bad)}); remove or "
-            "repair them"
+            f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share} "
+            f"({name_few([*bad.values()])}); remove or repair them"
         )
 
 
-def _why_not(path: str) -> str | None:
-    try:
-        with opened_picture(path):
-            return None
-    except BadSample as bad:
-        return str(bad)
+class MediaFiles(PicturesAndClips):
+    """Data set of one file per row: pictures, and clips where ``keys`` says so."""
 
+    paths: TextTable
+    keys: np.ndarray | int = PICTURE
 
-class FolderDataset(PicturesAndClips):
-    """Pictures in one folder per class, or in a single folder. By default they are mirrored at random.
-
-    options: see ``PicturesAndClips``, which also describes the samples."""
-
-    def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
-        super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
-        self.class_names, paths, labels, self.ignored = find_pictures(folder)
-        check_headers(folder, paths, self.max_bad)
-        self.folder, self.paths, self.labels = folder, TextTable.of(paths), np.array(labels, dtype=np.int64)
+    def _is_picture(self, row: int) -> bool:
+        return bool((self.keys if isinstance(self.keys, int) else self.keys[row]) == PICTURE)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -425,55 +414,72 @@ class FolderDataset(PicturesAndClips):
 
     def read(self, row: int, view: View = PLAIN) -> Item:
         path = self.paths[row]
-        item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
-        return item._replace(y=self.label(row), bytes_read=bytes_of(path))
-
-    def label(self, row: int) -> int:
-        return int(self.labels[row])
+        if self._is_picture(row):
+            item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
+        else:
+            item = retried_disk(path, partial(self.clip_sample, path, view))
+        return item._replace(bytes_read=bytes_of(path))
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        return of_picture(read_picture(self.paths[row]))
+        path = self.paths[row]
+        return of_picture(read_picture(path)) if self._is_picture(row) else open_clip(path)
+
+    def media_size(self, row: int) -> Size:
+        return file_size(self.paths[row], self._is_picture(row), self.frames_of)
+
+    def rate_at(self, row: int) -> float:
+        return clip_rate(self.paths[row])
 
     def shapes(self) -> Shapes:
-        return Shapes(media=lambda: sizes_of(self, self._media_size))
-
-    def _media_size(self, row: int) -> Size:
-        return 1, *picture_size(self.paths[row])
-
-    def _largest_label(self) -> tuple[int, str]:
-        row = int(self.labels.argmax())
-        return self.label(row), self.source(row)
+        return self.media_shapes(self.keys, lambda: sizes_of(self, self.media_size))
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self._identity, lambda: hash_files(self.paths))
 
     def _identity(self) -> str:
-        # Hash paths relative to the folder. Removing the folder's prefix as text takes only a second for a million
-        # paths.
+        raise NotImplementedError
+
+
+class FolderDataset(MediaFiles):
+    """Pictures in one folder per class, or in a single folder. By default they are mirrored at random.
+
+    options: see ``PicturesAndClips``."""
+
+    def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
+        super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
+        self.class_names, paths, labels, self.ignored = find_pictures(folder)
+        check_headers(folder, paths, self.max_bad)
+        self.folder, self.paths, self.labels = folder, TextTable.of(paths), np.array(labels, dtype=np.int64)
+
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        return super().read(row, view)._replace(y=self.label(row))
+
+    def label(self, row: int) -> int:
+        return int(self.labels[row])
+
+    def _largest_label(self) -> tuple[int, str]:
+        row = int(self.labels.argmax())
+        return self.label(row), self.source(row)
+
+    def _identity(self) -> str:
+        # Hash paths relative to the folder. Removing the prefix as text takes only a second for a million paths.
         before = os.path.join(self.folder, "").encode("utf-8", "surrogateescape")
         names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())
 
     def describe(self) -> Description:
-        count = len(self.class_names)
-        classes = f"{count:,} class{'es' if count > 1 else ''}"
-        note = f"; {self.ignored}" if self.ignored else ""
-        shape = "x".join(map(str, self.sample_shape))
-        folder, mirrored = printable(self.folder), flip_note(self.random_flip)
-        text = f"{folder}: {len(self):,} pictures of {classes}, {shape}, {mirrored}{note}"
+        count, note = len(self.class_names), f"; {self.ignored}" if self.ignored else ""
+        classes, shape = f"{count:,} class{'es' if count > 1 else ''}", "x".join(map(str, self.sample_shape))
+        what = f"{len(self):,} pictures of {classes}, {shape}, {flip_note(self.random_flip)}{note}"
+        text = f"{printable(self.folder)}: {what}"
         return self.description(text, class_names=self.class_names, largest_label=self._largest_label)
 
 
-CHECKED_FILES = 2000
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # numbers of files that ``_readable`` reads in a folder
-
-
-class CaptionedDataset(PicturesAndClips):
+class CaptionedDataset(MediaFiles):
     """Data set of the rows of a table ``path,text``, or of a folder of captioned files (``found``).
 
-    columns: names of the table's columns. image_size, options: see ``PicturesAndClips``, which describes the samples.
-
-    Raises ValueError or FileNotFoundError, naming the flag and the fix."""
+    columns: names of the table's columns. options: see ``PicturesAndClips``. Raises ValueError or FileNotFoundError,
+    naming the flag and the fix."""
 
     def __init__(
         self,
@@ -504,49 +510,25 @@ class CaptionedDataset(PicturesAndClips):
         if found is None:
             check_files(self.path, self.paths, self.max_bad)
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def source(self, row: int) -> str:
-        return self.paths[row]
-
     def read(self, row: int, view: View = PLAIN) -> Item:
-        path = self.paths[row]
-        size = bytes_of(path)
-        if self.keys[row] == PICTURE:
-            item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
-        else:
-            item = retried_disk(path, partial(self.clip_sample, path, view))
-        return item._replace(text=self.texts[row], bytes_read=size)
-
-    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        return of_picture(read_picture(self.paths[row])) if self.keys[row] == PICTURE else open_clip(self.paths[row])
+        return super().read(row, view)._replace(text=self.texts[row])
 
     def media_size(self, row: int) -> Size:
-        picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())
+        size = tuple(self.column_sizes[row].tolist())
         # The table lacks a clip's duration, from which ``fps`` determines the number of frames.
-        usable = min(size) > 0 and (picture or self.fps is None)
-        return size if usable else file_size(self.paths[row], picture, self.frames_of)
-
-    def rate_at(self, row: int) -> float:
-        return clip_rate(self.paths[row])
+        usable = min(size) > 0 and (self._is_picture(row) or self.fps is None)
+        return size if usable else super().media_size(row)
 
     def caption(self, row: int) -> str:
         return self.texts[row]
-
-    def shapes(self) -> Shapes:
-        return self.media_shapes(self.keys, lambda: sizes_of(self, self.media_size))
 
     def _files(self) -> list[tuple[int, np.ndarray | None]]:
         numbers: dict[str, int] = {}
         return [(len(self), np.array([numbers.setdefault(path, len(numbers)) for path in self.paths]))]
 
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint(self._identity, lambda: hash_files(self.paths))
-
     def _identity(self) -> str:
         names = "\0".join(os.path.relpath(path, self.folder) for path in self.paths)
-        return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
+        return hash_parts("captioned", names, "\0".join(self.texts), np.asarray(self.keys).tobytes())
 
     def describe(self) -> Description:
         counted = ((len(self), 1_000_000),)  # check many captions, because they are in memory
@@ -554,7 +536,7 @@ class CaptionedDataset(PicturesAndClips):
         return self.description(self._text(), conditioning="text", **more)
 
     def _text(self) -> str:
-        clips = int((self.keys == CLIP).sum())
+        clips = int(np.sum(np.equal(self.keys, CLIP)))
         parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
         note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
         shape = "x".join(map(str, self.sample_shape))
@@ -564,7 +546,6 @@ class CaptionedDataset(PicturesAndClips):
 
 
 def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
-    """Return (row, True if it is a picture) for each row. Without ``use_video`` an animation counts as a picture."""
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
     picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
@@ -572,26 +553,20 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
-    """Return the rows except those whose files turned out to be unreadable, and a line about the unreadable files.
+    """Return the rows except those whose files turned out to be unreadable, and a line about these files.
 
-    If there are at most 100 files, pictures are decoded. Otherwise the headers of evenly spaced files are read: up to
-    2,000 files if all are pictures, up to 200 if there are clips.
+    Up to 100 files are decoded if they are pictures. Otherwise the headers of evenly spaced files are read: up to 2,000
+    of pictures only, up to 200 if there are clips. Raises ValueError if no file that was tried can be read."""
 
-    Raises ValueError if no file that was tried can be read."""
-
-    def why_not(row: TableRow, is_picture: bool) -> str | None:
+    def why_not(at: int) -> str | None:
+        row, is_picture = rows[at]
         name = str(row.path)
         whole = is_picture and len(rows) <= DECODED_FILES
-        try:
-            retried_disk(name, partial(read_picture, name) if whole else partial(file_size, name, is_picture))
-        except BadSample as bad:
-            return str(bad)
-        return None
+        work = partial(read_picture, name) if whole else partial(file_size, name, is_picture)
+        return _why_unreadable(partial(retried_disk, name, work))
 
-    picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
-    tried = spread(len(rows), CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS)
-    found = in_threads(lambda at: why_not(*rows[at]), tried)
-    bad = {at: why for at, why in zip(tried, found, strict=True) if why}
+    most = CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS
+    tried, bad = _try_some(len(rows), most, why_not)
     if len(bad) == len(tried):
         raise ValueError(
             f"--data_path {printable(path)}: none of {len(tried):,} files can be read ({name_few([*bad.values()])}); "
@@ -603,17 +578,16 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
 
 
 def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
-    """Check that up to 2,000 evenly spaced files of ``paths`` exist and are regular files, without opening them.
+    """Check that up to 2,000 evenly spaced files exist and are regular files, without opening them.
 
     Raises FileNotFoundError if none exists, and ValueError if more than the fraction ``max_bad`` is missing."""
-    rows = spread(len(paths), CHECKED_FILES)
-    found = in_threads(problem, [paths[row] for row in rows])
-    missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
+    rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: problem(paths[row]))
+    missing = [f"{printable(paths[row])} ({why})" for row, why in bad.items()]
     name = f"--data_path {printable(csv_path)}"
     hints = "".join(
         hint
         for sign, hint in (("$", " Variables such as $HOME are not replaced."), ("\\", " Folders end with /, not \\."))
-        if any(sign in paths[row] for row, why in zip(rows, found, strict=True) if why is not None)
+        if any(sign in paths[row] for row in bad)
     )
     if len(missing) == len(rows):
         raise FileNotFoundError(

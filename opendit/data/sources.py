@@ -2,8 +2,7 @@
 
 A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and an
 entry in ``opendit.config.names.SOURCES``. The function returns None for data of another kind. It raises
-ValueError, naming the flag and the fix, for data of its kind that can't be used.
-"""
+ValueError, naming the flag and the fix, for data of its kind that can't be used."""
 
 import os
 from dataclasses import dataclass, replace
@@ -50,11 +49,11 @@ class Request:
         path: the file, or the readable folder, that data_path names; None if data_path is not a path.
         random_flip: mirror half of the samples; None leaves the choice to the data set.
         split: "train" or "test", for a source that has both.
-        max_bad: maximum fraction of unreadable files to skip.
+        max_bad: largest fraction of unreadable files to skip.
         video_reader: one of ``video_files.CHOICES``.
         vae, num_classes, text_encoder, max_text_tokens: settings of random latents.
         energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
-        file_column, caption_column: names of the columns in a table of captioned media.
+        file_column, caption_column: see ``Columns``.
         caption_prefix, shuffle_tags, tag_drop: see ``Recaptioned``.
         random_crop: crop pictures and clips at random positions.
     """
@@ -86,7 +85,6 @@ class Request:
 
     @property
     def columns(self) -> Columns:
-        """Column names of a table of captioned media."""
         return Columns(self.file_column, self.caption_column)
 
     @property
@@ -97,7 +95,6 @@ class Request:
 
     @property
     def shown(self) -> str:
-        """The flag and its value for messages."""
         return f"--data_path {printable(self.data_path)}"
 
     def of_clips(self) -> dict[str, Any]:
@@ -106,13 +103,12 @@ class Request:
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
     def of_latents(self) -> dict[str, Any]:
-        """Return the arguments of data sets of cached latents."""
         return {
             name: getattr(self, name) for name in "seed random_flip use_video num_frames frame_interval fps".split()
         }
 
     def check_split(self) -> None:
-        """Raise NoSplit if a split other than "train" is requested, for a source without splits."""
+        """Raise NoSplit if a split is requested from a source without splits."""
         if self.split != "train":
             raise NoSplit(f"{self.shown}: has no split {self.split!r}; give the folder of that split instead")
 
@@ -120,8 +116,8 @@ class Request:
 def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDataset:
     """Open the data set of ``--data_path`` with the first of ``SOURCES`` that recognises it.
 
-    image_size: side in pixels. options: more fields of ``Request``, including ``seed``. Raises ValueError or
-    FileNotFoundError, naming the flag and the fix."""
+    options: more fields of ``Request``, including ``seed``. Raises ValueError or FileNotFoundError, naming the flag and
+    the fix."""
     if image_size < 1:
         raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
     named = named_sources().get(data_path)
@@ -156,8 +152,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
 
 
 def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
-    """Return the data set with captions changed according to the flags. Raises ValueError if its captions can't be
-    changed."""
+    """Return the data set with captions changed by the flags. Raises ValueError if they can't be changed."""
     flags = {
         "caption_prefix": bool(asked.caption_prefix),
         "shuffle_tags": asked.shuffle_tags,
@@ -205,7 +200,6 @@ def _locate(data_path: str) -> Path:
 
 
 def _name_advice(name: str) -> str:
-    """Return a guess at the source that an unknown name means, for an error message."""
     known = name.lower().replace("-", "").replace("_", "")
     if known in ("cifar10", "cifar100", "mnist", "fashionmnist", "stl10", "svhn"):
         return " (a torchvision data set is named by the folder that it was downloaded to)"
@@ -233,12 +227,8 @@ class Recaptioned(SomeRows):
     """All rows of another data set, with ``prefix`` and a blank before each caption.
 
     Tags are the parts of a caption between commas. ``View.tags`` keys the random choices of each use; without this key
-    a caption keeps its tags. The prefix is never shuffled or dropped.
-
-    Args:
-        shuffle: shuffle the tags again at each use in training.
-        drop: fraction of the tags that each use drops at random. At least one tag is kept.
-    """
+    a caption keeps its tags. shuffle: shuffle the tags at each use. drop: fraction of the tags that each use drops, but
+    never all."""
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
         super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")

@@ -80,8 +80,7 @@ KNOWN = (
 def find_known(path: Path) -> tuple[KnownSet, Path] | None:
     """Return (data set, folder of its files) if ``path`` is torchvision's root or a folder of the data set, else None.
 
-    Raises ValueError, which names the folders, if the root holds several data sets.
-    """
+    Raises ValueError, naming the folders, if the root holds several data sets."""
     found = []
     for known in KNOWN:
         parts = Path(known.folder).parts
@@ -99,8 +98,7 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
 
 
 class ArrayDataset(MediaDataset):
-    """A torchvision data set in memory, cropped to ``image_size`` by ``center_crop``. Grey pictures have one
-    channel."""
+    """A torchvision data set in memory, cropped by ``center_crop``. Grey pictures have one channel."""
 
     def __init__(
         self,
@@ -121,16 +119,13 @@ class ArrayDataset(MediaDataset):
             raise ValueError(
                 f"--data_path {folder}: {known.name} can't be read ({error}); download it again"
             ) from error
+        found = ""
         if len(images) == 0 or len(images) != len(labels) or 0 in images.shape:
-            raise ValueError(
-                f"--data_path {folder}: {known.name} is damaged: {len(images):,} pictures and {len(labels):,} labels; "
-                "download it again"
-            )
-        if labels.min() < 0 or labels.max() >= len(self.class_names):
-            raise ValueError(
-                f"--data_path {folder}: {known.name} is damaged: labels from {labels.min()} to {labels.max()} of "
-                f"{len(self.class_names)} classes; download it again"
-            )
+            found = f"{len(images):,} pictures and {len(labels):,} labels"
+        elif labels.min() < 0 or labels.max() >= len(self.class_names):
+            found = f"labels from {labels.min()} to {labels.max()} of {len(self.class_names)} classes"
+        if found:
+            raise ValueError(f"--data_path {folder}: {known.name} is damaged: {found}; download it again")
         self.images, self.labels = np.ascontiguousarray(images), labels.astype(np.int64)
         self.sample_shape = (1 if self.images.ndim == 3 else 3, image_size, image_size)
         self.seed, self.random_flip = seed, known.flip if random_flip is None else random_flip

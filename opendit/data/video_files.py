@@ -1,10 +1,9 @@
-"""Decode clips with torchcodec or PyAV behind one interface, with the same pixels.
+"""Decode clips with torchcodec or PyAV behind one interface, with the same pixels, and write MP4 files.
 
-FFmpeg, when it decodes a file from the start, defines the frames of the file and their number. A reader that seeks
-returns different frames for some files, for example if an edit list hides frames, or if frames that are stored after a
-key frame are shown before it. So the contents of a file are looked up first. Only files that a reader is known to get
-right are read by seeking to key frames. PyAV decodes all other files from the start (``opendit.data.clips``).
-"""
+FFmpeg, when it decodes a file from the start, defines the frames of the file. A reader that seeks returns other frames
+for some files, for example if an edit list hides frames. So the contents of a file are looked up first, and only files
+that a reader is known to get right are read by seeking. PyAV decodes all others from the start
+(``opendit.data.clips``)."""
 
 import os
 import struct
@@ -50,7 +49,7 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """End time of the last frame, which is assumed to last as long as the median frame. A single frame has no
+        """End of the last frame, which is assumed to last as long as the median frame. A single frame has no
         duration."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
@@ -58,9 +57,8 @@ class Timeline(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Frames per second; 0 for a single frame.
-
-        If the frames are equally spaced up to rounding, this is the mean rate, else the rate of the median distance."""
+        """Frames per second: the mean rate if the frames are equally spaced up to rounding, else the rate of the median
+        distance; 0 for a single frame."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -73,8 +71,7 @@ class Timeline(NamedTuple):
         return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:
-        """Return the index of the frame that a player shows at each time: the last frame whose display time, within
-        ``ROUNDING``, is not later."""
+        """Return the index of the frame that a player shows at each time, within ``ROUNDING``."""
         found = np.searchsorted(self.seconds, times + ROUNDING, side="right") - 1
         return found.clip(0, len(self.seconds) - 1).tolist()
 
@@ -85,13 +82,8 @@ _MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 class Geometry:
     """Transform from a stream's decoded frames to the frames that players show.
 
-    The transform cuts off ``crop``, then stretches pixels that are not square along their longer side, and then rotates
-    and mirrors by the display matrix.
-
-    Args:
-        stream: PyAV stream.
-        crop: borders that the container hides, from :func:`container_crop`.
-    """
+    It cuts off ``crop`` (from :func:`container_crop`), stretches pixels that are not square along their longer side,
+    then rotates and mirrors by the display matrix. stream: PyAV stream."""
 
     def __init__(self, stream: Any, crop: Crop = (0, 0, 0, 0)):
         self.crop = crop
@@ -100,23 +92,21 @@ class Geometry:
             self.pixel = Fraction(1)
 
     def size(self, frame: Any) -> tuple[int, int]:
-        """Return the displayed (height, width) of a PyAV frame."""
         height, width = self._stretched(*self._cut(frame.height, frame.width))
         a, b, c, d = _matrix(frame)
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
     def declared(self, height: int, width: int) -> int:
-        """Return the number of pixels that a frame of this coded size has when displayed."""
+        """Return the number of displayed pixels of a frame of this coded size."""
         height, width = self._stretched(*self._cut(height, width))
         return height * width
 
     def changes_more_than_turns(self, frame: Any) -> bool:
-        """Return True if a frame is cut, stretched or mirrored."""
         a, b, c, d = _matrix(frame)
         return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
     def __call__(self, frame: Any, pixels: np.ndarray) -> np.ndarray:
-        """Return the displayed pixels (H, W, C) uint8 of a PyAV frame. pixels: the decoded pixels, (H, W, C)."""
+        """Return the displayed pixels of a PyAV frame. pixels: the decoded ones, (H, W, C) uint8."""
         left, _, top, _ = self.crop
         height, width = self._cut(*pixels.shape[:2])
         if (height, width) != pixels.shape[:2]:
@@ -179,10 +169,10 @@ class Contents:
 
     Attributes:
         length: number of frames.
-        counted: True if FFmpeg decodes exactly ``length`` frames. If False, the number is known only after decoding the
-            whole file, and no frame can be found by its number.
-        times: display times of the frames, rising, in units of time_base; None if a frame has no time or two frames
-            have the same one.
+        counted: True if FFmpeg decodes exactly ``length`` frames. Otherwise only decoding the whole file gives the
+            number, and no frame can be found by its number.
+        times: display times of the frames, rising, in units of time_base; None if a frame has no time or two have the
+            same.
         keys: (display time, decoding time) of the frames at which decoding can begin.
         rate: frames per second according to the container; 0 if unknown.
         crop: borders that the container hides.
@@ -206,50 +196,44 @@ class Contents:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
     def timeline(self) -> Timeline:
-        """Return the display times of the frames, computed from the rate if the file has no times."""
         if self.times is None:
             return Timeline(np.arange(self.length) / (self.rate or 1.0))
         return Timeline(self.times * float(self.time_base))
 
 
 class NoVideo(ValueError):
-    """Error for a file that holds only sound or subtitles."""
+    """Raised for a file that holds only sound or subtitles."""
 
 
 class UnknownColours(ValueError):
-    """Error for colours that this project can't convert."""
+    """Raised for colours that can't be converted."""
 
 
 class Reader(Protocol):
-    """Interface of an open clip."""
+    """An open clip."""
 
     length: int  # number of frames
     declared: int  # pixels of a frame according to the file's header
 
-    def size(self) -> tuple[int, int]:
-        """Return the displayed (height, width) of the frames."""
-        ...
+    def size(self) -> tuple[int, int]: ...
 
-    def timeline(self) -> Timeline:
-        """Return the display times of the frames."""
-        ...
+    def timeline(self) -> Timeline: ...
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Return the frames at ascending ``indices`` as (T, H, W, 3) uint8. Any failure raises an exception."""
+        """Return the frames at ascending ``indices`` as (T, H, W, 3) uint8. May raise any exception."""
         ...
 
 
 def open_container(name: str) -> Any:
-    """Open a file with PyAV. ``name`` comes from ``name_for_ffmpeg``.
-
-    Only containers that can't refer to other files are allowed."""
+    """Open a file with PyAV. Only containers that can't refer to other files are allowed. name: from
+    ``name_for_ffmpeg``."""
     import av
 
     return av.open(name, options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file,fd,pipe"})
 
 
 def video_stream(file: Any) -> Any:
-    """Return the stream that players show, which is FFmpeg's best one apart from cover pictures. Raises NoVideo."""
+    """Return the stream that players show: FFmpeg's best one apart from cover pictures. Raises NoVideo."""
     from av.stream import Disposition
 
     streams = file.streams.video
@@ -264,14 +248,8 @@ def video_stream(file: Any) -> Any:
 class Packet(NamedTuple):
     """Times and flags of a packet that holds a frame.
 
-    Attributes:
-        shown: display time.
-        decoded: decoding time.
-        key: True for a key frame.
-        hidden: True if an edit list hides the frame.
-        holds: True if the packet contains a complete frame that is shown. If it is also a key frame, decoding can begin
-            at it.
-    """
+    hidden: an edit list hides the frame. holds: the packet contains a complete frame that is shown; decoding can begin
+    at it if it is also a key frame."""
 
     shown: int | None
     decoded: int | None
@@ -316,13 +294,12 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
 
 
 def colours_of(stream: Any) -> str:
-    """Return the name of a stream's colours if they need conversion, see ``kind_of_colours``."""
     context = stream.codec_context
     return kind_of_colours(int(context.color_primaries), int(context.color_trc))
 
 
 def _needs_matrix(pictures: Any) -> bool:
-    """Return True if a codec context or frame is high definition, in YUV, and does not name its matrix."""
+    """Return True for a codec context or frame in high definition and YUV that does not name its matrix."""
     if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
         return False
     return pictures.format is not None and not pictures.format.is_rgb
@@ -357,8 +334,8 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
     """Return the packets of a stream that are not empty.
 
-    whole: if False, only the first packet's contents are read. ``holds`` is then False for packets whose contents would
-    have to be read."""
+    whole: if False, only the first packet is complete, and ``holds`` is False for packets whose contents would
+    decide."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []
@@ -396,12 +373,11 @@ def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> boo
 
 
 def crop_of(name: str, file: Any, stream: Any) -> Crop:
-    """Return the borders of a video stream that the container of an open file hides."""
     return container_crop(name, file.format.name, [each.index for each in file.streams.video].index(stream.index))
 
 
 def rising_times(times: list[int | None]) -> np.ndarray | None:
-    """Return the sorted times, or None if ``times`` is empty, has an unknown time or has the same time twice."""
+    """Return the sorted times, or None if there are none, one is unknown, or two are the same."""
     if not times or None in times:
         return None
     ordered = np.sort(np.array(times, dtype=np.int64))
@@ -494,23 +470,6 @@ def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
     return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
-class ShownFrames:
-    """Converter from the frames of a PyAV stream to the RGB frames that players show.
-
-    crop: borders that the container hides."""
-
-    def __init__(self, stream: Any, crop: Crop):
-        self._to_rgb, self._geometry = ToRgb(), Geometry(stream, crop)
-
-    def size(self, frame: Any) -> tuple[int, int]:
-        """Return the displayed (height, width) of a frame."""
-        return self._geometry.size(frame)
-
-    def __call__(self, frame: Any) -> np.ndarray:
-        """Return the displayed frame as (H, W, 3) uint8."""
-        return self._geometry(frame, self._to_rgb(frame))
-
-
 class TorchCodecReader:
     """Reader based on torchcodec, which needs FFmpeg's shared libraries.
 
@@ -575,12 +534,13 @@ class PyAVReader:
         wanted = self._contents.times[list(indices)].tolist()
         start = max((key for key in self._contents.keys if key[0] <= wanted[0]), default=self._contents.keys[0])
         self._file.seek(start[1], stream=self._stream)
-        convert, found, left = ShownFrames(self._stream, self._contents.crop), {}, set(wanted)
+        geometry, to_rgb = Geometry(self._stream, self._contents.crop), ToRgb()
+        found, left = {}, set(wanted)
         for frame in decoded(self._file, self._stream):
             if frame.pts in left:
                 if (frame.height, frame.width) != self._coded:
                     raise ValueError("a frame of another size")
-                found[frame.pts] = convert(frame)
+                found[frame.pts] = geometry(frame, to_rgb(frame))
                 left.discard(frame.pts)
             if not left:
                 return torch.from_numpy(np.stack([found[time] for time in wanted]))
@@ -589,7 +549,6 @@ class PyAVReader:
 
 @cache
 def import_torchcodec() -> Any:
-    """Import torchcodec's decoders on first use."""
     import torchcodec.decoders  # pyright: ignore[reportMissingImports]
 
     return torchcodec.decoders
@@ -625,7 +584,7 @@ def problem_of(reader: str) -> str:
 def choose_reader(asked: str = "auto") -> tuple[str, str]:
     """Return the reader that ``--video_reader asked`` selects on this machine, and the reason.
 
-    Raises ValueError, which names the flag, if the reader doesn't work here."""
+    Raises ValueError, naming the flag, if the reader doesn't work here."""
     if asked not in CHOICES:
         raise ValueError(f"--video_reader {asked}: no such reader; give one of {', '.join(CHOICES)}")
     if asked == "decord":
@@ -646,11 +605,9 @@ _SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show a frame for 100 ms if i
 
 
 class AnimationReader:
-    """Reads an animation, with the interface of the readers in ``opendit.data.video_files``. It always starts at the
-    first frame, because each frame is drawn over the previous ones.
+    """Reader of an animation. It starts at the first frame, because each frame is drawn over the previous ones.
 
-    most_pixels: maximum number of pixels in a frame. The constructor and all methods raise BadSample, naming
-    the file and the reason."""
+    most_pixels: maximum pixels of a frame. All methods raise BadSample, naming the file and the reason."""
 
     def __init__(self, path: str, most_pixels: int):
         self._path, self._most_pixels = path, most_pixels
@@ -669,17 +626,14 @@ class AnimationReader:
             raise ValueError(f"frames of {image.width:,} x {image.height:,} pixels, more than {self._most_pixels:,}")
 
     def size(self) -> tuple[int, int]:
-        """Return (height, width) of the frames as they are shown."""
         return self._size
 
     def timeline(self) -> Timeline:
-        """Return the time at which each frame is first shown, from the durations in the file."""
-        seconds = np.cumsum(self.durations) - self.durations
-        return Timeline(seconds)
+        return Timeline(np.cumsum(self.durations) - self.durations)
 
     @cached_property
     def durations(self) -> np.ndarray:
-        """Duration of each frame in seconds, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
+        """Seconds of each frame, (frames,) float64. A duration of at most 10 ms counts as 100 ms."""
         with self._opened() as (file, image):
             found = durations_of(file)
             if found is None:
@@ -688,7 +642,6 @@ class AnimationReader:
             return np.where(durations < _SHORTEST, _USUAL, durations)
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Return the frames at ``indices``, which must be ascending, as (T, H, W, 3) uint8."""
         wanted, found = set(indices), {}
         with self._opened() as (file, image):
             conversion = conversion_of(image)
@@ -726,25 +679,18 @@ _BT601, _LIMITED_RANGE = 6, 1  # FFmpeg's AVCOL_SPC_SMPTE170M and AVCOL_RANGE_MP
 
 
 def write_mp4(
-    path: str | Path,
-    frames: np.ndarray,
-    fps: float | Fraction,
-    comment: str | None = None,
-    root: Path | None = None,
+    path: str | Path, frames: np.ndarray, fps: float | Fraction, comment: str | None = None, root: Path | None = None
 ) -> None:
-    """Encode RGB ``frames``, (T, H, W, 3) uint8, and replace ``path`` when the file is complete.
+    """Encode RGB ``frames``, (T, H, W, 3) uint8, as H.264, and replace ``path`` when the file is complete.
 
-    H.264's 4:2:0 colours need even sizes, so the last row or column of an odd height or width is repeated. The same
-    frames give the same bytes in any process.
+    H.264's 4:2:0 colours need even sizes, so the last row or column of an odd size is repeated. The same frames give
+    the same bytes in any process.
 
     Args:
         comment: text of the file's ``comment`` tag.
         root: folder below which no link is followed (opendit/common/safe_files.py).
 
-    Raises:
-        ValueError: ``frames`` is empty or has another shape or dtype, or ``fps`` is not positive.
-        OSError: the file can't be written; the error names ``path``.
-    """
+    Raises ValueError for ``frames`` or ``fps`` that can't be a clip, and OSError, naming ``path``."""
     import av  # imported here, because it loads slowly and reading data doesn't need it
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:

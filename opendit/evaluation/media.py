@@ -13,7 +13,7 @@ import numpy as np
 
 from opendit.common.utils import sha256_of
 from opendit.data.base import BadSample
-from opendit.data.captioned_media import read_csv
+from opendit.data.captioned_media import read_table
 from opendit.data.clips import read_clip
 from opendit.data.container_header import SUFFIXES as ANIMATIONS
 from opendit.data.container_header import is_animation
@@ -222,7 +222,7 @@ def _drawn(path: Path) -> list[str]:
 
 
 def _table(path: Path, options: MediaOptions) -> Media:
-    rows = read_csv(path)
+    rows = read_table(path)
     if not rows:
         raise ValueError(f"{printable(path)} holds no row")
     files, clips = [str(row.path) for row in rows], [not row.is_picture for row in rows]

@@ -17,7 +17,7 @@ from PIL import Image, ImageSequence, features
 
 from opendit.data import SampleKey, build_dataset, captioned_media, clips, video_files
 from opendit.data.base import BadSample
-from opendit.data.captioned_media import read_csv
+from opendit.data.captioned_media import read_table
 from opendit.data.clips import open_clip
 from opendit.data.container_header import count_frames, is_animated, is_animation
 from opendit.data.picture_file import read_picture
@@ -206,7 +206,7 @@ def folder(tmp_path):
 
 
 def test_tables_tell_animations_from_pictures(folder):
-    for row in read_csv(folder / "all.csv"):
+    for row in read_table(folder / "all.csv"):
         assert row.is_picture == row.path.name.startswith("still"), row.path
         assert is_animation(row.path) != row.is_picture
 
@@ -234,7 +234,7 @@ def test_a_run_on_pictures_takes_the_first_frame(folder):
 
 def test_tars_hold_the_same(folder):
     (folder / "tars").mkdir()
-    rows = [row for row in read_csv(folder / "all.csv") if row.path.suffix]
+    rows = [row for row in read_table(folder / "all.csv") if row.path.suffix]
     members = []
     for number, row in enumerate(rows):
         members += [(f"{number:03d}{row.path.suffix}", row.path.read_bytes()), (f"{number:03d}.txt", row.text.encode())]

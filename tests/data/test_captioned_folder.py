@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from opendit.data import CaptionedDataset, SampleKey, build_dataset, captioned_media, look
-from opendit.data.captioned_media import Columns, find_captions, read_csv, read_table
+from opendit.data.captioned_media import Columns, find_captions, read_table
 from opendit.data.pictures_and_clips import FolderDataset
 from tests.data.test_clips import encode, grey
 
@@ -105,7 +105,7 @@ def test_what_is_missing_or_broken_is_counted_and_named_and_stops_nothing(tmp_pa
     assert all(line in told for line in data.describe().notes)
     captioned_media.check(str(tmp_path), str(out / "checked.csv"), num_workers=1)
     assert bare in capsys.readouterr().out
-    assert [row.text for row in read_csv(out / "checked.csv")] == ["A", "F"]
+    assert [row.text for row in read_table(out / "checked.csv")] == ["A", "F"]
 
 
 def test_nothing_but_faults_is_an_error(tmp_path):

@@ -19,7 +19,7 @@ from opendit.data.captioned_media import (
     find_folder,
     find_ucf101,
     make,
-    read_csv,
+    read_table,
     table,
 )
 from opendit.data.video_files import write_mp4
@@ -114,7 +114,7 @@ def test_captions_come_from_the_nearest_source(tmp_path):
     assert "broken.mp4: broken.json isn't JSON" in broken and "latin.mp4: latin.txt isn't UTF-8" in latin
 
     make("folder", str(tmp_path), str(tmp_path / "all.csv"))
-    assert {row.path.name: row.text for row in read_csv(tmp_path / "all.csv")} == {
+    assert {row.path.name: row.text for row in read_table(tmp_path / "all.csv")} == {
         row.path.name: row.text for row in found.rows
     }
 
@@ -158,7 +158,7 @@ def test_every_reason_is_counted_once(folder, tmp_path, capsys):
         num_workers=3,
         image_size=64,
     )
-    rows = read_csv(folder / "ok.csv")
+    rows = read_table(folder / "ok.csv")
     assert [(row.path.name, row.text, row.extra) for row in rows] == [
         ("good.mp4", 'a "big", red thing', {"id": "1", "source": "x"}),
         ("good.png", "a picture", {"id": "7", "source": "y"}),
@@ -183,7 +183,7 @@ def test_every_reason_is_counted_once(folder, tmp_path, capsys):
 
 
 def test_shorter_windows_keep_shorter_clips(folder):
-    kept, media, dropped = check_rows(read_csv(folder / "clips.csv"), num_frames=16, num_workers=1)
+    kept, media, dropped = check_rows(read_table(folder / "clips.csv"), num_frames=16, num_workers=1)
     assert [row.path.name for row in kept] == ["good.mp4", "short.mp4", "small.mp4", "good.png", "long.mp4"]
     assert media[0] == Medium(31, 32, 48, 8.0) and media[3] == Medium(1, 32, 48)
     assert {reason: len(files) for reason, files in dropped.items()} == dict(zip(REASONS, (1, 4, 0, 0, 1), strict=True))
@@ -242,13 +242,13 @@ def test_pipes_circles_and_names_of_any_bytes(tmp_path, capsys):
         "up (a link that leads back up)", "again (a folder that links led to before)",
     ):  # fmt: skip
         assert part in text
-    rows = read_csv(root / "media.csv")
+    rows = read_table(root / "media.csv")
     assert [(row.path.name, row.text) for row in rows] == [("1.png", "a cat"), (odd, "a cat"), (" 2.png", "~home")]
     assert all(row.path.is_file() for row in rows)
     data = build_dataset(str(root / "media.csv"), 8, seed=0)
     assert [data[SampleKey(i, 0, 0)].skipped for i in range(3)] == [()] * 3 and data.describe().text.isprintable()
     captioned_media.check(str(root / "media.csv"), str(root / "checked.csv"), num_workers=1)
-    assert read_csv(root / "checked.csv") == rows
+    assert read_table(root / "checked.csv") == rows
 
 
 def test_side_cars_that_are_no_captions(tmp_path):

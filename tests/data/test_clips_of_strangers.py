@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data import clips
-from opendit.data.container_header import read_header
+from opendit.data.container_header import problem_of_tables
 from tests.data.test_broken_clips import reason
 from tests.data.test_clips import encode, grey, numbers, read_clip
 
@@ -73,7 +73,7 @@ def test_fragments_of_more_frames_than_bytes_in_all(tmp_path):
 
 def reason_of(folder, content):
     (folder / "some.mp4").write_bytes(content)
-    return read_header(str(folder / "some.mp4")).problem
+    return problem_of_tables(str(folder / "some.mp4"))
 
 
 @pytest.mark.parametrize("size", ["of 64 bits", "up to the end"])
@@ -193,6 +193,6 @@ def test_damaged_tables_are_read_in_bounds(tmp_path_factory, data, edits):
         for at, value in edits if content else ():
             content[at % len(content)] = value
         (folder / "damaged.mp4").write_bytes(content)
-        why = read_header(str(folder / "damaged.mp4")).problem
+        why = problem_of_tables(str(folder / "damaged.mp4"))
         assert why is None or len(why) < 200
-    assert read_header(str(sound)).problem is None
+    assert problem_of_tables(str(sound)) is None

@@ -16,7 +16,7 @@ from opendit.data import captioned_media, clips, colours
 from opendit.data.base import BadSample, Medium, count_colours
 from opendit.data.base import of_picture as picture_medium
 from opendit.data.clips import open_clip
-from opendit.data.container_header import dolby_profile, read_header
+from opendit.data.container_header import dolby_profile, problem_of_tables
 from opendit.data.picture_file import read_picture
 from opendit.data.video_files import READERS, look_up, problem_of
 
@@ -298,7 +298,7 @@ def test_dolby_vision_without_another_form_is_named(tmp_path):
         length = struct.unpack_from(">I", data, end)[0]
         patched = data[: end + 4] + b"dvcC" + box.ljust(length - 8, b"\0") + data[end + length :]
         path.write_bytes(patched)
-        problem = read_header(str(path)).problem
+        problem = problem_of_tables(str(path))
         assert (problem is not None) == refused
         if refused:
             assert problem.startswith("Dolby Vision of profile 5, whose colours can't be converted")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opendit.data.captioned_media import TableRow, read_csv, write_csv
+from opendit.data.captioned_media import TableRow, read_table, write_csv
 
 
 def write(folder, text, encoding="utf-8"):
@@ -17,7 +17,7 @@ def write(folder, text, encoding="utf-8"):
 
 
 def pairs(path):
-    return [(str(row.path.relative_to(path.parent)), row.text) for row in read_csv(path)]
+    return [(str(row.path.relative_to(path.parent)), row.text) for row in read_table(path)]
 
 
 def test_with_and_without_a_header(tmp_path):
@@ -40,23 +40,23 @@ def test_quotes_commas_and_newlines_in_captions(tmp_path):
 def test_paths_are_relative_to_the_csv(tmp_path, monkeypatch):
     path = write(tmp_path, "path,text\nclips/a.mp4,x\n/data/b.mp4,y\n~/c.mp4,z\n")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert [row.path for row in read_csv(path)] == [
+    assert [row.path for row in read_table(path)] == [
         tmp_path / "clips/a.mp4",
         Path("/data/b.mp4"),
         Path("/home/someone/c.mp4"),
     ]
     monkeypatch.chdir(tmp_path)
-    assert read_csv("media.csv")[0].path == Path("clips/a.mp4")
+    assert read_table("media.csv")[0].path == Path("clips/a.mp4")
 
 
 def test_more_columns_are_kept(tmp_path):
-    assert read_csv(write(tmp_path, "fps,path,text,who\n24,a.mp4,x,me\n"))[0].extra == {"fps": "24", "who": "me"}
-    assert read_csv(write(tmp_path, "a.mp4,x,24\nb.mp4,y\n"))[0].extra == {"column3": "24"}
+    assert read_table(write(tmp_path, "fps,path,text,who\n24,a.mp4,x,me\n"))[0].extra == {"fps": "24", "who": "me"}
+    assert read_table(write(tmp_path, "a.mp4,x,24\nb.mp4,y\n"))[0].extra == {"column3": "24"}
 
 
 def test_pictures_are_told_from_clips_row_by_row(tmp_path):
     path = write(tmp_path, "a.JPG,x\nb.mp4,y\nc.webp,z\nd.unknown,w\n")
-    assert [row.is_picture for row in read_csv(path)] == [True, False, True, False]
+    assert [row.is_picture for row in read_table(path)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_pictures_are_told_from_clips_row_by_row(tmp_path):
 def test_errors_name_the_flag_and_the_line(tmp_path, content, says):
     path = write(tmp_path, content)
     with pytest.raises(ValueError, match=f"(?s)--data_path {path}.*{says}"):
-        read_csv(path)
+        read_table(path)
 
 
 def test_other_encodings_and_missing_files(tmp_path):
     with pytest.raises(ValueError, match="--data_path .*: isn't UTF-8 .*save it as UTF-8"):
-        read_csv(write(tmp_path, "a.mp4,Möwe\n", "latin-1"))
+        read_table(write(tmp_path, "a.mp4,Möwe\n", "latin-1"))
     with pytest.raises(FileNotFoundError, match="--data_path .*none.csv: doesn't exist"):
-        read_csv(tmp_path / "none.csv")
+        read_table(tmp_path / "none.csv")
 
 
 def test_written_paths_are_relative_below_the_csv_only(tmp_path):
@@ -100,7 +100,7 @@ lines = st.text(st.sampled_from("ab,\"'; \n"), max_size=12)
 def test_what_is_written_is_read(tmp_path, values):
     rows = [TableRow(tmp_path / f"clip, {n} é.mp4", text.strip(), {"note": note}) for n, text, note in values]
     write_csv(tmp_path / "round.csv", rows)
-    assert read_csv(tmp_path / "round.csv") == rows
+    assert read_table(tmp_path / "round.csv") == rows
 
 
 # ---------------------------------------------------------------- tables of strangers
@@ -157,7 +157,7 @@ def media(tmp_path):
 def test_what_is_wrong_is_named_with_its_line_and_the_fix(media, content, says):
     path = write(media, content)
     with pytest.raises(ValueError, match=f"^--data_path {path}.*{says}") as caught:
-        read_csv(path)
+        read_table(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
@@ -206,7 +206,7 @@ def test_files_that_are_no_text(tmp_path):
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"^--data_path {path}[ ,:].*{says}"):
-            read_csv(path)
+            read_table(path)
 
 
 def test_tables_that_are_no_files(tmp_path):
@@ -219,16 +219,16 @@ def test_tables_that_are_no_files(tmp_path):
         ("loose", "a link to a file that doesn't exist"),
     ):
         with pytest.raises(ValueError, match=f"^--data_path {tmp_path}/{name}.csv: can't be read .{says}"):
-            read_csv(tmp_path / f"{name}.csv")
+            read_table(tmp_path / f"{name}.csv")
     with pytest.raises(FileNotFoundError, match="^CSV: doesn't exist"):
-        read_csv(tmp_path / "none.csv", name="CSV")
+        read_table(tmp_path / "none.csv", name="CSV")
 
 
 def test_names_that_are_not_utf8_survive(tmp_path):
     row = TableRow(tmp_path / os.fsdecode(b"caf\xe9.png"), "un caf\u00e9")
     write_csv(tmp_path / "odd.csv", [row])
     assert b"caf\xe9.png,un caf\xc3\xa9" in (tmp_path / "odd.csv").read_bytes()
-    assert read_csv(tmp_path / "odd.csv") == [row]
+    assert read_table(tmp_path / "odd.csv") == [row]
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -239,6 +239,6 @@ def test_any_bytes_are_rows_or_one_line(tmp_path, content):
     path = tmp_path / "any.csv"
     path.write_bytes(content)
     try:
-        assert read_csv(path)
+        assert read_table(path)
     except ValueError as error:
         assert str(error).startswith(f"--data_path {path}") and str(error).isprintable()

@@ -140,12 +140,6 @@ def test_a_loader_that_leaves_it_gives_the_same_samples(folder, kind, workers, m
             assert torch.equal(wanted, found)
 
 
-def test_only_bytes_can_be_left(folder):
-    data, schedule = opened(folder, "table")
-    with pytest.raises(ValueError, match="as bytes only"):
-        build_loader(data, schedule, dp_rank=0, dp_size=1, batch_size=schedule.global_batch, enlarge=False)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_are_kept_do_not_change(folder, workers):
     """Their memory is used again, but not while somebody holds them."""

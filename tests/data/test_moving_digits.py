@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from opendit.data.captioned_media import read_csv
+from opendit.data.captioned_media import read_table
 from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, caption, digits_split, make_demo, parse_caption, render
 from opendit.data.video_files import write_mp4
 
@@ -111,7 +111,7 @@ def test_what_is_no_clip_is_refused(tmp_path):
 
 def test_the_demo_is_balanced_the_same_again_and_resumed(tmp_path):
     table = make_demo(tmp_path / "one", clips=80, size=20, frames=6)
-    rows = read_csv(table)
+    rows = read_table(table)
     assert table == tmp_path / "one" / "demo.csv" and len(rows) == 80
     assert sorted(parse_caption(row.text) for row in rows) == sorted(PAIRS * 2)
     assert table.read_text().splitlines()[1] == "clips/00000-zero-left.mp4,a zero moving left"
@@ -126,7 +126,7 @@ def test_the_demo_is_balanced_the_same_again_and_resumed(tmp_path):
     assert {row.path.name: row.path.read_bytes() for row in rows} == contents
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
 
-    other = read_csv(make_demo(tmp_path / "other", clips=3, size=20, frames=6, seed=1))
+    other = read_table(make_demo(tmp_path / "other", clips=3, size=20, frames=6, seed=1))
     assert [row.path.name for row in other] == list(contents)[:3]
     assert all(row.path.read_bytes() != contents[row.path.name] for row in other)
 

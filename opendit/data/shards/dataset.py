@@ -33,7 +33,7 @@ from opendit.data.base import (
     of_picture,
 )
 from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
-from opendit.data.container_header import HEAD, is_animated, may_be_animation
+from opendit.data.container_header import is_animated
 from opendit.data.files import Checksums, Ignored, allow_open_files, list_folder, name_few, printable
 from opendit.data.order import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, picture_suffixes, read_picture
@@ -298,7 +298,7 @@ class ShardDataset(PicturesAndClips):
         return known_sizes(identity, len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, view: View) -> Item:
-        if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
+        if self.use_video and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
             raise BadSample(self.source(row), reason)
         try:  # look up the sample's name only on an error
