@@ -359,3 +359,22 @@ def test_batches_tell_how_many_bytes_were_read(tmp_path):
         keys = [[SampleKey(row, 0, row)] for row in range(len(data))]
         with read_batches(some, keys, num_workers=1) as batches:
             assert sum(batch.bytes_read for batch in batches) == batches.bytes_read == expected
+
+
+@pytest.mark.parametrize(
+    "error, kind, message",
+    [
+        (MemoryError("no room"), DataError, r"ran out of memory at \w+.* \(no room\); lower --num_workers"),
+        (RuntimeError("unable to write to shared memory"), DataError, "raise the size of /dev/shm"),
+        (OSError("the disk is down"), DataError, "^the disk is down$"),
+        (KeyError("a defect"), RuntimeError, r"(?s)a loader process failed at .*KeyError: 'a defect'.*in read\n"),
+    ],
+)
+def test_an_error_of_a_worker_names_its_cause_and_the_fix(error, kind, message):
+    class Failing(Numbers):
+        def read(self, row, view=PLAIN):
+            raise error
+
+    with build_loader(Failing(8), BatchSchedule(8, 8, 0), dp_rank=0, dp_size=1, batch_size=8, num_workers=1) as batches:
+        with pytest.raises(kind, match=message):
+            next(batches)
