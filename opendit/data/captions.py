@@ -169,9 +169,9 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
         if rows <= count:
             found.append(np.arange(start, start + rows))
         else:
-            lot = math.isqrt(count)
-            starts = np.linspace(0, rows - lot, count // lot).astype(np.int64)
-            found.append(start + np.unique(starts[:, None] + np.arange(lot)))
+            group = math.isqrt(count)
+            starts = np.linspace(0, rows - group, count // group).astype(np.int64)
+            found.append(start + np.unique(starts[:, None] + np.arange(group)))
         start += rows
     return np.concatenate(found)
 

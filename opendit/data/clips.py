@@ -98,11 +98,11 @@ def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enl
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
-    unit = min(height / down, width / across)
-    high, wide = min(height, round(down * unit)), min(width, round(across * unit))
+    scale = min(height / down, width / across)
+    high, wide = min(height, round(down * scale)), min(width, round(across * scale))
     top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
-    if (high, wide) != (down, across) and (enlarge or unit > 1):
+    if (high, wide) != (down, across) and (enlarge or scale > 1):
         # Resizing uint8 is 3x as fast as float32. torch would copy a non-contiguous tensor to channels-first.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
