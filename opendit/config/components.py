@@ -24,6 +24,7 @@ from opendit.config.flags import (
     WORKERS,
     Flags,
     Setting,
+    between,
     check_unused,
     flag,
 )
@@ -126,11 +127,11 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
         unit="name",
     )
     num_classes: int | None = flag(
-        None, "classes of the model (from the data when left out)", at_least=1, at_most=1_000_000, unit="classes"
+        None, "classes of the model (from the data when left out)", **between(1, 1_000_000, "classes")
     )
     qk_norm: bool = flag(False, "RMSNorm of queries and keys: stable at large sizes and learning rates")
     adaln_lora: int | None = flag(
-        None, "rank of what a block adds to a modulation that all share", at_least=1, at_most=16_384, unit="rank"
+        None, "rank of what a block adds to a modulation that all share", **between(1, 16_384, "rank")
     )
     bias: bool | None = flag(None, "biases in the blocks' linear layers (default: all but MovieGen's)")
     given_frames: str | None = flag(None, f"of clips, image-to-video and continuation: {GIVEN}", unit="frames")
@@ -147,9 +148,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
     patch_bottleneck: int | None = flag(
         None,
         "project patches to this many channels first, such as 128 for 16 x 16 pixels (JiT)",
-        at_least=1,
-        at_most=16_384,
-        unit="channels",
+        **between(1, 16_384, "channels"),
     )
 
     @property
@@ -174,9 +173,7 @@ class CaptionFlags(Flags):
     max_text_tokens: int | None = flag(
         None,
         "captions are cut to this (default: the encoder's; bytes: what fits the data, from 64 to 512)",
-        at_least=1,
-        at_most=16_384,
-        unit="tokens",
+        **between(1, 16_384, "tokens"),
     )
     text_precision: str = flag(
         "bf16",
@@ -206,7 +203,7 @@ class StartFlags(Flags):
     )
     download: bool = flag(False, "fetch --pretrained OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     lora: int | None = flag(
-        None, "train low-rank additions of this rank to --pretrained's blocks", at_least=1, at_most=16_384, unit="rank"
+        None, "train low-rank additions of this rank to --pretrained's blocks", **between(1, 16_384, "rank")
     )
     lora_alpha: float | None = flag(
         None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"
@@ -296,9 +293,7 @@ class LoaderFlags(Flags):
     data_timeout: float = flag(
         300.0,
         "seconds for one file, after which the run ends and names it; 0: any",
-        at_least=0,
-        at_most=10_000_000,
-        unit="seconds",
+        **between(0, 10_000_000, "seconds"),
     )
     max_bad: float = flag(0.05, "share of unreadable files at which the run stops", **SHARE)
 
@@ -357,7 +352,7 @@ class AlignmentFlags(Flags):
         unit="folder",
     )
     repa_block: int | None = flag(
-        None, "tokens after this many blocks (default: two sevenths)", at_least=1, at_most=1024, unit="blocks"
+        None, "tokens after this many blocks (default: two sevenths)", **between(1, 1024, "blocks")
     )
     repa_weight: float = flag(0.5, "of its term in the loss", above=0, at_most=1000, unit="weight")
     repa_projector: str = flag(
@@ -376,29 +371,23 @@ class BatchFlags(Flags):
     batch_size: int = flag(
         32, "samples per data-parallel rank and micro-batch", common="per rank and micro-batch", **BATCH
     )
-    grad_accumulation: int = flag(1, "micro-batches per step", at_least=1, at_most=65_536, unit="micro-batches")
+    grad_accumulation: int = flag(1, "micro-batches per step", **between(1, 65_536, "micro-batches"))
     global_batch_size: int | None = flag(
         None,
         "samples per step on all GPUs, in micro-batches of --batch_size at most",
-        at_least=1,
-        at_most=2**30,
         common="of all GPUs, per step",
-        unit="samples",
+        **between(1, 2**30, "samples"),
     )
     bucket_tokens: int | None = flag(
         None,
         "crop samples to shapes near their own; --batch_size then counts lots of one shape of at most this many tokens",
-        at_least=1,
-        at_most=2**30,
-        unit="tokens",
+        **between(1, 2**30, "tokens"),
     )
     pack_tokens: int | None = flag(
         None,
         "pack samples of any shapes into sequences of this many tokens, which --batch_size then counts; FLUX.1's and "
         "Z-Image's captions are among the tokens",
-        at_least=1,
-        at_most=2**30,
-        unit="tokens",
+        **between(1, 2**30, "tokens"),
     )
     epochs: int = flag(1400, "passes over the data", unit="epochs", **COUNT)
     max_steps: int | None = flag(
@@ -448,10 +437,10 @@ class OptimizerFlags(Flags):
     lr: float = flag(1e-4, "peak learning rate", common=True, unit="rate", **ABOVE_0)
     lr_schedule: str = flag("constant", "after the warm-up", choices=("constant", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", unit="steps", **FROM_0)
-    weight_decay: float = flag(0.0, "decoupled weight decay", at_least=0, at_most=1000, unit="number")
+    weight_decay: float = flag(0.0, "decoupled weight decay", **between(0, 1000, "number"))
     adam_beta1: float = flag(0.9, "decay of AdamW's mean of the gradients", **SHARE)
     adam_beta2: float = flag(0.999, "of its mean of their squares; less (0.95) forgets outliers sooner", **SHARE)
-    grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", at_least=0, at_most=1e38, unit="norm")
+    grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", **between(0, 1e38, "norm"))
     max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", unit="steps", **COUNT)
     ema_decay: float | list[float] = flag(
         0.9999,
@@ -530,11 +519,7 @@ class PluginFlags(Flags):
         common="auto: choose what fits and is fastest",
     )
     gpus_per_node: int | None = flag(
-        None,
-        "processes of a machine (default: those started on it; of --dry_run 8)",
-        at_least=1,
-        at_most=4096,
-        unit="processes",
+        None, "processes of a machine (default: those started on it; of --dry_run 8)", **between(1, 4096, "processes")
     )
     hardware: str | None = flag(
         None,
@@ -543,21 +528,15 @@ class PluginFlags(Flags):
     )
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS), common="what shards the state")
     tensor_parallel_size: int = flag(
-        1, "processes that divide every layer of the model", at_least=1, at_most=4096, unit="processes"
+        1, "processes that divide every layer of the model", **between(1, 4096, "processes")
     )
     expert_parallel_size: int = flag(
-        1,
-        "of fsdp: processes that have different experts of an EC-DiT's blocks",
-        at_least=1,
-        at_most=4096,
-        unit="processes",
+        1, "of fsdp: processes that have different experts of an EC-DiT's blocks", **between(1, 4096, "processes")
     )
     pipeline_parallel_size: int = flag(
         1,
         "processes among which the model's blocks are divided, as stages of a pipeline",
-        at_least=1,
-        at_most=4096,
-        unit="processes",
+        **between(1, 4096, "processes"),
     )
     pipeline_schedule: str = flag(
         "1f1b",
@@ -565,11 +544,7 @@ class PluginFlags(Flags):
         choices=PIPELINE_SCHEDULES,
     )
     data_parallel_replicate: int = flag(
-        1,
-        "of fsdp: copies of the sharded model, for example one per machine (HSDP)",
-        at_least=1,
-        at_most=2**20,
-        unit="copies",
+        1, "of fsdp: copies of the sharded model, for example one per machine (HSDP)", **between(1, 2**20, "copies")
     )
     reshard: str = flag(
         "auto",
@@ -625,9 +600,7 @@ class ParallelFlags(Flags):
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
-    sequence_parallel_size: int = flag(
-        1, "processes that share one sample's sequence", at_least=1, at_most=4096, unit="processes"
-    )
+    sequence_parallel_size: int = flag(1, "processes that share one sample's sequence", **between(1, 4096, "processes"))
     sequence_parallel_type: str = flag(
         "auto", "how they do; auto: what suits ranks, tokens and heads", choices=SEQUENCE_TYPES
     )
@@ -718,10 +691,8 @@ class RunFlags(Flags):
         None,
         "print what the run needs, on this many GPUs, and stop; nothing is built",
         alone=0,
-        at_least=0,
-        at_most=2**20,
         common="print what it needs on this many GPUs",
-        unit="gpus",
+        **between(0, 2**20, "gpus"),
     )
     global_seed: int = flag(42, "seed of everything random", **SEED)
     log_every: int = flag(10, "steps between log lines", unit="steps", **COUNT)
@@ -758,9 +729,7 @@ class ValidationFlags(Flags):
     validate_samples: int | None = flag(
         None,
         "losses that are averaged (default: at most 1,000, and few enough to cost little)",
-        at_least=10,
-        at_most=10_000_000,
-        unit="losses",
+        **between(10, 10_000_000, "losses"),
     )
 
     @property
@@ -775,9 +744,7 @@ class EvaluationFlags(Flags):
     group: ClassVar[str] = "Evaluation: how good samples of the EMA weights are"
 
     evaluate_every: int = flag(0, "steps between evaluations of a few samples; 0: none", unit="steps", **FROM_0)
-    evaluate_samples: int = flag(
-        1000, "samples that are drawn for each of them", unit="samples", at_least=20, at_most=10_000_000
-    )
+    evaluate_samples: int = flag(1000, "samples that are drawn for each of them", **between(20, 10_000_000, "samples"))
     evaluate_metrics: list[str] = flag(
         [], "as --metrics of opendit evaluate; all that can be computed when left out", choices=tuple(METRICS)
     )

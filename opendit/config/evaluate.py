@@ -17,6 +17,7 @@ from opendit.config.flags import (
     SAMPLING_STEPS,
     SIDE,
     Flags,
+    between,
     check_values,
     flag,
     reject_unused,
@@ -92,10 +93,8 @@ class EvaluatedDrawFlags(DrawFlags):
     num_samples: int | None = flag(
         None,
         "samples (default: 50,000, of clips 2,048; all of --samples)",
-        at_least=1,
-        at_most=10_000_000,
         common="default: 50,000, of clips 2,048",
-        unit="samples",
+        **between(1, 10_000_000, "samples"),
     )
     image_size: int | None = flag(
         None, "files are cropped and resized to this many pixels (default: as they are, or the checkpoint's)", **SIDE
@@ -126,10 +125,8 @@ class ResultFlags(Flags):
         None,
         "draw and measure a few batches, print how long all would take on this many GPUs, and stop",
         alone=0,
-        at_least=0,
-        at_most=2**20,
         common="try a few batches; print how long all take",
-        unit="gpus",
+        **between(0, 2**20, "gpus"),
     )
     save_features: str | None = flag(
         None, "also write the samples' features to this .npz, a reference for later", unit="file"

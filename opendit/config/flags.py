@@ -18,23 +18,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 Bounds = dict[str, Any]  # allowed values of a flag, as fields of Value
+
+
+def between(at_least: float, at_most: float, unit: str) -> Bounds:
+    """Return the bounds of a number, both included."""
+    return {"at_least": at_least, "at_most": at_most, "unit": unit}
+
+
 # Bounds that several flags share. They include every useful value. They exclude values so large that a run would crash
 # before it could report the mistake.
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
 ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # up to about the largest fp32 number
 SHARE: Bounds = {"at_least": 0, "below": 1, "unit": "share"}
-BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
-SCALE: Bounds = {"at_least": 1, "at_most": 1000, "unit": "factor"}  # factor by which a picture is enlarged
-SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
-FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
+BATCH: Bounds = between(1, 65_536, "samples")
+SCALE: Bounds = between(1, 1000, "factor")  # factor by which a picture is enlarged
+SIDE: Bounds = between(1, 16_384, "pixels")
+FRAMES: Bounds = between(1, 16_384, "frames")
 FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
-WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
+WORKERS: Bounds = between(0, 256, "processes")
 # seeds that both torch's generators and the kernels' random numbers support
-SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}
+SEED: Bounds = between(0, 2**63 - 1, "seed")
 # upper bound: ddpm's models have 1,000 noise levels
-SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}
-GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
+SAMPLING_STEPS: Bounds = between(1, 1000, "steps")
+GUIDANCE: Bounds = between(0, 1000, "scale")
 
 NUMBERS = {int: "whole number", float: "number"}
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool}

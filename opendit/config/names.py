@@ -18,11 +18,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from opendit.common.utils import printable
-from opendit.config.flags import Bounds, Setting
+from opendit.config.flags import Bounds, Setting, between
 
 ALL_SAMPLERS = ("ddim", "ddpm", "dpmpp", "euler", "heun", "unipc")
 LOGIT: Bounds = {"at_most": 10, "unit": "number"}
-SHIFT: Bounds = {"at_least": 0.01, "at_most": 100, "unit": "factor"}
+SHIFT: Bounds = between(0.01, 100, "factor")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ DESCRIPTIONS = {
                 None,
                 "of ddpm: gamma of min-SNR loss weights, usually 5",
                 "float",
-                {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
+                between(0.001, 1e6, "gamma"),
             ),
             "shift": Setting("ddpm_shift", 1.0, "of ddpm's noise at every timestep, as --flow_shift", bounds=SHIFT),
         },
@@ -61,19 +61,14 @@ DESCRIPTIONS = {
                 "edm_mean",
                 -1.2,
                 "of the log of edm's noise levels in training (P_mean)",
-                bounds={"at_least": -10, "at_most": 10, "unit": "number"},
+                bounds=between(-10, 10, "number"),
             ),
-            "std": Setting(
-                "edm_std",
-                1.2,
-                "their standard deviation (P_std)",
-                bounds={"at_least": 0.001, "at_most": 5, "unit": "number"},
-            ),
+            "std": Setting("edm_std", 1.2, "their standard deviation (P_std)", bounds=between(0.001, 5, "number")),
             "sigma_data": Setting(
                 "edm_sigma_data",
                 0.5,
                 "of edm: the standard deviation of what the model learns",
-                bounds={"at_least": 0.001, "at_most": 1000, "unit": "number"},
+                bounds=between(0.001, 1000, "number"),
             ),
         },
     ),
@@ -95,7 +90,7 @@ DESCRIPTIONS = {
                 None,
                 "samples of this many tokens have --flow_shift, others by the root of theirs",
                 "int",
-                {"at_least": 1, "at_most": 10**9, "unit": "tokens"},
+                between(1, 10**9, "tokens"),
             ),
             "mean": Setting(
                 "flow_mean", 0.0, "of logit_normal times, above 0 to more noise", bounds=LOGIT | {"at_least": -10}
@@ -115,13 +110,13 @@ DESCRIPTIONS = {
                 None,
                 "of flow: gamma of min-SNR loss weights, as --min_snr",
                 "float",
-                {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
+                between(0.001, 1e6, "gamma"),
             ),
             "contrast": Setting(
                 "flow_contrast",
                 0.0,
                 "away from the velocity of another sample by so much, as 0.05 (contrastive flow matching)",
-                bounds={"at_least": 0, "at_most": 0.9, "unit": "weight"},
+                bounds=between(0, 0.9, "weight"),
             ),
         },
     ),
@@ -130,34 +125,26 @@ DESCRIPTIONS = {
         "euler",
         {
             "mean": Setting(
-                "meanflow_mean",
-                -0.4,
-                "of the logit of meanflow's times in training",
-                bounds={"at_least": -10, "at_most": 10, "unit": "number"},
+                "meanflow_mean", -0.4, "of the logit of meanflow's times in training", bounds=between(-10, 10, "number")
             ),
-            "std": Setting(
-                "meanflow_std",
-                1.0,
-                "its standard deviation",
-                bounds={"at_least": 0.001, "at_most": 5, "unit": "number"},
-            ),
+            "std": Setting("meanflow_std", 1.0, "its standard deviation", bounds=between(0.001, 5, "number")),
             "share": Setting(
                 "meanflow_share",
                 0.25,
                 "of samples that learn an interval; the others learn the velocity at its end",
-                bounds={"at_least": 0.01, "at_most": 1, "unit": "share"},
+                bounds=between(0.01, 1, "share"),
             ),
             "guidance": Setting(
                 "meanflow_guidance",
                 1.0,
                 "scale of the guidance inside meanflow's target, for sampling without; 1: none",
-                bounds={"at_least": 0, "at_most": 100, "unit": "scale"},
+                bounds=between(0, 100, "scale"),
             ),
             "power": Setting(
                 "meanflow_power",
                 1.0,
                 "by which a sample's squared error, to this power, divides its gradient; 0: not",
-                bounds={"at_least": 0, "at_most": 4, "unit": "number"},
+                bounds=between(0, 4, "number"),
             ),
         },
     ),

@@ -34,6 +34,7 @@ from opendit.config.flags import (
     SEED,
     SIDE,
     Flags,
+    between,
     check_unused,
     check_values,
     flag,
@@ -180,9 +181,7 @@ class CheckpointFlags(Flags):
     ema: float | None = flag(
         None,
         "relative width of the power average to draw from, of a run with --average",
-        at_least=0.01,
-        at_most=MOST_WIDTH,
-        unit="width",
+        **between(0.01, MOST_WIDTH, "width"),
     )
     lora: list[str] = flag(
         [], "PATH[:WEIGHT] of runs of train.py --lora and LoRA files of public models, merged into --ckpt", unit="path"
@@ -194,7 +193,7 @@ class CheckpointFlags(Flags):
         None, "needed only when the checkpoint does not say (Meta's .pt)", common=True, unit="name"
     )
     num_classes: int | None = flag(
-        None, "of a checkpoint that does not say (Meta's .pt)", at_least=1, at_most=1_000_000, unit="classes"
+        None, "of a checkpoint that does not say (Meta's .pt)", **between(1, 1_000_000, "classes")
     )
     vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out", common=True, unit="name")
     vae_tiling: bool = flag(False, "decode large pictures and clips in overlapping tiles: less memory")
@@ -223,12 +222,7 @@ class DrawFlags(Flags):
         None, "guide away from this caption, not from the empty one", free=True, unit="caption"
     )
     num_samples: int | None = flag(
-        None,
-        "pictures (default: one a label, or up to 16)",
-        at_least=1,
-        at_most=10_000_000,
-        common=True,
-        unit="samples",
+        None, "pictures (default: one a label, or up to 16)", common=True, **between(1, 10_000_000, "samples")
     )
     image_size: int | None = flag(None, "pixels; from the checkpoint when left out", common=True, **SIDE)
     use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)")
@@ -251,7 +245,7 @@ class DrawFlags(Flags):
         unit="route",
     )
     cfg_channels: int | None = flag(
-        None, "guide only the first channels (Meta's figures: 3)", at_least=1, at_most=1024, unit="channels"
+        None, "guide only the first channels (Meta's figures: 3)", **between(1, 1024, "channels")
     )
     seed: int = flag(0, "seed of the noise", common=True, **SEED)
     batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", common=True, **BATCH)
@@ -274,9 +268,7 @@ class ApproximationFlags(Flags):
 
     group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 
-    guidance_every: int = flag(
-        1, "evaluate guidance's unconditional half every K steps", at_least=1, at_most=1000, unit="steps"
-    )
+    guidance_every: int = flag(1, "evaluate guidance's unconditional half every K steps", **between(1, 1000, "steps"))
     cache: str | None = flag(None, f"leave blocks out of steps: {FORMS}", unit="form")
 
 
@@ -297,7 +289,7 @@ class GuidanceFlags(Flags):
 
     cfg_parallel: bool = flag(False, "the two halves of guidance on different processes")
     tensor_parallel_size: int = flag(
-        1, "processes that divide every layer of the model", at_least=1, at_most=4096, unit="processes"
+        1, "processes that divide every layer of the model", **between(1, 4096, "processes")
     )
 
 
