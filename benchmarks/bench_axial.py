@@ -38,15 +38,14 @@ from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models.attention import Attention, TokenGrid
 from opendit.models.blocks import Block
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import STDiTConfig
 from opendit.parallel.collectives import Group, Ring
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
 from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, DirectExchange, GridShare, SharedGrid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice
 from opendit.parallel.sequence.peer_memory import connect
-from opendit.parallel.sequence.ring import ring_attention
-from opendit.parallel.sequence.ulysses import UlyssesRing
+from opendit.parallel.sequence.ulysses import UlyssesRing, ring_attention
 
 WHOLE, COMPUTE_ONLY, BLOCKING, RING, DEFAULT = "whole", "compute only", "blocking", "ring", "default"
 PARTS = (1, 2, 4)

@@ -28,7 +28,7 @@ from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import A, B, Lora, add_lora
+from opendit.models.finetuning import A, B, Lora, add_lora
 from opendit.parallel.tensor import allocate
 
 SEED = 0

@@ -28,12 +28,13 @@ from benchmarks.results import append
 from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import ParallelDims, environment_world_size
 from opendit.kernels.select import select_kernels
-from opendit.models.ecdit import ECDiTConfig
+from opendit.models.variants import ECDiTConfig
 from opendit.models.zoo import empty_model, model_config
 from opendit.parallel import collectives
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.experts import expert_group, expert_parameters
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.layout import Shard
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 

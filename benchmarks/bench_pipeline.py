@@ -30,7 +30,7 @@ from opendit.config.names import PIPELINE_SCHEDULES
 from opendit.config.parallel_sizes import environment_world_size
 from opendit.diffusion.objectives import FlowObjective
 from opendit.kernels.select import select_kernels
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh

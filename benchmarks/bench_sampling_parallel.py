@@ -30,8 +30,8 @@ from opendit.encoders.video_vae import FrameCodec
 from opendit.kernels.select import select_kernels
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
-from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
-from opendit.parallel.mesh import close_mesh, init_mesh
+from opendit.parallel.collectives import SharedBatch
+from opendit.parallel.mesh import Replica, close_mesh, init_mesh, make_replicas
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.sampling.output_pipeline import OutputPipeline

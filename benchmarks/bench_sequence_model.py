@@ -30,7 +30,7 @@ from benchmarks.results import append
 from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
-from opendit.models.vdit import VDiT, VDiTConfig
+from opendit.models.variants import VDiT, VDiTConfig
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from opendit.models.adapt import Adaptation, adapt
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.weights import Weights
+from opendit.models.finetuning import Adaptation, adapt
+from opendit.models.zoo import Weights
 
 
 @torch.no_grad()

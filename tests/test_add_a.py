@@ -24,6 +24,16 @@ LINES = (
         '"of Example: of its product", "float", {"above": 0, "at_most": 9, "unit": "strength"}),)),\n',
     ),
     (
+        "opendit/models/zoo.py",
+        "from opendit.models.dit import DiT\n",
+        "from opendit.models.example import OWN_PLAN, Example, ExampleConfig\n",
+    ),
+    (
+        "opendit/models/zoo.py",
+        "CLASSES = {\n",
+        '    "Example": Classes(ExampleConfig, Example, OWN_PLAN),\n',
+    ),
+    (
         "opendit/config/names.py",
         "DESCRIPTIONS = {\n",
         '    "example": ObjectiveDescription("the data", "example", {"power": Setting("example_power", 1.0, "of the '

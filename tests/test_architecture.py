@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendit.diffusion.objectives.base import Objective
-from opendit.diffusion.samplers import Sampler
-from opendit.diffusion.trajectory import Trajectory
+from opendit.diffusion.samplers import Sampler, Trajectory
 from tests.test_imports import PROGRAMS, ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]

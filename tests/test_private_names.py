@@ -19,9 +19,9 @@ USED = {
     },
     "opendit/kernels/linear.py": {"torch._addmm_activation"},
     "opendit/kernels/operators.py": {"torch.utils._python_dispatch.is_in_torch_dispatch_mode"},
-    "opendit/parallel/streamed_blocks.py": {"torch.utils._python_dispatch._disable_current_modes"},
-    "opendit/parallel/colossal/zero.py": {"torch.distributed._coalescing_manager"},
-    "opendit/parallel/sequence/ring.py": {
+    "opendit/parallel/host_memory.py": {"torch.utils._python_dispatch._disable_current_modes"},
+    "opendit/parallel/colossal/plugins.py": {"torch.distributed._coalescing_manager"},
+    "opendit/parallel/sequence/ulysses.py": {
         "torch.ops.aten._scaled_dot_product_flash_attention",
         "torch.ops.aten._scaled_dot_product_flash_attention_backward",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -45,8 +45,7 @@ from opendit.models.dit import DiTConfig
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family, Variant
 from opendit.models.families.public_config import PublicConfig, public_config
-from opendit.models.weights import Weights
-from opendit.models.zoo import Shapes, empty_model, model_config, model_shapes
+from opendit.models.zoo import Shapes, Weights, empty_model, model_config, model_shapes
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000

@@ -22,8 +22,8 @@ from opendit.checkpoint.matched import Pair
 from opendit.common.utils import shown
 from opendit.models.dit import DiT
 from opendit.models.families.base import Family
-from opendit.models.lora import A, B, Lora
-from opendit.models.weights import Weights
+from opendit.models.finetuning import A, B, Lora
+from opendit.models.zoo import Weights
 from opendit.parallel.layout import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from opendit.checkpoint.tensor_set import TORCH_DTYPES, TensorSet, kinds_of
 from opendit.common.tensor_files import DTYPES, Kinds
-from opendit.models.parameter_names import canonical_name
+from opendit.models.initialization import canonical_name
 from opendit.models.zoo import Shapes
 from opendit.parallel.engines import Values
 from opendit.parallel.layout import Layout, Runs, Shard, copy_overlap, overlap, runs_of

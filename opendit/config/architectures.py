@@ -1,9 +1,9 @@
 """Models by name: KIND-SIZE/PATCH, such as DiT-XL/2 or vDiT-XL/222 (frames, rows, columns), and FAMILY/FOLDER for
 public models. This module does not import torch.
 
-To add an architecture, write ``opendit/models/NAME.py``, whose ``ARCHITECTURE`` names the classes of the configuration
-and the network, and the cost plan if that does not follow from the specification of the blocks. Then add a row to
-:data:`KINDS`. NAME is the key of that row in lower case without dashes.
+To add an architecture, write the classes of its configuration and network, and its cost plan if that does not follow
+from the specification of the blocks. Then add a row to ``CLASSES`` in ``opendit/models/zoo.py`` and one to
+:data:`KINDS`. The configuration's ``kind`` is the key of these rows in lower case without dashes.
 """
 
 import re
@@ -178,7 +178,7 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def module_of(kind: str) -> str:
-    """Return an architecture's module, such as "ecdit" for EC-DiT. Stored configurations use this name, too."""
+    """Return an architecture's name in stored configurations, such as "ecdit" for EC-DiT."""
     return kind.lower().replace("-", "")
 
 

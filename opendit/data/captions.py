@@ -15,7 +15,7 @@ from opendit.common.utils import DataError
 from opendit.data.base import USUALLY_COUNTED, BadSample, MediaDataset
 from opendit.data.files import printable
 from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens
-from opendit.models.bytes_text import byte_tokens
+from opendit.models.conditioning import byte_tokens
 
 # Words that pandas, spreadsheets, JavaScript and Python write for a missing value.
 MISSING = frozenset(

@@ -51,9 +51,9 @@ from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import HUB, Codec, load_codec
 from opendit.encoders.video_vae import load_video_codec
 from opendit.encoders.vision import PictureTokens, VisionTeacher
+from opendit.models.conditioning import first_frames_alone
 from opendit.models.families import FAMILIES
-from opendit.models.given_frames import first_frames_alone
-from opendit.parallel.rendezvous import meet
+from opendit.parallel.mesh import meet
 from opendit.parallel.supervisor import Supervisor
 
 

@@ -13,32 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opendit.diffusion.trajectory import Model, at_least_float32, split_output
+from opendit.diffusion.samplers import Model, at_least_float32, split_output
 from opendit.models.conditioning import Condition, joined
 from opendit.models.families.base import Guidance
 
 
-def for_step(model: Model, level: float) -> Model:
-    """Return the model for all evaluations of the step that starts at noise level ``level`` (sigma).
-
-    If ``model`` has a method ``at_level`` (see :class:`GuidedWithin`), call it with the level. Otherwise return
-    ``model``.
-    """
-    choose = getattr(model, "at_level", None)
-    return model if choose is None else choose(level)
-
-
 def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
-    """Convert the guidance scale of a family's pipeline in diffusers to the scale of :func:`cfg_model`; 1.0 is no
-    guidance.
+    """Convert the guidance scale of a family's pipeline in diffusers (None: the family's default) to the scale of
+    :func:`cfg_model`, where 1.0 is no guidance.
 
-    A ``scale`` of None stands for the family's default. The conversion depends on the family's formula:
-
-    - "uncond": the same scale, but at least 1, because pipelines guide above 1 only.
-    - "cond": 1 + scale, because cond + g (cond - uncond) equals uncond + (1 + g) (cond - uncond).
-    - "embedded": 1.0, because the network gets the scale as an input.
-
-    Raises ValueError for a scale that is negative or not finite.
+    "uncond" keeps the scale, but at least 1, because pipelines guide above 1 only. "cond" adds 1, because cond + g
+    (cond - uncond) equals uncond + (1 + g) (cond - uncond). "embedded" gives 1.0, because the network gets the scale as
+    an input. Raises ValueError for a scale that is negative or not finite.
     """
     value = guidance.scale if scale is None else scale
     if not 0 <= value < math.inf:
@@ -49,11 +35,8 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Give each row or patch of a guided prediction (B, C, ...) the norm of the same row or patch in the conditional
-    prediction.
-
-    parts: "row" or "patch", see ``Guidance.rescaled``; "" returns ``guided`` unchanged.
-    """
+    """Give each row or patch (``parts``, see ``Guidance.rescaled``) of a guided prediction (B, C, ...) the norm that it
+    has in the conditional prediction. "" returns ``guided`` unchanged."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":
@@ -75,24 +58,20 @@ def cfg_model(
     guided_channels: int | None = None,
     rescaled: str = "",
 ) -> Model:
-    """Return a model of (x, t) with classifier-free guidance, uncond + scale * (cond - uncond), [G] eq. 6.
+    """Return a model of (x, t) with classifier-free guidance, uncond + scale * (cond - uncond), [G] eq. 6, float32 at
+    least.
 
     Args:
         model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
-            (2B). With ``scale`` 1.0 there is no guidance, and the model is called with the conditional batch (B) only.
+            (2B); without guidance (``scale`` 1.0) with the conditional batch (B) only.
         y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
         null_y: the null condition, with y's shape or a shape that expands to y's.
-        scale: a float, or (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always evaluated.
+        scale: a float, or (B, 1, ..., 1) with one scale per sample, which always evaluates both halves.
         guided_channels: number of leading eps channels that are guided; all by default. Meta's DiT guides 3 of its 4
-            channels. Other channels, and those of a learned variance, come from the conditional prediction.
-        rescaled: "row" or "patch" to restore norms of the conditional prediction; see :func:`rescale_to`.
+            channels. The others, and those of a learned variance, come from the conditional prediction.
+        rescaled: see :func:`rescale_to`.
 
-    Returns:
-        A model whose result is float32 at least.
-
-    Raises:
-        ValueError: null_y doesn't expand to y. The returned model raises ValueError if y and x differ in batch size,
-            the output doesn't fit x, or guided_channels is not between 1 and C.
+    Raises ValueError if null_y doesn't expand to y. The returned model raises ValueError if shapes don't fit.
     """
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
@@ -123,46 +102,34 @@ SAME_LEVEL = 0.003
 
 
 def is_within(interval: tuple[float, float], level: float) -> bool:
-    """Return True if the noise level ``level`` (sigma) lies in the interval; see :func:`guided_within`."""
     low, high = interval
     return low * (1 - SAME_LEVEL) <= level <= high * (1 + SAME_LEVEL)
 
 
 @dataclass(frozen=True)
 class GuidedWithin:
-    """A model that is guided in an interval of noise levels only; see :func:`guided_within`."""
+    """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high and ``conditional`` elsewhere, [I],
+    which saves the unconditional half of the batch. A level within 0.3 % of a bound counts as equal to it. Raises
+    ValueError unless 0 <= low < high.
 
-    low: float
-    high: float
+    Samplers decide once per step, by the noise level at its start, as [I]'s code does. So both evaluations of a Heun
+    step are guided, or none. A direct call uses ``noise_level``, which maps the network's time to sigma, (B,); all
+    samples must have the same noise level. [I] excludes the bound low; here it is included, so low = 0 includes the
+    trajectory's end.
+    """
+
+    interval: tuple[float, float]
     noise_level: Callable[[Tensor], Tensor]
     guided: Model
     conditional: Model
 
+    def __post_init__(self) -> None:
+        low, high = self.interval
+        if not 0 <= low < high:
+            raise ValueError(f"a guidance interval is 0 <= LOW < HIGH, got {low:g} {high:g}")
+
     def at_level(self, level: float) -> Model:
-        """Return the model for all evaluations of the step that starts at noise level ``level`` (sigma)."""
-        return self.guided if is_within((self.low, self.high), level) else self.conditional
+        return self.guided if is_within(self.interval, level) else self.conditional
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at_level(float(self.noise_level(t[:1])))(x, t)
-
-
-def guided_within(
-    interval: tuple[float, float], noise_level: Callable[[Tensor], Tensor], guided: Model, conditional: Model
-) -> GuidedWithin:
-    """Return a model of (x, t) that applies guidance only in an interval of noise levels, [I].
-
-    ``interval`` is (low, high). If low <= sigma <= high, ``guided`` is called, otherwise ``conditional``, which saves
-    the unconditional half of the batch. [I] excludes the bound low itself. Here the bound is included, so low = 0
-    includes even the end of the trajectory. A level within 0.3 % of a bound counts as equal to the bound.
-
-    Samplers decide once per step, by the noise level at its start, as [I]'s code does. So if the first evaluation of a
-    Heun step is guided, the second one is too, although its noise level is lower. A direct call of the returned model
-    uses ``noise_level``, which maps the network's time to sigma, (B,); see ``Objective.noise_level``. All samples of a
-    batch must have the same noise level, as in every sampler.
-
-    Raises ValueError unless 0 <= low < high.
-    """
-    low, high = interval
-    if not 0 <= low < high:
-        raise ValueError(f"a guidance interval is 0 <= LOW < HIGH, got {low:g} {high:g}")
-    return GuidedWithin(low, high, noise_level, guided, conditional)

@@ -20,7 +20,7 @@ from opendit.config.architectures import parse_given
 from opendit.config.components import TokenRoute
 from opendit.kernels.common import kernels_available
 from opendit.kernels.philox import philox_bits
-from opendit.models.given_frames import give
+from opendit.models.conditioning import give
 
 _MASK = 0xFFFFFFFF
 _MUL = (0xD2511F53, 0xCD9E8D57)
@@ -50,11 +50,8 @@ class Stream(IntEnum):
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run ten Philox rounds.
-
-    ``counter``: four broadcastable int64 tensors of 32-bit values. ``seed``: the 64-bit key, or an int64 tensor of
-    keys, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit values.
-    """
+    """Run ten Philox rounds. ``counter``: four broadcastable int64 tensors of 32-bit values. ``seed``: the 64-bit key,
+    or an int64 tensor of keys, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit values."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -71,11 +68,8 @@ def philox4x32(
 
 
 def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
-    """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``.
-
-    Seed and step may be (B,) int64 on index's device, with one value per sample. The bits equal those of one call per
-    sample.
-    """
+    """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``. Seed and
+    step may be (B,) int64 on index's device, with one value per sample. The bits equal those of one call per sample."""
     if (
         not isinstance(seed, Tensor)
         and not isinstance(step, Tensor)
@@ -111,11 +105,8 @@ def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> 
 
 
 def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform.
-
-    The transform runs in float64. Its last bits differ between processors, but rounding to float32 removes the
-    difference.
-    """
+    """Return standard normal numbers, float32, shape (B, *shape), by the Box-Muller transform. The transform runs in
+    float64. Its last bits differ between processors, but rounding to float32 removes the difference."""
     count = math.prod(shape)
     u = uniform(seed, step, index, stream, (count + count % 2,))
     radius, angle = torch.sqrt(-2.0 * torch.log(u[:, 0::2])), 2.0 * math.pi * u[:, 1::2]
@@ -124,11 +115,9 @@ def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream
 
 
 def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Draw the noise that sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
-
-    ``index``: (B,) int64, indices of these samples in the whole job. A sample's noise depends only on ``seed`` and its
-    index, so a batch can be split in any way. ``seed`` may be (B,) int64, one value per sample.
-    """
+    """Draw the noise that sampling starts from: (B, *shape) float32 standard normal on ``index``'s device. ``index``:
+    (B,) int64, indices of these samples in the whole job. A sample's noise depends only on ``seed`` and its index, so a
+    batch can be split in any way. ``seed`` may be (B,) int64, one value per sample."""
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
@@ -143,11 +132,9 @@ WITHOUT = 0.1
 
 
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """Draw the number of conditioning frames of each clip, (B,) int64. ``u`` (B,) is uniform in (0, 1).
-
-    Each clip has ``frames`` frames. Mode "random" draws any number from 0 to frames - 1, each equally likely. "first"
-    and "prefix:K" give a fixed number, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0.
-    """
+    """Draw the number of conditioning frames of each clip, (B,) int64. ``u`` (B,) is uniform in (0, 1). Each clip has
+    ``frames`` frames. Mode "random" draws any number from 0 to frames - 1, each equally likely. "first" and "prefix:K"
+    give a fixed number, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0."""
     count = parse_given(mode)
     if count is None:
         return (u * frames).long().clamp(max=frames - 1)
@@ -156,11 +143,8 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
     """Return a training step's mask and conditioning frames, concatenated along the channels: (B, 1 + C, T, H, W), for
-    clean latents (B, C, T, H, W).
-
-    The random numbers are keyed by (seed, step, index). If ``mode`` is None, the model has no conditioning frames, and
-    the result is None.
-    """
+    clean latents (B, C, T, H, W). The random numbers are keyed by (seed, step, index). If ``mode`` is None, the model
+    has no conditioning frames, and the result is None."""
     if mode is None:
         return None
     return give(
@@ -180,15 +164,8 @@ def draw_route(
 def draw_kept_tokens(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> Tensor | None:
-    """Draw the tokens that each sample of a training step keeps: indices (B, route.kept(tokens)) int64, ascending.
-
-    All subsets of this size are equally likely. The draw depends on (seed, step, index) only.
-
-    Args:
-        route: the route; if None, or if its share of skipped tokens is 0, the result is None, which means all
-            tokens.
-        tokens: number of tokens per sample.
-    """
+    """Draw the tokens that each sample of a training step keeps: indices (B, route.kept(tokens)) int64, ascending. All
+    subsets of this size are equally likely. None means all tokens."""
     if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))

@@ -1,8 +1,11 @@
-"""Samplers: from noise to data along an objective's trajectory. All share one signature.
+"""Samplers, and the trajectories from noise to data that they follow.
+
+Every objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTrajectory``), which says what the
+network's output means. A sampler works with any trajectory that defines the method that it ``needs``: ``denoise``,
+``slope``, or another one.
 
 To add a sampler, write a subclass of :class:`Sampler` here, give it a name in :data:`SAMPLERS`, and add the name to
-``ALL_SAMPLERS`` in opendit/config/names.py. It works with all objectives whose trajectories define the method that it
-``needs``.
+``ALL_SAMPLERS`` in opendit/config/names.py.
 
     [D] Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models", 2022
     [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
@@ -22,8 +25,102 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.diffusion.guidance import for_step
-from opendit.diffusion.trajectory import Model, Trajectory, at_least_float32
+Model = Callable[[Tensor, Tensor], Tensor]
+
+
+class LinearForm(NamedTuple):
+    """The weights in a sum: ``x`` is the weight of the state x, and ``output`` the weight of the model's output."""
+
+    x: float
+    output: float
+
+
+class Trajectory(ABC):
+    """A path with points 0 (noise) to ``steps`` (data). Step k leads from point k to point k + 1. At point k, x is
+    alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x, t)`` with x (B, C,
+    ...) and the time in the unit of the objective's network, (B,)."""
+
+    # (steps + 1,), or (steps,) if the last point is never evaluated; the unit depends on the class
+    times: Sequence[float]
+    levels: Sequence[float]  # (steps + 1,) sigma / alpha, descending; guidance intervals use this unit
+    alphas: Sequence[float]  # (steps + 1,)
+
+    @property
+    def steps(self) -> int:
+        return len(self.levels) - 1
+
+    def start(self, noise: Tensor) -> Tensor:
+        """Return x at point 0, computed from standard normal ``noise`` (B, C, ...), in noise's shape."""
+        return noise
+
+    @abstractmethod
+    def points(self, x: Tensor) -> Tensor:
+        """Return a tensor (steps or steps + 1, B). Row k is the argument ``point`` of ``denoise`` and ``slope`` at
+        point k."""
+
+    def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. Raises ValueError if the
+        model's output doesn't fit x."""
+        raise NotImplementedError
+
+    def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        """Return dx/dtime of the probability-flow ODE, in the unit of ``times``. Arguments are those of ``denoise``."""
+        raise NotImplementedError
+
+    def has_slope(self, k: int) -> bool:
+        return True
+
+    def input_scale(self, k: int) -> float:
+        """Return the factor that turns x into the model's input at point k."""
+        return 1.0
+
+    def denoise_weights(self, k: int) -> LinearForm | None:
+        """Return the weights of x and of the model's output in the result of ``denoise`` at point k; None if it is no
+        weighted sum."""
+        return None
+
+    def slope_weights(self, k: int) -> LinearForm | None:
+        """Return the weights of x and of the model's output in the result of ``slope`` at point k; None if it is no
+        weighted sum."""
+        return None
+
+
+def for_each_sample(values: Sequence[float], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Repeat each value for every sample of x (B, ...). Return (len(values), B) on x's device, with contiguous rows."""
+    return torch.tensor(values, dtype=torch.float64).to(x.device, dtype)[:, None].repeat(1, len(x))
+
+
+def as_rows(coefficients: Tensor, x: Tensor) -> Tensor:
+    """Reshape (B,) to (B, 1, ..., 1), to match the rank and dtype of x."""
+    return coefficients.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert bf16 and fp16 to float32, and leave float32 and float64 unchanged."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Split a model's output for ``x`` (B, C, ...) into eps and v; v is None without learned variance. Raises
+    ValueError if the output has neither x's shape nor x's shape with 2C channels."""
+    channels = x.shape[1]
+    if output.shape == x.shape:
+        return output, None
+    if output.shape == (x.shape[0], 2 * channels, *x.shape[2:]):
+        return output[:, :channels], output[:, channels:]
+    raise ValueError(
+        f"for x {tuple(x.shape)} a model must return {channels} or {2 * channels} channels of its size, "
+        f"got {tuple(output.shape)}"
+    )
+
+
+def for_step(model: Model, level: float) -> Model:
+    """Return the model for all evaluations of the step that starts at noise level ``level`` (sigma):
+    ``model.at_level(level)`` if it has this method (see ``opendit.diffusion.guidance.GuidedWithin``), otherwise
+    ``model``."""
+    choose = getattr(model, "at_level", None)
+    return model if choose is None else choose(level)
+
 
 NoiseFn = Callable[[int], Tensor]
 
@@ -57,19 +154,14 @@ class Sampler(ABC):
         state = sampler.init(x)
         for i in range(sampler.steps):
             state = sampler.step(state, i)
-        return state.x
+        samples = state.x
 
-    ``step`` is ``advance(model, state, inputs)``. Only two things change from step to step. First, ``model_at`` selects
-    the model, because guidance may be limited to an interval of noise levels. Second, ``inputs`` returns noise and rows
-    of precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. The
-    graph can be replayed for all steps that call the same model and have the same inputs set to None. Before each
-    replay, copy the step's inputs into the recorded tensors. The caller must disable gradients.
+    ``step`` is ``advance(model, state, inputs)``. Only two things change from step to step: the model (``model_at``),
+    because guidance may be limited to an interval of noise levels, and ``inputs``, noise and rows of precomputed
+    tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph, which serves all steps
+    with the same model and the same inputs set to None. The caller must disable gradients.
 
-    Args:
-        model: ``model(x, t)``, as the trajectory calls it.
-        trajectory: the path to follow; it also defines the meaning of the model's output.
-        like: (B, C, ...), with the batch size, dtype (float32 or float64) and device of the x passed to ``init``.
-        noise_fn: ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
+    ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
     """
 
     even_in_noise: ClassVar[bool] = False  # True if points should be evenly spaced in log(sigma / alpha)
@@ -103,16 +195,13 @@ class Sampler(ABC):
         return State(x)
 
     def model_at(self, i: int) -> Model:
-        """Return the model to call in all evaluations of step i."""
         return for_step(self.model, self.trajectory.levels[i])
 
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
         """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
-
         ``advance`` also accepts scalars as (B, 1, ..., 1), one per sample, because samples of a batch may be at
-        different steps (opendit.sampling.sampling_engine).
-        """
+        different steps (opendit.sampling.sampling_engine)."""
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any) -> NamedTuple:
@@ -120,13 +209,10 @@ class Sampler(ABC):
 
     def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
         """Return step i as weighted sums, in float64; None if the step can't be written as weighted sums.
-
-        learned_variance: True if the model also predicts a variance.
-        """
+        learned_variance: True if the model also predicts a variance."""
         return None
 
     def step(self, state: Any, i: int) -> NamedTuple:
-        """Advance ``state`` by step i and return the new state."""
         return self.advance(self.model_at(i), state, self.inputs(i))
 
 
@@ -166,9 +252,7 @@ class SlopeSampler(Sampler):
 
 class EulerSampler(SlopeSampler):
     """Euler's method for the probability-flow ODE: [K] eq. 1 and 3 with sigma as time, [L] eq. 1 for rectified flow.
-
-    First order, one evaluation per step, deterministic.
-    """
+    First order, one evaluation per step, deterministic."""
 
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         return slope
@@ -182,10 +266,8 @@ class EulerSampler(SlopeSampler):
 
 class HeunSampler(SlopeSampler):
     """Heun's method, [K] Algorithm 1: follow the mean of the slopes at the step's start and at the end of Euler's step.
-
     Second order, deterministic, with two evaluations per step. A step whose end has no slope, such as EDM's sigma = 0,
-    evaluates the model only once.
-    """
+    evaluates the model only once."""
 
     def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
@@ -226,11 +308,9 @@ class DDIMInputs(NamedTuple):
 
 
 class DDIMSampler(Sampler):
-    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A learned variance is ignored.
-
-    ``eta`` = 0 is deterministic and never calls ``noise_fn``. ``eta`` = 1 has the variance beta-tilde of DDPM. Raises
-    ValueError if ``eta`` is outside [0, 1], or above 0 without ``noise_fn``.
-    """
+    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A learned variance is ignored. ``eta`` = 0
+    is deterministic and never calls ``noise_fn``. ``eta`` = 1 has the variance beta-tilde of DDPM. Raises ValueError if
+    ``eta`` is outside [0, 1], or above 0 without ``noise_fn``."""
 
     needs = "predict"
 
@@ -279,11 +359,9 @@ class DDPMInputs(NamedTuple):
 
 
 class DDPMSampler(Sampler):
-    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7.
-
-    The variance is the model's if the model predicts one ([N] eq. 15), otherwise the posterior's beta-tilde. Raises
-    ValueError without ``noise_fn``.
-    """
+    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7. The variance
+    is the model's if the model predicts one ([N] eq. 15), otherwise the posterior's beta-tilde. Raises ValueError
+    without ``noise_fn``."""
 
     needs = "predict"
 
@@ -541,14 +619,12 @@ def sample(
     Args:
         model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns what the
             objective trains it to predict, in any dtype.
-        x: (B, C, ...), the state at the noisiest point, see ``Trajectory.start``. The result has the same shape, in
-            float32, or in float64 if x is float64.
+        x: (B, C, ...), see ``Trajectory.start``. The result has its shape, in float32, or float64 if x is float64.
         noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).
         progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
         options: options of the sampler, such as DDIM's ``eta``.
 
-    Raises:
-        ValueError: the model's output doesn't fit x, or the sampler rejects an option.
+    Raises ValueError if the model's output doesn't fit x, or the sampler rejects an option.
     """
     x = at_least_float32(x)
     sampler = SAMPLERS[name](model, trajectory, x, noise_fn, **options)

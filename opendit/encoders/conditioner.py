@@ -16,8 +16,15 @@ from opendit.common.utils import DataError
 from opendit.config.flags import nearest
 from opendit.encoders.text import TextEncoder
 from opendit.encoders.vision import PictureTokens
-from opendit.models.bytes_text import byte_tokens, encode_bytes
-from opendit.models.conditioning import Condition, TextCondition, TextConfig, same_length, where
+from opendit.models.conditioning import (
+    Condition,
+    TextCondition,
+    TextConfig,
+    byte_tokens,
+    encode_bytes,
+    same_length,
+    where,
+)
 
 
 class Conditioner(ABC):

@@ -1,7 +1,7 @@
 """Encode captions with the frozen text encoders CLIP and T5, from a local folder or the hub.
 
 A text encoder is a plain object and not a module, so that it never becomes part of a model's state. The encoder
-``bytes``, which is trained with a model, is in opendit.models.bytes_text; here are only its name and sizes.
+``bytes``, which is trained with a model, is in opendit.models.conditioning; here are only its name and sizes.
 """
 
 import json

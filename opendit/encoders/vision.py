@@ -20,7 +20,7 @@ from opendit.common.utils import shown
 from opendit.encoders.folder import CONFIG, PretrainedConfig, lazy_module, loading, read_json_of, transformers_model
 from opendit.encoders.text import STEM
 from opendit.encoders.vae import module_fingerprint
-from opendit.models.alignment import Alignment, without_mean
+from opendit.models.auxiliary import Alignment, without_mean
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # colour statistics of ImageNet, used if the folder has none
 NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2's"

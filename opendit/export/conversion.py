@@ -79,10 +79,9 @@ from opendit.encoders.vae import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.base import Family
 from opendit.models.families.public_config import PublicConfig
+from opendit.models.finetuning import Lora, check_lora
 from opendit.models.layers import PLAIN
-from opendit.models.lora import Lora, check_lora
-from opendit.models.weights import Weights
-from opendit.models.zoo import empty_model
+from opendit.models.zoo import Weights, empty_model
 
 MOST_BYTES = 50 * 10**9  # default limit of a file's size, equal to that of the command opendit export
 NULL_CLASS = 1000  # the label of "no class" that DiTPipeline hard-codes

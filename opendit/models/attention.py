@@ -4,7 +4,7 @@ The function that computes attention from q, k, v is an attribute, which kernels
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.interleaved import Interleaved
 from opendit.models.layers import (
     PLAIN,
     TORCH_OPS,
@@ -25,7 +24,7 @@ from opendit.models.layers import (
     multiply,
     product_of,
 )
-from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
+from opendit.models.segments import Interleaved, PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
 # Backends with correct gradients under torch.compile (2.11). cuDNN is not among them: torch.compile assumes another
 # memory layout than cuDNN writes, so that gradients are wrong (measured relative error 1.4) if q, k and v are views of
@@ -77,29 +76,25 @@ class TokenGrid:
         return torch.cat(list(streams), dim=1) if self.interleaved is None else self.interleaved.join(streams)
 
     def rows_of_streams(self) -> list[tuple[Tensor, ...]]:
-        """Return the result of :func:`of_rows` for each stream."""
         samples = None if self.interleaved is None else self.interleaved.samples
         return [()] * len(self.streams) if samples is None else [(rows,) for rows in samples]
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the optional last argument of operations with a shift, a scale or a gate: the index of each token's
-    modulation vector, as a tuple of length 0 or 1.
-
-    In a pack, the index is that of the token's sample. If samples have several modulation vectors, the indices are (B,
-    n). Otherwise the tuple is empty, because each sample has one vector."""
+    """Return the optional last argument of operations with a shift, a scale or a gate, as a tuple of length 0 or 1: the
+    index of each token's modulation vector. In a pack it is the token's sample; if samples have several vectors, it is
+    (B, n)."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
 
 
 class SequenceShards(Protocol):
-    """Division of a sequence's tokens over ranks. Implemented in opendit.parallel.sequence."""
+    """Division of a sequence's tokens over ranks. Implemented in opendit.parallel.sequence and
+    opendit.parallel.tensor."""
 
     @property
-    def first(self) -> int:
-        """Index of this rank's first token in the sequence."""
-        ...
+    def first(self) -> int: ...
 
     @property
     def rows(self) -> int:
@@ -111,8 +106,8 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return this rank's slice (n, F / P) of a table (N, F) whose rows are tokens and whose columns belong to
-        heads. The slice has the tokens and heads whose queries this rank projects."""
+        """Return this rank's slice (n, F / P) of a table (N, F) by tokens and channels of heads: the tokens and heads
+        whose queries this rank projects."""
         ...
 
     @property
@@ -121,20 +116,17 @@ class SequenceShards(Protocol):
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
-        """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D).
-
-        q (B, H, n, d) and k, v (B, kv_heads, n, d) belong to this rank's tokens. ``attend`` normalises and rotates
-        them. If tensor parallelism also divides the layer's heads, H is the number of this rank's heads, and D their
-        total width. The projections then read and write the tokens of all tensor-parallel ranks.
-        """
+        """Attend from this rank's tokens to those of all ranks; return (B, n, D). q (B, H, n, d) and k, v (B, kv_heads,
+        n, d) belong to this rank's tokens; ``attend`` normalises and rotates them. If tensor parallelism divides the
+        layer's heads, H and D are this rank's, and the projections read and write the tokens of all tensor-parallel
+        ranks."""
         ...
 
     def project_and_attend(
         self, x: Tensor, qkv: "AnyProjection", heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Project x (B, n, D) by ``qkv`` to q, k and v with ``heads`` heads each, and return the result of
-        :meth:`attention`. float8: True if the products are in float8; x may then be the quantised output of another
-        operation."""
+        """Project x (B, n, D) to q, k and v with ``heads`` heads each, and return the result of :meth:`attention`. With
+        ``float8`` the products are in float8, and x may be the quantised output of another operation."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -155,22 +147,26 @@ class SequenceShards(Protocol):
         attend: "Callable[[Tensor, AnyProjection, TokenGrid], Tensor]",
         rotary: Tensor | None,
     ) -> Tensor:
-        """Attend from each of this rank's tokens x (B, n, D) to the tokens on the same line of the grid along one axis;
-        return (B, n, D).
-
-        Args:
-            axis: 0 to attend to the tokens at the same place in all frames, 1 to the tokens of the same frame.
-            x: This rank's tokens.
-            qkv: Projection to queries, keys and values.
-            attend: Function ``attend(tokens, qkv, grid)`` that computes the attention output for a grid that is
-                complete along the axis.
-            rotary: Rotations of all tokens.
-        """
+        """Attend from each of this rank's tokens x (B, n, D) to the tokens on the same line of the grid; return (B, n,
+        D). axis: 0 for the tokens at the same place in all frames, 1 for those of the same frame. ``attend(tokens, qkv,
+        grid)`` computes the output for a grid that is complete along the axis. rotary: rotations of all tokens."""
         ...
 
+    # for routes, whose kept tokens may be on any rank
 
-class StreamShards(SequenceShards, Protocol):
-    """Division of a sequence of several streams (captions and media) over ranks. Each stream is divided separately."""
+    def join(self, x: Tensor) -> Tensor:
+        """Gather like :meth:`gather`, but sum the gradients of all ranks, which may use the result differently."""
+        ...
+
+    def of_length(self, length: int) -> "SequenceShards":
+        """Return the division of a sequence of another length over the same ranks."""
+        ...
+
+    def start_experts(self, mlp: Any, y: Tensor) -> Any:
+        """Start the experts of ``mlp`` on this rank's tokens y (B, n, D); return their ``Routing``."""
+        ...
+
+    # for sequences of several streams (captions and media), each of which is divided separately
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
@@ -182,8 +178,8 @@ class StreamShards(SequenceShards, Protocol):
         ...
 
     def gather_stream(self, number: int, x: Tensor) -> Tensor:
-        """Gather this rank's tokens (B, n, F) of stream ``number`` and those of the other ranks; return all tokens
-        (B, N, F) of the stream on every rank."""
+        """Gather this rank's tokens (B, n, F) of stream ``number``; return all tokens (B, N, F) of the stream on every
+        rank."""
         ...
 
     def attention_of_streams(
@@ -196,13 +192,9 @@ class StreamShards(SequenceShards, Protocol):
 class Attention(nn.Module):
     """Multi-head self-attention with one qkv projection. Parameter names are timm's: qkv, proj.
 
-    Attributes:
-        kv_heads: Number of heads of keys and values. Each is shared by the same number of neighbouring query heads
-            (grouped-query attention, Ainslie et al. 2023).
-        q_norm, k_norm: RMSNorms of queries and keys if ``options.qk_norm`` (as in Stable Diffusion 3; Dehghani et al.
-            2023 use LayerNorm), otherwise None.
-        attend: Function that maps q, k, v (B, H, N, d) to (B, H, N, d). A kernel may replace it.
-        varlen: Kernel for packs with short segments; see segments.py.
+    ``kv_heads`` heads of keys and values are each shared by neighbouring query heads (grouped-query attention, Ainslie
+    et al. 2023). Queries and keys get RMSNorms if ``options.qk_norm`` (as in Stable Diffusion 3). Kernels may replace
+    ``attend`` (q, k, v (B, H, N, d) to (B, H, N, d)) and ``varlen``, for packs with short segments.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -221,11 +213,8 @@ class Attention(nn.Module):
         self.varlen: Varlen | None = None
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
-        """Return the attention output (B, N, D) before the output projection, which :class:`BlockOps` applies.
-
-        With ``grid.shards``, x holds only this rank's tokens, and ``grid.shards`` computes the attention to the tokens
-        of all ranks.
-        """
+        """Return the attention output (B, N, D) before the output projection, which :class:`BlockOps` applies. With
+        ``grid.shards``, x holds only this rank's tokens."""
         attend, shards = GridAttention(self, grid, ops), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
             # The float8 operation does not support query heads that share keys, so torch computes this projection.
@@ -311,7 +300,6 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     def _turns_all_channels(self, grid: TokenGrid | None) -> bool:
-        """Return True if the rotations cover the channels of all heads, False if all heads share the same rotations."""
         return grid is not None and grid.rotary is not None and 2 * grid.rotary.shape[-2] != self.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -320,11 +308,9 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class GridAttention:
-    """A layer's attention between the tokens of a grid, in the form that sequence-parallel strategies use.
-
-    Calling the object with q, k, v (B, H, N, d) of all tokens returns (B, H, N, d). A strategy that processes keys in
-    parts calls :meth:`prepare` with one part of the tokens at a time.
-    """
+    """A layer's attention between the tokens of a grid, for sequence-parallel strategies. A call with q, k, v (B, H, N,
+    d) of all tokens returns (B, H, N, d). A strategy that processes keys in parts calls :meth:`prepare` for each
+    part."""
 
     layer: Attention
     grid: TokenGrid | None
@@ -356,7 +342,6 @@ class MadeProjection:
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Multiply x by the weight; see :meth:`opendit.models.layers.Projection.product`."""
         return product_of(x, self.weight, bias, self.low_rank, multiply)
 
 
@@ -401,12 +386,6 @@ class AxialAttention(Attention):
 
         return grid.shards.attend_along(self.axis, x, self.qkv, attend, grid.rotary)
 
-
-class FrameAttention(AxialAttention):
-    """Attention from every token to the tokens of the same frame: T attentions of S tokens each, (B T, H, S, d)."""
-
-    axis = 1
-
     def attention(
         self,
         q: Tensor,
@@ -417,11 +396,20 @@ class FrameAttention(AxialAttention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # Rotations along time may be included: they are the same for all tokens of a frame, and so do not change the
-        # products of q and k.
+        # the dimension of (B, H, T, S, d) along which lines are numbered, and the number of lines
+        dim, count = (2, frames) if self.axis else (3, q.shape[2] // frames)
         parts = self.prepare(q, k, v, grid, ops, normalised)
-        frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
-        return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
+        lines = (x.unflatten(2, (frames, -1)).movedim(dim, 1).flatten(0, 1) for x in parts)
+        return _attend_in_groups(self.attend, *lines).unflatten(0, (-1, count)).movedim(1, dim).flatten(2, 3)
+
+
+class FrameAttention(AxialAttention):
+    """Attention from every token to the tokens of the same frame: T attentions of S tokens each, (B T, H, S, d).
+
+    Rotations along time may be included: they are the same for all tokens of a frame, and so do not change the products
+    of q and k."""
+
+    axis = 1
 
 
 class TemporalAttention(AxialAttention):
@@ -429,20 +417,6 @@ class TemporalAttention(AxialAttention):
     (B S, H, T, d)."""
 
     axis = 0
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: TokenGrid,
-        ops: BlockOps = TORCH_OPS,
-        normalised: bool = False,
-    ) -> Tensor:
-        frames, places = grid.sizes[0], q.shape[2] // grid.sizes[0]
-        parts = self.prepare(q, k, v, grid, ops, normalised)
-        place = (x.unflatten(2, (frames, places)).permute(0, 3, 1, 2, 4).flatten(0, 1) for x in parts)
-        return _attend_in_groups(self.attend, *place).unflatten(0, (-1, places)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -452,17 +426,11 @@ def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the keys that ``mask`` selects.
+    """Return softmax(q k^T / sqrt(d)) v for q (B, H, N, d) and k, v (B, H, M, d), over the keys that ``mask`` (B, M)
+    bool selects; each row must select one at least.
 
     The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel.
-    Flash attention does not support masks, and attention in plain operations would keep the N x M scores for the
-    backward pass.
-
-    Args:
-        q: (B, H, N, d).
-        k: (B, H, M, d).
-        v: (B, H, M, d).
-        mask: (B, M) bool, True for keys that are attended to. Each row must have at least one True.
+    Flash attention does not support masks, and plain operations would keep the N x M scores for the backward pass.
     """
     mask = mask[:, None, None, :]
     if not q.is_cuda:
@@ -509,21 +477,14 @@ class CrossAttention(nn.Module):
         return self._normalised(norm, k), v
 
     def _normalised(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
-        """Normalise x (B, N, H, d) within each head or across all heads."""
         if norm is None:
             return x
         return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if self.across else norm(x)
 
     def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
-        """Return the attention output (B, N, D) before the output projection.
-
-        Args:
-            x: Tokens (B, N, D); (1, N, D) for a pack.
-            context: Tokens and their mask, or the keys and values from :meth:`keys_values` and the mask. For a pack
-                with S segments, their first dimension is S.
-            grid: Positions of x's tokens, with the segments of a pack.
-            ops: Operations for the linear layers.
-        """
+        """Return the attention output (B, N, D) of tokens x (B, N, D) before the output projection. ``context`` is the
+        tokens and their mask, or the keys and values from :meth:`keys_values` and the mask; for a pack their first
+        dimension is S."""
         *source, mask = context
         k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
         q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)

@@ -39,7 +39,6 @@ from opendit.models.attention import (
     CrossAttention,
     FrameAttention,
     GridAttention,
-    StreamShards,
     TemporalAttention,
     TokenGrid,
     of_rows,
@@ -77,14 +76,8 @@ MLPS = {"gelu": Mlp, "gelu_exact": ExactMlp, "swiglu": SwiGlu}
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a block.
-
-    Attributes:
-        name: Name of the branch's module in the block.
-        sees: The tokens that a token attends to: all tokens, those of the same frame, those at the same place in all
-            frames, or the caption's. None for the MLP.
-        modulated: True if the branch has a shift, a scale and a gate.
-    """
+    """A branch of a block: the name of its module, the tokens that a token attends to (None for the MLP), and whether
+    it has a shift, a scale and a gate."""
 
     name: str
     sees: Literal["all", "frame", "time", "caption"] | None
@@ -92,7 +85,6 @@ class Branch:
 
     @property
     def norm(self) -> str:
-        """Name of the norm before the branch, if norms have weights."""
         return f"{self.name.removesuffix('_attn')}_norm"
 
 
@@ -172,7 +164,6 @@ class BlockSpec:
         return own * max(1, len(self.streams) - len(self.read)) + len(READ_VALUES) * len(self.read)
 
     def modulation(self) -> nn.Module:
-        """Make the module that computes the modulation from the condition."""
         if self.source == "none":
             return NoModulation()
         if self.source == "table":
@@ -187,7 +178,6 @@ class BlockSpec:
         return modulation(self.width, self.chunks, options, self.condition, self.silu)
 
     def layer(self, branch: Branch) -> nn.Module:
-        """Make the module of a branch."""
         if branch.sees == "caption":
             return CrossAttention(self.width, self.heads, self.options, self.context)
         if branch.sees is not None:
@@ -207,14 +197,10 @@ class ResidualStream:
     """Residual stream x (B, N, D) of a block, or of an uncut stack of blocks (see :func:`is_cut`). The output of the
     last branch is stored separately, and added to x only when x is read.
 
-    This allows a fused operation to compute the sum and the next norm in one pass. This saves one read of x between two
-    blocks, and one read of its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). While a branch runs,
-    only this object refers to the tensors, so their memory is freed as soon as they are added.
-
-    Args:
-        x: Initial value of the stream.
-        rows: Last arguments of operations on packs; see :func:`of_rows`.
-        stack: True for a stack of blocks, False for a single block.
+    A fused operation can then compute the sum and the next norm in one pass, which saves one read of x between two
+    blocks and one of its gradient (DiT-XL/2 on an H200: 65 us each). While a branch runs, only this object refers to
+    the tensors, so their memory is freed as soon as they are added. rows: see :func:`of_rows`. stack: False for a
+    single block.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
@@ -225,10 +211,8 @@ class ResidualStream:
         self._join: Callable[..., Tensor] = torch.cat  # ``join`` of the grid that split the stream
 
     def split(self, grid: TokenGrid, ops: BlockOps) -> "list[ResidualStream]":
-        """Split into one residual stream for each of the grid's token streams, and return the list.
-
-        The streams are joined again only when x is read. A stack of joint blocks therefore does not copy the tokens
-        between blocks."""
+        """Split into one residual stream for each token stream of the grid. They are joined only when x is read, so a
+        stack of joint blocks does not copy the tokens between blocks."""
         if self._streams is None:
             parts = zip(grid.split(self.take(ops)), grid.rows_of_streams(), strict=True)
             self._streams = [ResidualStream(part, rows, self._stack) for part, rows in parts]
@@ -238,11 +222,9 @@ class ResidualStream:
     def norm(
         self, ops: BlockOps, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, joined: bool = True
     ) -> Tensor:
-        """Return norm(x) * (1 + scale) + shift. The norm is LayerNorm if ``norm`` is None.
-
-        joined: True if a fused operation may compute the pending sum and the norm. In FP8, only the linear layers of
-        ``BlockOps`` can read its result.
-        """
+        """Return norm(x) * (1 + scale) + shift. The norm is LayerNorm if ``norm`` is None. joined: True if a fused
+        operation may compute the pending sum and the norm. In FP8, only the linear layers of ``BlockOps`` can read its
+        result."""
         if self._streams is not None:
             self.put(self.take(ops))
         if joined and len(self._parts) > 1:
@@ -258,9 +240,8 @@ class ResidualStream:
 
     def add(self, gate: Tensor, z: Tensor, last: Projection, routing: Routing | None = None) -> None:
         """Add gate * (last(z) + routing.result()), the outputs of the branch's last layer and of its experts (if any).
-
-        In a single block, the experts' result is added after the last layer, so that tokens can return from other
-        ranks' experts while the last layer computes."""
+        In a single block, the experts' result is added last, so that tokens can return from other ranks while the last
+        layer computes."""
         (x,) = self._taken()
         if routing is not None and routing.travels and not self._stack:
             self._routing = gate, routing
@@ -294,10 +275,10 @@ class ResidualStream:
 class Block(nn.Module):
     """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
-    Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. A stack can therefore
-    be cut between any two blocks by FSDP2 shard units, pipeline stages, checkpoints or compiled regions. The modulation
-    can be computed before the block runs. A block that is a shard unit has its weights only while it is called. It
-    therefore computes the modulation inside the call, ``block(x, (c, shared), context, grid)``.
+    Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So a stack can be cut
+    between any two blocks by FSDP2 shard units, pipeline stages, checkpoints or compiled regions. A block that is a
+    shard unit has its weights only while it is called, and computes the modulation inside the call, ``block(x, (c,
+    shared), ...)``.
     """
 
     mlp: Mlp
@@ -331,14 +312,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
     ) -> Tensor:
-        """Run the block on x (B, N, D) and return (B, N, D).
-
-        Args:
-            x: Tokens.
-            m: The result of :meth:`modulate`, or the pair of its two arguments.
-            context: The input of cross-attention.
-            grid: Positions of the tokens. All blocks of a stack get the same grid.
-        """
+        """Run the block on x (B, N, D) and return (B, N, D). m is the result of :meth:`modulate`, or the pair of its
+        arguments."""
         residual = ResidualStream(x, of_rows(grid))
         del x
         self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
@@ -381,9 +356,8 @@ class Block(nn.Module):
     def _but_last(
         self, branch: Branch, y: Tensor, context: Context | None, grid: TokenGrid | None
     ) -> tuple[Tensor, Projection, Routing | None]:
-        """Run a branch on y up to its last layer.
-
-        Return the last layer's input, the layer, and the routing of an MLP with experts (None without experts)."""
+        """Run a branch on y up to its last layer. Return the last layer's input, the layer, and the routing of an MLP
+        with experts (None without experts)."""
         layer: Any = getattr(self, branch.name)
         if branch.sees == "caption":
             assert context is not None, "cross-attention is of models with a text"
@@ -397,7 +371,6 @@ class Block(nn.Module):
         return z, self._last(branch, layer.fc2), routing
 
     def _last(self, branch: Branch, layer: Projection) -> Projection:
-        """Return a branch's last layer, joined with the norm after that layer if the block has one."""
         if not self.spec.norm_after:
             return layer
         return cast(Projection, NormalisedProjection(layer, getattr(self, f"{branch.norm}_after")))
@@ -411,9 +384,7 @@ class Block(nn.Module):
 
     def keys_values(self, context: Context | None) -> Context | None:
         """Replace the tokens of the context by this block's keys and values, so that several calls can reuse them.
-
-        Without cross-attention, return the context unchanged.
-        """
+        Without cross-attention, return the context unchanged."""
         attention = getattr(self, "cross_attn", None)
         if attention is None or context is None:
             return context
@@ -423,7 +394,6 @@ class Block(nn.Module):
 
 
 def _norm_of(spec: BlockSpec, branch: Branch) -> str | None:
-    """Return the name of the norm before a branch; None if it has no weights."""
     if branch.sees == "caption" and spec.caption_norm is not False:
         return branch.norm if spec.caption_norm else None
     if spec.norm != "rms":
@@ -449,11 +419,9 @@ class NormalisedProjection:
         return self.norm(self.layer(z))
 
     def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Return norm(layer(z)); see :meth:`Projection.product`."""
         return self.norm(self.before_norm(z, multiply))
 
     def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Return layer(z), for operations that apply the norm themselves."""
         return self.layer.product(z, self.layer.bias, multiply)
 
 
@@ -479,11 +447,8 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). It maps x (B, N, D) to (B, N, D).
-
-    In x, the tokens of one stream follow the tokens of the other stream. In packs, this holds for each sample.
-    ``grid.streams`` holds the number of tokens of each stream.
-    """
+    2024, fig. 2). In x (B, N, D), the tokens of one stream follow those of the other, in packs for each sample;
+    ``grid.streams`` holds their numbers."""
 
     recomputed = True
 
@@ -503,7 +468,6 @@ class JointBlock(nn.Module):
 
     @property
     def streams(self) -> list[Block]:
-        """The block of each stream, in the order of the streams' tokens."""
         return [cast(Block, getattr(self, name)) for name in self.spec.streams]
 
     @property
@@ -517,19 +481,16 @@ class JointBlock(nn.Module):
             stream.ops = ops
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return the shifts, scales and gates of all streams, concatenated to (B, chunks * D)."""
         return torch.cat([stream.modulate(c, shared) for stream in self.streams], dim=1)
 
     def forward(
         self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
     ) -> Tensor:
-        """Run the block on x (B, N, D) and return (B, N, D). For the arguments, see :meth:`Block.forward`."""
         residual = ResidualStream(x)
         self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
         return residual.take(self._ops)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
-        """Add the outputs of all branches to the residual stream x. For the arguments, see :meth:`forward`."""
         assert grid is not None, "a grid says which tokens are of which stream"
         streams, residuals = self.streams, x.split(grid, self._ops)
         parts = m.split([stream.spec.chunks * stream.spec.width for stream in streams], dim=1)
@@ -556,17 +517,13 @@ class JointBlock(nn.Module):
                     residual.add(gate, *more)
 
     def keys_values(self, context: Context | None) -> Context | None:
-        """Return the context unchanged, because joint blocks have no cross-attention."""
         return context
 
 
 def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: BlockOps, grid: TokenGrid) -> Any:
-    """Attend from the tokens of every stream to the tokens of all streams.
-
-    inputs: one tensor (B, n_i, D) for each stream's layer. Return attention outputs of the same shapes. Each stream's
-    layer normalises its own queries and keys. If ranks divide the tokens, rotary positions are applied later, when a
-    rank has tokens in the order of the sequence.
-    """
+    """Attend from the tokens of every stream, (B, n_i, D), to the tokens of all streams; return outputs of the same
+    shapes. Each stream's layer normalises its own queries and keys. If ranks divide the tokens, rotary positions are
+    applied later, when a rank has tokens in the order of the sequence."""
     tables, rotated = [None] * len(layers), grid
     if grid.rotary is not None and grid.shards is None:
         tables, rotated = grid.split(grid.rotary, dim=-3), replace(grid, rotary=None)
@@ -580,14 +537,13 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
         more = () if joins is None else (layer.q_norm, layer.k_norm, table)
         projected.append((*(part.transpose(1, 2) for part in parts), *more))
     if grid.shards is not None:
-        return cast(StreamShards, grid.shards).attention_of_streams(projected, attend)
+        return grid.shards.attention_of_streams(projected, attend)
     joined = joins(projected) if joins is not None else [grid.join(parts) for parts in zip(*projected, strict=True)]
     q, k, v = (part.transpose(1, 2) for part in joined)
     return grid.split(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 def make_block(spec: BlockSpec) -> Any:
-    """Build the block that a specification describes."""
     return JointBlock(spec) if spec.streams else Block(spec)
 
 
@@ -612,15 +568,11 @@ def run_blocks(
     """Run x (B, N, D) through all blocks. An uncut stack (see :func:`is_cut`) uses one :class:`ResidualStream`.
 
     Args:
-        blocks: The blocks, in order.
-        x: Tokens.
-        modulations: m of every block, in order. An iterator is advanced at the beginning of each block. An uncut stack
+        modulations: m of every block, in order; an iterator is advanced at the beginning of each block. An uncut stack
             needs computed modulations, not pairs (c, shared).
         context: One context for all blocks, or a list with one context for each block.
-        grid: Positions of the tokens.
-        checkpointed: True to recompute blocks in the backward pass (``--grad_checkpoint``) and keep only x and m.
-            "but_attention" also keeps the outputs of self-attention (``--recompute but_attention``). Blocks whose
-            ``recomputed`` is False are never recomputed.
+        checkpointed: True to recompute blocks in the backward pass (``--grad_checkpoint``) and keep only x and m;
+            "but_attention" also keeps the outputs of self-attention. Blocks whose ``recomputed`` is False never are.
     """
     # An iterator, because zip on a longer iterable would consume one more modulation than there are blocks.
     modulations = iter(modulations)
@@ -653,10 +605,8 @@ ATTENTION_OPERATORS = {
 
 def _keeping_attention() -> tuple[Any, Any]:
     """Return the checkpoint contexts of a block's forward pass and of its recomputation, which does not repeat
-    self-attention.
-
-    Attention to a caption is recomputed: a caption has few tokens, so that keeping the output would cost more memory
-    than recomputation costs time."""
+    self-attention. Attention to a caption is recomputed: a caption has few tokens, so that keeping the output would
+    cost more memory than recomputation costs time."""
 
     def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
         if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
@@ -676,14 +626,9 @@ def is_cut(block: nn.Module) -> bool:
 class FinalLayer(nn.Module):
     """adaLN and a linear layer that maps each token to its patch: (B, N, D) to (B, N, out_features).
 
-    Args:
-        dim: Width D of the tokens.
-        out_features: Number of values of a patch.
-        values: Names of the modulation's vectors, in order. Without "shift", the shift is 0.
-        table: True if the modulation is c plus a learned table, False if a linear layer computes the modulation.
-        condition: Width of c; None for D.
-        rank: Rank of the modulation's low-rank linear layer, whose output is added to the modulation shared with the
-            blocks; None for a full-rank layer without shared modulation.
+    values: names of the modulation's vectors, in order; without "shift" it is 0. table: True if the modulation is c
+    plus a learned table. condition: width of c; None for D. rank: rank of the modulation's low-rank layer, whose output
+    is added to the modulation shared with the blocks; None for a full-rank layer without shared modulation.
     """
 
     def __init__(
@@ -706,10 +651,8 @@ class FinalLayer(nn.Module):
         self.ops: BlockOps = BlockOps()
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return the modulation's vectors, concatenated to (B, 2 D), for the condition c (B, D).
-
-        shared: The modulation that the blocks share, to which the final layer's vectors are added; None without one.
-        """
+        """Return the vectors, concatenated to (B, 2 D), for the condition c (B, D), added to the blocks' ``shared``
+        modulation."""
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:

@@ -1,9 +1,8 @@
-"""Conditions of models: labels, or captions encoded as tokens and a pooled vector.
+"""Conditions of models: labels, captions encoded as tokens and a pooled vector, and conditioning frames.
 
 The condition ``y`` of a text model is a :class:`TextCondition` from a frozen encoder (CLIP, T5). For the text encoder
-"bytes", which is part of the model, it is token ids (B, L) int64 from opendit.models.bytes_text. To train
-classifier-free guidance, a dropped caption is replaced by the encoder's embedding of the empty string; see
-:func:`where`.
+"bytes", which is part of the model, it is token ids (B, L) int64 from :func:`encode_bytes`. To train classifier-free
+guidance, a dropped caption is replaced by the encoder's embedding of the empty string; see :func:`where`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.models.layers import layer_norm
+from opendit.models.attention import CrossAttention
+from opendit.models.layers import Mlp, layer_norm
+from opendit.models.positions import sincos_position_table
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,16 @@ class TextConfig:
 
     @property
     def inside(self) -> bool:
-        """True if the encoder is part of the model, so that it is trained, averaged and saved with the model."""
         return self.name == "bytes"
 
 
 @dataclass(frozen=True, eq=False)
 class TextCondition:
-    """Encoded captions.
+    """Encoded captions: tokens (B, L, Dt), mask (B, L) bool, True for tokens, and pooled vector (B, Dt).
 
-    This is not a named tuple, because training plugins rebuild tuples, and some can't rebuild named ones. Plugins pass
-    other objects through unchanged.
-
-    Attributes:
-        tokens: (B, L, Dt).
-        mask: (B, L) bool, True for tokens and False for padding.
-        pooled: (B, Dt).
-        guidance: Guidance scale (B,), for models with the scale as an input.
-        shortest: Number of tokens that every caption has at least, known without waiting for the device.
+    ``guidance`` is the guidance scale (B,), for models with the scale as an input. ``shortest`` is a number of tokens
+    that every caption has at least, known without waiting for the device. This is not a named tuple, because training
+    plugins rebuild tuples, and some can't rebuild named ones.
     """
 
     tokens: Tensor
@@ -58,7 +52,6 @@ class TextCondition:
         return len(self.pooled)
 
     def __getitem__(self, rows: Any) -> "TextCondition":
-        """Select captions by a slice, or by a list or tensor of indices or booleans, like rows of a tensor."""
         return self._each(lambda field: field[rows])
 
     @property
@@ -79,7 +72,6 @@ class TextCondition:
         return self.shortest >= self.tokens.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, always in the same order."""
         return [self.tokens, self.mask, self.pooled, *([] if self.guidance is None else [self.guidance])]
 
     def expand_as(self, other: "TextCondition") -> "TextCondition":
@@ -97,7 +89,6 @@ class TextCondition:
 
     @staticmethod
     def cat(conditions: Sequence["TextCondition"]) -> "TextCondition":
-        """Concatenate batches of captions, like torch.cat."""
         joined = TextCondition(*map(torch.cat, zip(*(c.tensors() for c in conditions), strict=True)))
         return replace(joined, shortest=min(c.shortest for c in conditions))
 
@@ -109,16 +100,14 @@ Condition = Tensor | TextCondition
 
 
 def joined(conditions: Sequence[Condition]) -> Condition:
-    """Concatenate batches of conditions of the same type."""
     join: Any = getattr(conditions[0], "cat", torch.cat)
     return join(tuple(conditions))
 
 
 def of_same_pictures(null: Condition, y: Condition) -> Condition:
     """Return the null condition of guidance with the picture tokens of ``y``. Without picture tokens, return ``null``
-    unchanged.
-
-    null: condition with batch size 1 or B. Picture tokens are in the field ``pooled``, (B, tokens, width)."""
+    unchanged. null: condition with batch size 1 or B. Picture tokens are in the field ``pooled``, (B, tokens,
+    width)."""
     if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
         return null
     return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)
@@ -133,10 +122,8 @@ def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]
 
 
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
-    """Replace the condition ``y`` by ``null`` for the samples where ``dropped`` (B,) bool is True.
-
-    Conditions are labels (B,), ids (B, L) or TextConditions. ``null`` has the type of y and a batch size of 1 or B.
-    """
+    """Replace the condition ``y`` by ``null`` for the samples where ``dropped`` (B,) bool is True. Conditions are
+    labels (B,), ids (B, L) or TextConditions. ``null`` has the type of y and a batch size of 1 or B."""
     if isinstance(y, TextCondition):
         assert isinstance(null, TextCondition), "null is of y's kind"
         fields = zip(null.tensors(), y.tensors(), strict=True)
@@ -160,12 +147,8 @@ def masked_mean(tokens: Tensor, mask: Tensor) -> Tensor:
 
 class CaptionEmbedder(nn.Module):
     """Embedding of encoded captions: a vector (B, D), which is added to the timestep's embedding for adaLN, and, with
-    cross-attention, the tokens (B, L, D) that all blocks attend to.
-
-    Tokens and pooled vector are normalised first, because the outputs of text encoders differ in scale by orders of
-    magnitude. Imagen (Saharia et al. 2022, app. D) found the norm "critical" for text embeddings in attention and in
-    pooling.
-    """
+    cross-attention, the tokens (B, L, D) that all blocks attend to. Both are normalised first, because the outputs of
+    text encoders differ in scale by orders of magnitude (Imagen, Saharia et al. 2022, app. D)."""
 
     def __init__(self, text: TextConfig, dim: int):
         super().__init__()
@@ -180,3 +163,152 @@ class CaptionEmbedder(nn.Module):
         if self.tokens is None:
             return vector, None
         return vector, (self.tokens(layer_norm(y.tokens).to(dtype)), y.mask)
+
+
+# ------------------------------------------------------------------------------------------ conditioning frames
+#
+# --given_frames: the network's input is x_t ++ mask ++ given, where ++ concatenates channels: the noisy latents x_t
+# (C channels), a mask (1 channel) that is 1 in conditioning frames, and the latents of the conditioning frames (C
+# channels), which are 0 in other frames.
+#
+# Models with conditioning frames *in place* (Wan 2.2 TI2V) embed only C channels: the clean latents replace the noisy
+# ones in conditioning frames, and the time of these tokens is 0. The loss excludes conditioning frames.
+#
+# Image-to-video models (Wan 2.1 and 2.2 I2V) embed the repeated mask and the latents of a clip that is grey after its
+# first frame, in addition to x_t. They always get these channels, and their loss includes all frames.
+
+
+def given_channels(in_channels: int) -> int:
+    return 1 + in_channels
+
+
+def give(latents: Tensor, lengths: Tensor) -> Tensor:
+    """Return mask ++ given (B, 1 + C, T, H, W) for latents (B, C, T, H, W). The first ``lengths[i]`` frames of clip i
+    are conditioning frames."""
+    frames = torch.arange(latents.shape[2], device=latents.device)
+    mask = (frames < lengths.to(latents.device).unsqueeze(1)).to(latents.dtype)[:, None, :, None, None]
+    return torch.cat([mask.expand(-1, 1, -1, *latents.shape[3:]), latents * mask], dim=1)
+
+
+def with_given(x: Tensor, given: Tensor | None) -> Tensor:
+    """Return the network's input: x (B, C, T, H, W) if ``given`` is None, otherwise x ++ ``given``, where ``given`` is
+    the result of :func:`give`."""
+    return x if given is None else torch.cat([x, given.to(x.dtype)], dim=1)
+
+
+def in_place(x: Tensor, channels: int) -> Tensor:
+    """Convert x ++ mask ++ given (B, 1 + 2 C, T, H, W) to C = ``channels`` channels, in which the given latents replace
+    x in conditioning frames."""
+    x, mask, given = x.split([channels, 1, channels], dim=1)
+    return torch.where(mask > 0, given, x)
+
+
+def first_frames_alone(pixels: Tensor) -> Tensor:
+    """Return clips (B, 3, T, H, W) in [-1, 1] with all frames after the first one made grey."""
+    grey = torch.zeros_like(pixels)
+    grey[:, :, 0] = pixels[:, :, 0]
+    return grey
+
+
+def give_beside(latents: Tensor) -> Tensor:
+    """Return mask ++ given (B, 1 + C, T, H, W) for an image-to-video model. latents: (B, C, T, H, W), the latents of
+    clips that are grey after their first frame."""
+    mask = torch.zeros_like(latents[:, :1])
+    mask[:, :, 0] = 1
+    return torch.cat([mask, latents], dim=1)
+
+
+def beside(x: Tensor, channels: int, given: int) -> Tensor:
+    """Repeat the mask of x ++ mask ++ given (B, 1 + 2 C, T, H, W), so that ``given`` channels follow the C =
+    ``channels`` noisy ones. Raises ValueError if x has only the noisy channels."""
+    if x.shape[1] == channels:
+        raise ValueError("a model of image to video is given the first frame of every clip")
+    x, mask, latents = x.split([channels, 1, channels], dim=1)
+    return torch.cat([x, mask.expand(-1, given - channels, -1, -1, -1), latents], dim=1)
+
+
+def times_of_frames(t: Tensor, given: Tensor) -> Tensor:
+    """Return the times (B, T) of frames: 0 for conditioning frames, and the sample's time t (B,) for other frames.
+    given: the result of :func:`give`."""
+    return t[:, None] * (1 - given[:, 0, :, 0, 0])
+
+
+# ------------------------------------------------------------------------------------------ a text encoder of bytes
+#
+# A small text encoder that is trained with the model and needs no download. A caption is encoded as ids (L,) int64:
+# BEGIN, then each UTF-8 byte b as b + 2, then PADDING. Because of the begin token, even the empty caption has a token
+# to attend to. The ids of the empty caption are the null condition of guidance.
+
+PADDING, BEGIN, FIRST_BYTE = 0, 1, 2
+VOCABULARY = FIRST_BYTE + 256
+LAYERS, HEAD_SIZE, MLP_RATIO = 2, 32, 2
+
+
+def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
+    """Encode captions as ids (B, max_tokens) int64. A caption that is too long is cut between two characters. Lone
+    surrogates, which file names may contain and UTF-8 can't encode, become "?". Raises ValueError if max_tokens is less
+    than 1, because the begin token needs one."""
+    if max_tokens < 1:
+        raise ValueError(f"--max_text_tokens {max_tokens}: not even the begin token fits; give 1 or more")
+    ids = torch.full((len(captions), max_tokens), PADDING)
+    for row, caption in zip(ids, captions, strict=True):
+        cut = caption.encode("utf-8", errors="replace")[: max_tokens - 1]
+        whole = cut.decode("utf-8", errors="ignore").encode("utf-8")  # drops an incomplete character at the end
+        row[0] = BEGIN
+        row[1 : 1 + len(whole)] = torch.tensor(list(whole), dtype=torch.int64) + FIRST_BYTE
+    return ids
+
+
+def byte_tokens(captions: list[str]) -> list[int]:
+    """Return the number of tokens of each caption before captions are cut: the begin token and one per UTF-8 byte."""
+    return [1 + len(caption.encode("utf-8", errors="replace")) for caption in captions]
+
+
+class BytesBlock(nn.Module):
+    """A pre-norm Transformer block in which tokens attend only to tokens whose mask is True."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.attn = CrossAttention(width, width // HEAD_SIZE if width % HEAD_SIZE == 0 else 1)
+        self.mlp = Mlp(width, MLP_RATIO * width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        normed = layer_norm(x)
+        x = x + self.attn(normed, normed, mask)
+        return x + self.mlp(layer_norm(x))
+
+
+class BytesEncoder(nn.Module):
+    """Encoder of ids (B, L) int64, L <= max_tokens, as a :class:`TextCondition` of the configured width. The pooled
+    vector is the mean over the tokens, which a classifier of 40 captions learned slightly faster than the begin token's
+    output."""
+
+    positions: Tensor  # (1, max_tokens, width), a table in DiTConfig.tables
+
+    def __init__(self, text: TextConfig):
+        super().__init__()
+        self.embedding: nn.Embedding = nn.Embedding(VOCABULARY, text.width)
+        table = sincos_position_table(text.width, text.max_tokens, device=torch.get_default_device())
+        self.register_buffer("positions", table.unsqueeze(0))
+        self.blocks: nn.ModuleList = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
+
+    def forward(self, ids: Tensor) -> TextCondition:
+        mask = ids != PADDING
+        x = self.embedding(ids)
+        x = (x + self.positions[:, : ids.shape[1]]).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask)
+        return TextCondition(x, mask, masked_mean(x, mask))
+
+
+def bytes_parameters(text: TextConfig) -> int:
+    w = text.width
+    block = 4 * w * w + 4 * w + 2 * w * MLP_RATIO * w + MLP_RATIO * w + w
+    return VOCABULARY * w + LAYERS * block
+
+
+def bytes_flops(text: TextConfig) -> int:
+    """Return the FLOPs of the matrix products for one caption (2 per multiply-add)."""
+    w, n = text.width, text.max_tokens
+    block = 2 * n * 4 * w * w + 4 * n * n * w + 4 * n * w * MLP_RATIO * w
+    return LAYERS * block

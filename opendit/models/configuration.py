@@ -9,11 +9,9 @@ from typing import Any, ClassVar, cast
 
 from opendit.config.architectures import MLP_KINDS, NORMS, POSITIONS, parse_given
 from opendit.config.names import BUT_ATTENTION
-from opendit.models import bytes_text
-from opendit.models.alignment import AlignmentConfig
+from opendit.models.auxiliary import AlignmentConfig
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, MLPS, BlockSpec, Branch
-from opendit.models.conditioning import TextConfig
-from opendit.models.given_frames import given_channels
+from opendit.models.conditioning import TextConfig, bytes_parameters, given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
@@ -32,10 +30,8 @@ EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}
 @dataclass(frozen=True)
 class DiTConfig:
     """The configuration of a DiT, with all settings that are needed to build the model. Subclasses for other
-    architectures add fields.
-
-    The model is conditioned on ``num_classes`` labels, or on captions if ``text`` is set (then num_classes is None).
-    """
+    architectures add fields. The model is conditioned on ``num_classes`` labels, or on captions if ``text`` is set
+    (then num_classes is None)."""
 
     kind: ClassVar[str] = "dit"
     axial_attention: ClassVar[bool] = False  # True if blocks attend along the axes of the tokens' grid
@@ -60,14 +56,14 @@ class DiTConfig:
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
     null_class: bool = True  # True if the label table has a row for guidance's null class; OpenDiT trains with one
-    # conditioning frames: first, prefix:K (K latent frames) or random; see opendit.models.given_frames
+    # conditioning frames: first, prefix:K (K latent frames) or random; see opendit.models.conditioning
     given_frames: str | None = None
     norm: str = "layer"  # norm before every branch of a block, layer or rms
     mlp: str = "gelu"  # gelu or swiglu
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
     # width to which patches are projected before the projection to the tokens' width; None: a single projection
     patch_bottleneck: int | None = None
-    uncertainty: bool = False  # True if the weights of losses by time are learned; see opendit.models.uncertainty
+    uncertainty: bool = False  # True if the weights of losses by time are learned; see opendit.models.auxiliary
     sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
 
     @property
@@ -81,7 +77,6 @@ class DiTConfig:
 
     @property
     def block(self) -> BlockSpec:
-        """The specification of a block."""
         return BlockSpec(
             self.hidden_size,
             self.num_heads,
@@ -94,7 +89,6 @@ class DiTConfig:
 
     @property
     def key_value_width(self) -> int:
-        """The total width of the heads of keys. The heads of values have the same total width."""
         return (self.block.kv_heads or self.num_heads) * self.head_dim
 
     @property
@@ -111,7 +105,6 @@ class DiTConfig:
 
     @property
     def recompute(self) -> bool:
-        """True if --recompute supports the blocks."""
         return self.in_operations
 
     @property
@@ -121,8 +114,7 @@ class DiTConfig:
 
     @property
     def rescaled_guidance(self) -> str:
-        """The unit, "row" or "patch", in which a guided prediction is rescaled to the norm of the conditional
-        prediction; "" for no rescaling. See ``Guidance.rescaled``."""
+        """See ``Guidance.rescaled``."""
         return ""
 
     @property
@@ -137,12 +129,10 @@ class DiTConfig:
 
     @property
     def caption_tokens(self) -> int:
-        """Maximum number of caption tokens in the sequence that the blocks process."""
         return 0
 
     @property
     def joint_sequence(self) -> bool:
-        """True if the sequence that the blocks process contains the captions' tokens."""
         return False
 
     @property
@@ -151,7 +141,6 @@ class DiTConfig:
 
     @property
     def patch(self) -> tuple[int, ...]:
-        """Sides of a patch, one per dimension of the input."""
         return (self.patch_size,) * 2 if isinstance(self.patch_size, int) else self.patch_size
 
     @property
@@ -160,10 +149,7 @@ class DiTConfig:
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, ...]:
         """Return the number of patches along each side of an input of ``size``. A single frame is one patch long,
-        because it is repeated to fill the patch.
-
-        Raises ValueError if the patch does not divide the size.
-        """
+        because it is repeated to fill the patch. Raises ValueError if the patch does not divide the size."""
         if self.is_video and size[0] == 1:
             size = (self.patch[0], *size[1:])
         if len(size) != len(self.patch) or any(s < 1 or s % p for s, p in zip(size, self.patch, strict=False)):
@@ -176,11 +162,9 @@ class DiTConfig:
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Fixed position tables: name of the buffer -> width of the table and sides of its grid.
-
-        The tables depend only on the configuration and are always computed. Tensors with these names in a file are not
-        used (docs/checkpoints.md). ``pos_embed`` is the name of Meta's frozen parameter.
-        """
+        """Fixed position tables: name of the buffer -> width of the table and sides of its grid. They depend only on
+        the configuration and are always computed; a file's tensors with these names are not used. ``pos_embed`` is
+        Meta's name."""
         tables: dict[str, tuple[int, tuple[int, ...]]] = {}
         if self.positions == "sincos":
             tables["pos_embed"] = self.hidden_size, self.grid[-2:]
@@ -208,25 +192,22 @@ class DiTConfig:
 
     @property
     def given_channels(self) -> int:
-        """Number of input channels for conditioning frames, in addition to the noisy latents: the mask and the
-        frames."""
+        """Number of input channels for conditioning frames: the mask and the frames."""
         return given_channels(self.in_channels) if self.given_frames else 0
 
     @property
     def given_in_place(self) -> bool:
-        """True if conditioning frames replace the noisy frames; see opendit.models.given_frames."""
+        """True if conditioning frames replace the noisy frames; see opendit.models.conditioning."""
         return False
 
     @property
     def given_beside(self) -> bool:
-        """True if the model is always conditioned on the first frame, through additional input channels; see
-        opendit.models.given_frames."""
+        """True if input channels always condition the model on the first frame; see opendit.models.conditioning."""
         return False
 
     @property
     def boundary(self) -> float | None:
-        """Time in [0, 1]. The first of two networks is used at and above this time. None for models with a single
-        network."""
+        """The time in [0, 1] from which the first of two networks is used; None for models with a single network."""
         return None
 
     @property
@@ -235,11 +216,9 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as a dictionary for JSON.
-
-        ``norm`` and ``mlp`` are left out if they have the architecture's default values, and fields in LATER if they
-        are not set, so that earlier versions of OpenDiT can read the dictionary.
-        """
+        """Return the fields and the kind as a dictionary for JSON. ``norm`` and ``mlp`` are left out if they have the
+        architecture's default values, and fields in LATER if they are not set, so that earlier versions of OpenDiT can
+        read the dictionary."""
         values = {"kind": self.kind, **asdict(self)}
         values = {key: value for key, value in values.items() if key not in LATER or value}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
@@ -252,8 +231,7 @@ class DiTConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
-        """Return the configuration from the result of :meth:`to_dict`, which may have been converted to JSON and back.
-        See opendit.models.config_from_dict."""
+        """Return the configuration from the result of :meth:`to_dict`, which may have been JSON meanwhile."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:
             values["text"] = TextConfig(**values["text"])
@@ -300,7 +278,6 @@ class DiTConfig:
             rotary_shares(self.head_dim, len(self.patch))
 
     def check_revision(self) -> None:
-        """Raise ValueError for a revision that this version of OpenDiT does not support."""
         if not 1 <= self.revision <= REVISION:
             raise ValueError(
                 f"a {self.kind} of revision {self.revision}: this version knows 1 to {REVISION}; use a newer OpenDiT"
@@ -308,11 +285,9 @@ class DiTConfig:
 
     @property
     def sequence_types(self) -> tuple[str, ...]:
-        """The sequence-parallel strategies that the model supports."""
         return ("fastseq", "ulysses", "ring", "usp")
 
     def check_sequence_parallel(self, kind: str) -> None:
-        """Raise ValueError, with the reason, if the model does not support the sequence-parallel strategy ``kind``."""
         if kind not in ("auto", *self.sequence_types):
             raise ValueError(
                 f"--sequence_parallel_type {kind}: {self.kind} models have no attention to all tokens without "
@@ -320,12 +295,10 @@ class DiTConfig:
             )
 
     def check_packs(self) -> None:
-        """Raise ValueError, with the reason, if these models do not support packs of samples of unequal size."""
         if self.why_no_packs:
             raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
-        """Raise ValueError if the blocks do not support FP8 or this level of --recompute."""
         exchanged = " ".join(f"--{name} {value}" for name, value in self.exchanged.items())
         if fp8 and not (self.float8 and self.bias):
             why = "--no_bias" if self.float8 else exchanged or f"{self.kind} models"
@@ -335,15 +308,13 @@ class DiTConfig:
             raise ValueError(f"--recompute {recompute}: does not work with {why}; use --grad_checkpoint")
 
     def forward_flops(self) -> int:
-        """Return the FLOPs of the matrix products in one sample's forward pass (2 per multiply-add), the sum of the
-        architecture's FLOP terms. Training takes three times as many."""
+        """Return the FLOPs of one sample's forward pass (2 per multiply-add). Training takes three times as many."""
         from opendit.models.zoo import plan_of  # imported here, because the zoo imports this module
 
         return plan_of(self).forward_flops(self)
 
     @functools.cache  # noqa: B019  there are few configurations, and thousands of plans ask for the number
     def parameters(self) -> int:
-        """Return the number of trainable parameters, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
         narrow = self.patch_bottleneck
         embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
@@ -363,17 +334,15 @@ class DiTConfig:
             if self.text.cross_attention:
                 embed += (self.text.width + 1) * d
             if self.text.inside:
-                embed += bytes_text.parameters(self.text)
+                embed += bytes_parameters(self.text)
         return self.depth * self.whole_block_parameters() + embed + final
 
     @functools.cache  # noqa: B019
     def whole_block_parameters(self) -> int:
-        """Count the parameters of a block."""
         branches = sum(self._branch_parameters(branch) for branch in self.branches)
         return branches + self.modulation_parameters()
 
     def _branch_parameters(self, branch: Branch) -> int:
-        """Count the parameters of a branch and of the norm before it."""
         d, norm = self.hidden_size, self.hidden_size * (self.norm == "rms")
         if branch.sees is None:
             return norm + self.mlp_parameters()
@@ -381,13 +350,11 @@ class DiTConfig:
         return norm + (2 * d + 2 * shared) * (d + self.bias) + 2 * self.head_dim * self.qk_norm
 
     def mlp_parameters(self) -> int:
-        """Count the parameters of the MLP and of its experts."""
         d, wide, experts = self.hidden_size, MLPS[self.mlp].branches * self.mlp_hidden, self.block.experts
         beside = 0 if experts is None else experts.count * d * (1 + 2 * experts.hidden)
         return (wide + self.mlp_hidden) * d + (wide + d) * self.bias + beside
 
     def modulation_parameters(self) -> int:
-        """Count the parameters of a block's modulation, without the modulation that all blocks share."""
         return self.modulation_weights + self.modulation_width * (self.bias and not self.shared_modulation)
 
     @property
@@ -396,12 +363,10 @@ class DiTConfig:
 
     @property
     def modulation_weights(self) -> int:
-        """Count the weights of a block's modulation, without biases."""
         rank = self.adaln_lora
         full = self.modulation_width * self.hidden_size
         return full if rank is None else rank * (self.hidden_size + self.modulation_width)
 
 
 def times(sizes: tuple[int, ...]) -> str:
-    """Format sizes: times((2, 4, 3)) returns "2 x 4 x 3"."""
     return " x ".join(map(str, sizes))

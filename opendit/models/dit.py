@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.models.alignment import Projector, run_tapped
 from opendit.models.attention import Attention, SequenceShards, TokenGrid, local_attention, of_rows
+from opendit.models.auxiliary import Fusion, Projector, Uncertainty, run_routed, run_tapped
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, ResidualStream, run_blocks
-from opendit.models.bytes_text import BytesEncoder
-from opendit.models.conditioning import CaptionEmbedder, Condition
+from opendit.models.conditioning import BytesEncoder, CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
-from opendit.models.given_frames import without_any
 from opendit.models.initialization import (
     Constant,
     Distribution,
@@ -31,8 +29,6 @@ from opendit.models.initialization import (
 from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, TimestepEmbedder, modulation
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segments import PlacedSegments, Segments, Varlen
-from opendit.models.token_routing import Fusion, run_routed
-from opendit.models.uncertainty import Uncertainty
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks
@@ -40,10 +36,8 @@ if TYPE_CHECKING:
 
 class DiT(nn.Module):
     """Diffusion Transformer on latents of pictures (B, C, H, W) or clips (B, C, T, H, W). Latents may have the
-    configured size or any size that the patch divides. Subclasses for other architectures use other blocks.
-
-    Weights and activations may be fp32, bf16 or fp16; timesteps and positions are always fp32.
-    """
+    configured size or any size that the patch divides. Subclasses for other architectures use other blocks. Weights and
+    activations may be fp32, bf16 or fp16; timesteps and positions are always fp32."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -98,17 +92,15 @@ class DiT(nn.Module):
         return "the host reads how many tokens of an expert each rank has (--sequence_parallel_size)"
 
     def make_block(self) -> Block:
-        """Build a block from the configuration's specification."""
         return Block(self.config.block)
 
     def initial_distributions(self) -> dict[str, Distribution]:
-        """Return the distributions of the initial values, by patterns of parameter names. Every parameter matches
-        exactly one pattern.
+        """Return the distributions of the initial values, by patterns of parameter names, of which each name matches
+        one.
 
         This is Meta's initialisation: N(0, 0.02^2) for embedders, zero for modulation and output, and Xavier for the
-        rest. Cross-attention without a gate has a zero output projection, so that the initial block is equal to a block
-        without cross-attention. Cross-attention with a gate has a nonzero output projection: the gate is zero, and with
-        both zero, the gate would get no gradient.
+        rest. Cross-attention without a gate begins with a zero output projection. With a gate it has a nonzero one: the
+        gate is zero, and with both zero, the gate would get no gradient.
         """
         xavier, embedder, zero, one = XavierUniform(), Normal(0.02), Constant(0), Constant(1)
         full = self.config.adaln_lora is None
@@ -154,12 +146,9 @@ class DiT(nn.Module):
         varlen: Varlen | None = None,
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
-        """Replace torch expressions by kernels or by a parallel strategy; return self.
-
-        With ``sequence`` (opendit.parallel.sequence) several ranks divide the tokens of every sample. All these ranks
-        call the model with the same arguments and get the complete output. The gradients on a rank are those from the
-        rank's own tokens, times the number of ranks.
-        """
+        """Replace torch expressions by kernels or by a parallel strategy; return self. With ``sequence`` several ranks
+        divide the tokens of every sample; they call the model with the same arguments and get the complete output. The
+        gradients on a rank are those from the rank's own tokens, times the number of ranks."""
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
             part.ops = ops or BlockOps()
@@ -169,11 +158,8 @@ class DiT(nn.Module):
         return self
 
     def compile_blocks(self, **options: Any) -> None:
-        """Apply torch.compile to the blocks and the final layer, in place, with these options.
-
-        All blocks share one compiled graph for each input shape. The rest of the model takes little time and differs
-        between models, so it is not compiled.
-        """
+        """Apply torch.compile to the blocks and the final layer, in place. All blocks share one compiled graph for each
+        input shape. The rest of the model takes little time and is not compiled."""
         for part in (*self.blocks, self.final_layer):
             part.compile(dynamic=False, **options)
 
@@ -197,34 +183,28 @@ class DiT(nn.Module):
         aligned: bool = False,
         uncertain: bool = False,
     ) -> Any:
-        """Compute the network's output for noised latents, such as the noise (and, with learned sigma, the variance
-        fraction).
+        """Compute the network's output for noised latents: (B, out_channels, H, W) or (B, out_channels, T, H, W) in the
+        weights' dtype.
 
-        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch.
-        The prediction is the mean over the repeats and has T = 1 again. So the loss counts the frame once, and the
-        weights for every frame of the patch are trained.
+        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch,
+        and the prediction is the mean over the repeats. So the loss counts the frame once, and all the patch's weights
+        are trained.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
             t: (B,) timesteps, or (B, K) for K timesteps per sample whose embeddings are added.
             y: (B,) int64 labels, where ``num_classes`` is the null class, if there is one. For a text model a
                 TextCondition, or token ids (B, L) int64 if the model contains the bytes encoder.
-            segments: The segments of a pack. x then has its patches (N, C, *patch), and t and y have one row per
-                segment.
-            kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None if all blocks see all
-                tokens. (1, n) for a pack, whose ``segments.kept`` says how many belong to each segment.
+            segments: The segments of a pack. x and the result then are patches (N, C, *patch), and t and y have one row
+                per segment.
+            kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None for all tokens. (1, n) for
+                a pack, whose ``segments.kept`` says how many belong to each segment.
             dropped: (B,) bool, True for samples, or segments of a pack, whose tokens after the route are replaced by
                 mask tokens; only with ``sprint``. None for no sample.
             aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
-            uncertain: True to also return the u(t) of :class:`~opendit.models.uncertainty.Uncertainty`, (B,) fp32.
+            uncertain: True to also return the u(t) of :class:`~opendit.models.auxiliary.Uncertainty`, (B,) fp32.
 
-        Returns:
-            (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; (N, out_channels, *patch) for a
-            pack. If ``aligned`` or ``uncertain``, a tuple of the prediction, the projected tokens if ``aligned``, and
-            u(t) if ``uncertain``.
-
-        Raises:
-            ValueError: the patch does not divide a side.
+        Raises ValueError if the patch does not divide a side.
         """
         c, context = self.condition(t, y)
         more: list[Tensor] = []
@@ -246,9 +226,8 @@ class DiT(nn.Module):
         x: Tensor,
         take: Callable[[Tensor], None],
     ) -> Callable[..., Tensor]:
-        """Return the function that runs the blocks on the tokens of x, with the signature of ``run_blocks``.
-
-        take: Called with the projected tokens if ``aligned``. Other arguments: see :meth:`forward`."""
+        """Return the function that runs the blocks on the tokens of x, with the signature of ``run_blocks``. take:
+        Called with the projected tokens if ``aligned``. Other arguments: see :meth:`forward`."""
         route = self.route if kept is not None or self.fusion is not None else None
         routed = partial(run_routed, kept=kept, fusion=self.fusion, dropped=dropped)
         if not aligned:
@@ -271,7 +250,6 @@ class DiT(nn.Module):
         return self.y_embedder(y if self.text_encoder is None else self.text_encoder(y))
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
-        """Return the condition vector (B, D) of adaLN, and the context for blocks with cross-attention."""
         vector, context = self.embed_condition(y)
         return self.embed_time(t) + vector, context
 
@@ -281,23 +259,14 @@ class DiT(nn.Module):
 
     def contexts(self, context: Context | None) -> list[Context] | None:
         """Compute the keys and values of a context for every block, to reuse them in several calls of :meth:`predict`.
-
-        For a single call this is not needed: every block then computes its keys and values itself.
-        """
+        For a single call this is not needed: every block then computes its keys and values itself."""
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield the modulation of every block, then of the final layer, for the condition c (B, D).
-
-        Each modulation is computed when the iterator reaches it. ``tuple(model.modulations(c))`` computes all
-        modulations, for reuse in several calls. With ``modulate_in_blocks``, the pair (c, shared) is yielded for each
-        block, which then computes its modulation itself.
-
-        Args:
-            c: Condition.
-            blocks: The blocks; None for all blocks of the model.
-            first: True if ``blocks`` begin with the model's first block. Subclasses may have refiner blocks before it.
-        """
+        """Yield the modulation of every block (None: all blocks of the model), then of the final layer, for the
+        condition c (B, D). Each is computed when the iterator reaches it; with ``modulate_in_blocks``, blocks get the
+        pair (c, shared). ``first`` is True if the blocks begin with the model's first block; subclasses may have
+        refiner blocks before it."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
@@ -311,15 +280,8 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the result of :meth:`forward` from conditions that are already embedded.
-
-        Args:
-            x: Noised latents.
-            modulations: Result of :meth:`modulations`.
-            context: Context from :meth:`condition` or :meth:`contexts`.
-            positions: Result of :meth:`positions`; None to compute it here.
-            run: Function that runs the blocks on the tokens, with the signature of ``run_blocks``.
-        """
+        """Compute the result of :meth:`forward` from the results of :meth:`modulations`, of :meth:`condition` or
+        :meth:`contexts`, and of :meth:`positions`. ``run`` runs the blocks, with the signature of ``run_blocks``."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
             return self._predict(x, modulations, context, positions, run)
@@ -328,10 +290,7 @@ class DiT(nn.Module):
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
         """Embed x (B, C, ...) as this rank's input tokens (B, n, D) of the first block, and return the tokens with
-        their grid.
-
-        modulations, context: see :meth:`predict`. Subclasses use these in layers before the first block.
-        """
+        their grid."""
         return self.embed(x)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
@@ -365,12 +324,8 @@ class DiT(nn.Module):
         context: Context | list[Context] | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Run the blocks and the final layer. This is the part of :meth:`predict` between :meth:`embed` and
-        :meth:`unpatchify`. Return (B, n, prod(patch) * out_channels).
-
-        residual: Holds the tokens (B, n, D). This method empties it, so that the tokens' memory can be freed while the
-        blocks run.
-        """
+        """Run the blocks and the final layer: (B, n, D) to (B, n, prod(patch) * out_channels). This empties
+        ``residual``, so that the tokens' memory can be freed while the blocks run."""
         modulations, checkpointed = iter(modulations), torch.is_grad_enabled() and self.grad_checkpoint
         x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
@@ -394,17 +349,13 @@ class DiT(nn.Module):
     def token_grid(
         self, sizes: tuple[int, ...], positions: Tensor | None, shards: SequenceShards | None = None
     ) -> TokenGrid:
-        """Return the :class:`TokenGrid` of tokens in a grid of these sizes, with these positions."""
         in_blocks = positions if self.config.positions_in_blocks else None
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Compute the fixed position tables (1, N, D) on ``device`` (None: the tables' current device). Tables keep
-        their dtype; new ones are fp32.
-
-        This is needed after building a model on the meta device, where tables have no values, and after loading a state
-        dict, which may contain other values.
-        """
+        """Compute the fixed position tables (1, N, D) on ``device`` (None: where they are). This is needed after
+        building a model on the meta device, where tables have no values, and after loading a state dict, which may
+        contain other values."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)
@@ -417,13 +368,8 @@ class DiT(nn.Module):
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """Return the positions (1, N, D) of a grid of patches: fixed fp32 tables or learned positions; None for rotary
-        positions.
-
-        The fixed positions of a clip are the sum of a temporal and a spatial table. Both tables count from 0 for every
-        size, so a picture has the same positions as a clip's first layer of patches along time.
-
-        Raises ValueError if there are fewer learned positions than patches.
-        """
+        positions. The fixed positions of a clip are the sum of a temporal and a spatial table, which both count from 0
+        for every size. Raises ValueError if there are fewer learned positions than patches."""
         configured = self.config.grid
         if self.learned_positions is not None:
             if any(size > known for size, known in zip(grid, configured, strict=True)):
@@ -487,23 +433,13 @@ class DiT(nn.Module):
         segments: Segments,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the prediction for every patch of a pack. Return (N, out_channels, *patch) in the weights' dtype.
-
-        If a frame is repeated to fill a patch, the prediction of each repeat is the mean over the repeats.
-
-        Args:
-            x: Noised patches (N, C, *patch), also ``with_given(x, given)``.
-            modulations: Modulations for the conditions of the S segments.
-            context: Captions of the S segments.
-            segments: The segments of the pack.
-            run: Function that runs the blocks on the tokens, with the signature of ``run_blocks``.
-
-        Raises:
-            ValueError: the model does not support packs, or the number of patches is not the pack's number of tokens.
-        """
+        """Compute the prediction for every patch of a pack: (N, out_channels, *patch) in the weights' dtype for noised
+        patches x (N, C, *patch), and modulations and captions of the S segments. A frame that is repeated to fill a
+        patch gets the mean over the repeats. Raises ValueError if the model does not support packs, or x does not fit
+        the pack."""
         config = self.config
         if config.given_channels and x.shape[1] == config.in_channels:
-            x = without_any(x, config.given_channels)
+            x = nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, config.given_channels))
         self._check_pack(x, segments)
         packed = segments.place(x.device)
         tokens, grid = self._embed_pack(x, packed)
@@ -521,7 +457,6 @@ class DiT(nn.Module):
         return torch.where(alone, y.mean(dim=2, keepdim=True), y)
 
     def _check_pack(self, x: Tensor, segments: Segments) -> None:
-        """Raise the ValueErrors that :meth:`_predict_pack` lists."""
         config = self.config
         config.check_packs()
         if x.shape != (segments.tokens, config.embedded_channels, *config.patch):
@@ -537,13 +472,11 @@ class DiT(nn.Module):
         return x.flatten(1)
 
     def _segment_rotations(self, packed: PlacedSegments) -> Tensor | None:
-        """Return the rotations of a pack's tokens, each within the grid of its segment; see :meth:`rotations`."""
         if self.config.positions != "rope":
             return None
         return rotary_table(self._segment_coordinates(packed), self.config.head_dim)
 
     def _embed_pack(self, x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
-        """Embed the patches of a pack, like :meth:`embed`. Return this rank's tokens (1, n, D) and their grid."""
         config, shards, learned = self.config, None, None
         patches = self._input_patches(x).unsqueeze(0).to(self.x_embedder.proj.weight.dtype)
         rotary = self._segment_rotations(packed)
@@ -565,12 +498,9 @@ class DiT(nn.Module):
         return tokens, TokenGrid((len(x),), rotary, learned, shards, packed)
 
     def _segment_coordinates(self, packed: PlacedSegments) -> Tensor:
-        """Return the coordinates (n, axes) int64 of a pack's tokens, along the axes of the patch."""
         return packed.coordinates()[:, -len(self.config.patch) :]
 
     def _segment_positions(self, packed: PlacedSegments) -> Tensor | None:
-        """Return the positions (1, n, D) of a pack's tokens, each within the grid of its segment; see
-        :meth:`positions`."""
         config, grids = self.config, packed.segments.grids
         if config.positions == "rope":
             return None
@@ -597,8 +527,4 @@ def _table_side(longest: int, configured: int) -> int:
 
 
 def _compute_tables(model: nn.Module, _: object) -> None:
-    """Recompute the position tables after ``load_state_dict``, which may have replaced them."""
     cast(DiT, model).fill_tables()
-
-
-ARCHITECTURE = DiTConfig, DiT

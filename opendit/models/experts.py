@@ -6,7 +6,7 @@ al., "EC-DiT", 2024).
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,8 @@ from opendit.models.layers import Mlp
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block's MLP.
-
-    Attributes:
-        count: Number of experts.
-        hidden: Width of an expert's hidden layer.
-        capacity: Average number of experts per token.
-    """
+    """The experts of a block's MLP: their number, the width of their hidden layers, and the average number of experts
+    per token."""
 
     count: int
     hidden: int
@@ -33,10 +28,8 @@ class Experts:
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
     """Return the number of a sample's tokens that each expert chooses: ceil(capacity * tokens / experts), but at most
-    all tokens.
-
-    The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, whereas float arithmetic would give 12.
-    """
+    all tokens. The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, whereas float arithmetic would
+    give 12."""
     return _places(tokens, experts, *_ratio(capacity))
 
 
@@ -54,11 +47,11 @@ class ExpertMlp(Mlp):
     that chose the token, weighted by the token's affinities to these experts.
 
     A token's affinities are a softmax over the experts. Each expert chooses the tokens of a sample with the highest
-    affinity to the expert. All experts therefore process the same number of tokens, and a sample's result does not
-    depend on other samples of the batch.
+    affinity to it. All experts therefore process the same number of tokens, and a sample's result does not depend on
+    other samples.
 
-    The experts' weights are stacks (E, in, out). With expert parallelism (opendit.parallel.experts), a rank holds the
-    slice ``held`` of the experts, and another method, which sends tokens to the experts' ranks, replaces ``start``.
+    The experts' weights are stacks (E, in, out). With expert parallelism, a rank holds the slice ``held`` of the
+    experts, and another method, which sends tokens to the experts' ranks, replaces ``start``.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: Experts):
@@ -81,11 +74,9 @@ class ExpertMlp(Mlp):
         return affinity.transpose(1, 2).topk(k, dim=-1)
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """Return the weights of this rank's experts, (E, D, hidden) and (E, hidden, D)."""
         return self.expert_fc1, self.expert_fc2
 
     def experts(self, taken: Tensor) -> Tensor:
-        """Apply each expert of this rank to its tokens (E, rows, D)."""
         fc1, fc2 = self.weights()
         return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
 
@@ -100,7 +91,7 @@ class ExpertMlp(Mlp):
     def start(self, y: Tensor, shards: SequenceShards | None = None) -> "Routing":
         """Begin to route y's tokens (B, n, D) to experts. shards: division of the sequence over ranks; None for the
         complete sequence."""
-        return _RoutedHere(self, y) if shards is None else cast(SharedExperts, shards).start_experts(self, y)
+        return _RoutedHere(self, y) if shards is None else shards.start_experts(self, y)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.routed(x)
@@ -123,14 +114,6 @@ class Routing(Protocol):
 
     def result(self) -> Tensor:
         """Return the experts' weighted outputs for the tokens, (B, n, D). Call it once."""
-        ...
-
-
-class SharedExperts(SequenceShards, Protocol):
-    """Division of a sequence over ranks, for experts that choose among the tokens of all ranks."""
-
-    def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """Start the experts of ``mlp`` on this rank's tokens y (B, n, D)."""
         ...
 
 
@@ -158,10 +141,8 @@ def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
     """Add up the rows of weight * out (M, D) in a tensor of ``like``'s shape (B, N, D). Row i of ``out`` is added to
-    row ``row[i]`` of the flattened result.
-
-    The sums are accumulated in fp32 or wider and returned in the dtype of ``like``.
-    """
+    row ``row[i]`` of the flattened result. The sums are accumulated in fp32 or wider and returned in the dtype of
+    ``like``."""
     B, N, _ = like.shape
     return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
 

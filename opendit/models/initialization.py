@@ -15,19 +15,48 @@ PyTorch's ``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffu
 integer operations, 77 million.
 """
 
+import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opendit.models.parameter_names import canonical_name, value_of
+WRAPPERS = frozenset(("base_layer", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+Value = TypeVar("Value")
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers such as LoRA and torch.compile insert."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Return True if a dotted name matches a pattern: ``*`` matches one part between dots, and ``**`` one or more."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern:
+    words = {"*": r"[^.]+", "**": r".+"}
+    return re.compile(r"\.".join(words.get(word, re.escape(word)) for word in pattern.split(".")))
+
+
+def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
+    """Return the value of the pattern that matches a parameter's name. Raises ValueError unless exactly one does;
+    ``of`` describes the patterns in the message."""
+    found = [pattern for pattern in by_pattern if fits(pattern, name)]
+    if len(found) != 1:
+        raise ValueError(f"parameter {name}: one pattern of {of} has to fit it, not {len(found)} {found}")
+    return by_pattern[found[0]]
+
 
 # ------------------------------------------------------------------------------------------------------ distributions
 
@@ -64,7 +93,6 @@ class Uniform(Distribution):
     """Uniform distribution U(-b, b). The values are the midpoints of 2^24 equal intervals."""
 
     def bound(self, shape: Sequence[int]) -> float:
-        """Return b for a parameter of ``shape``."""
         raise NotImplementedError
 
     def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
@@ -107,10 +135,7 @@ BLOCK = 4  # 64-bit words per value of the Philox counter
 
 def draw(distribution: Distribution, seed: int, name: str, shape: Sequence[int], start: int, out: Tensor) -> Tensor:
     """Fill ``out`` with the initial values of elements [start, start + len(out)) of a flattened parameter; return
-    ``out``.
-
-    name, shape: the parameter's canonical name and shape. out: (n,) fp32, contiguous, in host memory.
-    """
+    ``out``. name, shape: the parameter's canonical name and shape. out: (n,) fp32, contiguous, in host memory."""
     if isinstance(distribution, Constant):
         return out.fill_(distribution.value)
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "little")
@@ -179,15 +204,9 @@ def initial_attention(name: str, output: Distribution | None = None) -> dict[str
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill all parameters in place with their initial values for ``seed``.
-
-    The parameters must be complete; they may have any dtype and device. For shards see ``opendit.parallel.initial``. A
-    model that was built on the meta device needs ``model.to_empty(device=...)`` first, and ``model.fill_tables()`` for
-    its buffers.
-
-    Raises:
-        ValueError: a parameter matches no pattern, or more than one.
-    """
+    """Fill all parameters in place with their initial values for ``seed``. They must be complete (for shards see
+    ``opendit.parallel.layout.InitialValues``). After the meta device, call ``model.to_empty(device=...)`` first, and
+    ``model.fill_tables()``. Raises ValueError unless each parameter matches one pattern."""
     for name, _ in model.named_parameters():
         initialize_parameter(model, seed, name)
 
@@ -195,9 +214,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def initialize_parameter(model: nn.Module, seed: int, name: str) -> None:
     """Fill one parameter of ``model.named_parameters()`` in place. A parameter on the meta device is only checked.
-
-    Raises the same errors as :func:`initialize`.
-    """
+    Raises the same errors as :func:`initialize`."""
     parameter = model.get_parameter(name).detach()
     name = canonical_name(name)
     distribution = distribution_of(model, name)

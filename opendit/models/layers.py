@@ -13,20 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.given_frames import without_any
-from opendit.models.positions import add_table, rotate
+from opendit.models.positions import add_table, normalise_rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (B, H, N, d)
 TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
-    """Reshape or look up vectors (B, D) so that the result broadcasts against tokens x.
-
-    Without ``sample_of_row``, x is (B, N, D) and the result is (B, 1, D). For a pack, x is (1, N, D), token n belongs
-    to segment ``sample_of_row[n]``, and the result is (N, D). If samples have several vectors, ``sample_of_row`` is (B,
-    N) and holds the index of each token's vector.
-    """
+    """Reshape vectors (B, D) to (B, 1, D), or look them up, so that the result broadcasts against tokens x. For a pack,
+    x is (1, N, D) and ``sample_of_row`` (N,) holds each token's segment. If samples have several vectors, it is (B,
+    N)."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -37,7 +33,6 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | No
 
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Apply LayerNorm without weights over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], eps=eps)
 
 
@@ -47,9 +42,8 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: T
 
 
 class RMSNorm(nn.Module):
-    """RMS norm x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
-
-    The norm is computed in fp32, and the result has x's dtype. ``weight``: False for a norm without a weight."""
+    """RMS norm x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019). The norm is computed in fp32, and
+    the result has x's dtype. ``weight``: False for a norm without a weight."""
 
     def __init__(self, dim: int, eps: float = 1e-6, weight: bool = True):
         super().__init__()
@@ -71,15 +65,12 @@ class RMSNorm(nn.Module):
 def residual_rmsnorm_modulate(
     x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x unchanged, and the result of :func:`modulate` for norm(x)."""
     return x, modulate(norm(x), shift, scale, sample_of_row)
 
 
 def in_working_dtype(first: Tensor, *others: "Tensor | StoredWeight | None") -> tuple[Any, ...]:
-    """Cast tensors as autocast casts the inputs of a linear layer. None stays None.
-
-    Callers use this before matrix products that autocast doesn't see, and before they send tensors to other ranks.
-    """
+    """Cast tensors as autocast casts the inputs of a linear layer. None stays None. Callers use this before matrix
+    products that autocast doesn't see, and before they send tensors to other ranks."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -95,18 +86,12 @@ class LowRank(NamedTuple):
     scale: float
 
     def add_to(self, y: Tensor, thin: Tensor) -> Tensor:
-        """Return y (..., out) + scale * thin b^T, for thin = x a^T (..., rank)."""
         return torch.add(y, F.linear(thin, self.b), alpha=self.scale)
 
 
 class StoredWeight(ABC):
-    """A frozen weight (out, in) that is stored in another form, such as quantised. Products compute the dense weight
-    when they need it.
-
-    Attributes:
-        shape: Shape (out, in) of the dense weight.
-        dtype: Data type of the dense weight.
-    """
+    """A frozen weight (out, in) of which another form is stored, such as a quantised one. Products compute the dense
+    weight, whose shape and dtype are the attributes, when they need it."""
 
     requires_grad: ClassVar[bool] = False
 
@@ -124,7 +109,6 @@ class StoredWeight(ABC):
 
 
 def dense(weight: Tensor | StoredWeight) -> Tensor:
-    """Return a weight as a dense tensor."""
     return weight.dense() if isinstance(weight, StoredWeight) else weight
 
 
@@ -194,9 +178,8 @@ def multiply(
     low_rank: LowRank | None = None,
     gradients: Callable[..., tuple[Tensor, Tensor]] = low_rank_gradients,
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight.
-
-    gradients: function to use in place of :func:`low_rank_gradients`."""
+    """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight. gradients:
+    function to use in place of :func:`low_rank_gradients`."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if has_torch_function((x,)):  # x is a kernel's deferred result, which a torch function computes
@@ -218,10 +201,9 @@ class Factor(nn.Module):
 class Projection(nn.Linear):
     """A linear layer whose product and bias a fused operation can use separately.
 
-    Kernels get the tensors ``product(x)`` and ``bias`` and do not read the weight. A layer whose product needs more
-    than one multiplication (a sum over ranks, or LoRA's addition) implements this in ``product`` and works with every
-    kernel. A kernel that needs the weight itself (FP8) is registered with ``takes_projection``
-    (opendit/kernels/operations.py) and must also apply ``low_rank``.
+    Kernels get ``product(x)`` and ``bias`` and do not read the weight. A layer whose product needs more than one
+    multiplication (a sum over ranks, or LoRA's addition) implements it in ``product`` and works with every kernel. A
+    kernel that needs the weight itself (FP8) is registered with ``takes_projection`` and must also apply ``low_rank``.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **where: Any):
@@ -231,19 +213,16 @@ class Projection(nn.Linear):
         self.lora_scale: float = 1.0
 
     def add_low_rank(self, rank: int, scale: float) -> None:
-        """Allocate LoRA's two matrices without initialising them."""
         self.lora_A = Factor(self.weight.new_empty(rank, self.in_features))
         self.lora_B = Factor(self.weight.new_empty(self.out_features, rank))
         self.lora_scale = scale
 
     @property
     def matrix(self) -> Tensor | StoredWeight:
-        """The weight (out, in), in the form that products accept."""
         return self.weight
 
     @property
     def low_rank(self) -> LowRank | None:
-        """LoRA's addition to the weight; None without LoRA."""
         if self.lora_A is None or self.lora_B is None:
             return None
         return LowRank(self.lora_A.default.weight, self.lora_B.default.weight, self.lora_scale)
@@ -252,14 +231,8 @@ class Projection(nn.Linear):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Return x W^T (..., out) for x (..., in), without the layer's bias.
-
-        Args:
-            x: Input.
-            bias: Bias (out,) to add to the product; ``product(x, self.bias)`` equals ``self(x)``.
-            multiply: Function that computes x W^T + bias. It is called with (x, weight), (x, weight, bias), or
-                (x, weight, bias, low_rank).
-        """
+        """Return x W^T + bias (..., out) for x (..., in); ``product(x, self.bias)`` equals ``self(x)``. ``multiply``
+        computes it, called with (x, weight), (x, weight, bias), or (x, weight, bias, low_rank)."""
         return product_of(x, self.matrix, bias, self.low_rank, multiply)
 
 
@@ -277,7 +250,6 @@ def product_of(
 
 
 def linear(x: Tensor, layer: Projection) -> Tensor:
-    """Return layer(x). Used for linear layers that are not part of a fused operation, such as SwiGLU's first layer."""
     return layer(x)
 
 
@@ -286,35 +258,7 @@ def linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor,
     return linear(x).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def normalise_rotate(
-    q: Tensor,
-    k: Tensor,
-    q_norm: RMSNorm | None,
-    k_norm: RMSNorm | None,
-    table: Tensor | None,
-    across: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Normalise q (B, N, H, d) and k (B, N, K, d), then rotate both by the table (see :func:`rotate`).
-
-    Args:
-        q: Queries.
-        k: Keys.
-        q_norm: Norm of the queries; None for no norms.
-        k_norm: Norm of the keys; None for no norms.
-        table: Rotations (N, d / 2, 2) or (B, N, d / 2, 2); None for no rotation.
-        across: True if the norms are over all channels of a token (H d,), as in Wan and LTX-Video.
-    """
-    if q_norm is not None and k_norm is not None:
-        q, k = _normalise_heads(q_norm, q, across), _normalise_heads(k_norm, k, across)
-    return (q, k) if table is None else (rotate(q, table), rotate(k, table))
-
-
-def _normalise_heads(norm: RMSNorm, x: Tensor, across: bool) -> Tensor:
-    return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if across else norm(x)
-
-
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """Return GELU(linear(x)), with GELU in the tanh approximation."""
     return F.gelu(linear(x), approximate="tanh")
 
 
@@ -334,17 +278,12 @@ def linear_gate_residual(
 
 @dataclass(frozen=True)
 class Kernel:
-    """A replacement for an operation's torch reference, with its properties.
+    """A replacement for an operation's torch reference (a field of :class:`BlockOps`), with its properties.
 
-    Attributes:
-        operation: Name of the replaced operation, a field of :class:`BlockOps`.
-        function: The kernel, with the same arguments as the reference.
-        switches: Settings that must be on for the kernel to be used.
-        keeps: Names, in the operation, of the activations that the kernel saves for the backward pass.
-        float8: True if the kernel's matrix product is in float8.
-        takes_projection: True if the kernel reads the projection's weight itself instead of calling ``product``.
-        after_product: If the operation follows a matrix product, the part after the product, as a function of the
-            product and the bias.
+    switches: settings that must be on. keeps: names of the activations that it saves for the backward pass. float8:
+    True if its product is in float8. takes_projection: True if it reads the projection's weight instead of calling
+    ``product``. after_product: if the operation follows a matrix product, the rest, as a function of the product and
+    the bias.
     """
 
     operation: str
@@ -409,21 +348,17 @@ class BlockOps:
         return [item.name for item in operations if item.metadata or not projection]
 
     def kernel(self, operation: str) -> Kernel | None:
-        """Return the kernel that replaces this operation's reference, or None if no kernel replaces it."""
         return next((kernel for kernel in self.kernels if kernel.operation == operation), None)
 
     @property
     def replaced(self) -> list[str]:
-        """Names of the operations that kernels replace."""
         return [name for name in self.names() if self.kernel(name) is not None]
 
     @property
     def float8(self) -> bool:
-        """True if the linear layers of a block compute in float8."""
         return any(kernel.float8 for kernel in self.kernels)
 
     def in_float8(self, operation: str) -> bool:
-        """Return True if this operation's product is in float8."""
         kernel = self.kernel(operation)
         return kernel is not None and kernel.float8
 
@@ -505,10 +440,9 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """Layers of a modulation. In training, a single sample is padded with seven rows of zeros.
-
-    With one sample, the gradient of the last weight is an outer product, which is slow in cuBLAS. Padding to eight rows
-    reduces the forward and backward pass from 171 to 125 us (H200, width 3072)."""
+    """Layers of a modulation. In training, a single sample is padded with seven rows of zeros. With one sample, the
+    gradient of the last weight is an outer product, which is slow in cuBLAS. Padding to eight rows reduces the forward
+    and backward pass from 171 to 125 us (H200, width 3072)."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():
@@ -545,25 +479,18 @@ class TableModulation(nn.Module):
 def modulation(
     dim: int, chunks: int, options: Options = PLAIN, width: int | None = None, silu: bool = True
 ) -> nn.Sequential:
-    """Build the module that maps a condition c (B, D) to ``chunks`` vectors, concatenated to (B, chunks * D). The
+    """Build the module that maps a condition c (B, width) to ``chunks`` vectors, concatenated to (B, chunks * D). The
     caller must initialise the last layer to zero.
 
     With ``options.adaln_lora`` the weight is a product of two matrices B_i A_i with rank * (1 + chunks) * D values
     instead of chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation that all
     blocks share:
 
-        m_i = M(SiLU(c)) + B_i A_i SiLU(c)
+    m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
     This is adaLN-LoRA in the form of Cosmos (NVIDIA 2025). The original form, in W.A.L.T (Gupta et al. 2023), is A^i =
-    A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t). In Cosmos, every block has a correction, and SiLU is applied first.
-    c is the sum of the embeddings of the timestep and of the label or caption.
-
-    Args:
-        dim: Width D of each vector.
-        chunks: Number of vectors.
-        options: Biases, rank, and shared modulation.
-        width: Width of the condition; None for ``dim``.
-        silu: True to apply SiLU first, as in the formula.
+    A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t). c is the sum of the embeddings of the timestep and of the label or
+    caption.
     """
     width = dim if width is None else width
     first: list[nn.Module] = [nn.SiLU()] if silu else []
@@ -608,16 +535,11 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """Embedding of patches: maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row. With patches (t, h, w)
-    it maps clips (B, C, T, H, W) to tokens, frame by frame.
+    """Embedding of patches: maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row, and clips (B, C, T, H,
+    W) to tokens, frame by frame.
 
-    Args:
-        patch: Patch size, (h, w) or (t, h, w).
-        in_channels: Number of channels of the noised latents.
-        dim: Width D of the tokens.
-        given: Number of additional channels after ``in_channels``. If the input lacks these channels, zeros are used.
-        bottleneck: Width to which patches are projected before the projection to D (JiT; Li & He 2025, sec. 4); None
-            for a single projection.
+    given: number of additional channels after ``in_channels``, zeros if the input lacks them. bottleneck: width to
+    which patches are projected before the projection to D (JiT; Li & He 2025, sec. 4); None for a single projection.
     """
 
     def __init__(
@@ -633,7 +555,7 @@ class PatchEmbed(nn.Module):
     def patches(self, x: Tensor) -> Tensor:
         """Return the values of the patches (B, N, C * prod(patch)), in the order of the convolution's weight."""
         if self.given and x.shape[1] == self.in_channels:
-            x = without_any(x, self.given)
+            x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.given))
         patch = self.proj.kernel_size
         sides = [part for side, p in zip(x.shape[2:], patch, strict=True) for part in (side // p, p)]
         grid, inside = range(2, 2 + len(sides), 2), range(3, 3 + len(sides), 2)
@@ -641,7 +563,6 @@ class PatchEmbed(nn.Module):
         return x.permute(0, *grid, 1, *inside).flatten(1 + len(patch)).flatten(1, len(patch))
 
     def project(self, patches: Tensor) -> Tensor:
-        """Project patches (B, N, C * prod(patch)) to tokens (B, N, D)."""
         tokens = _convolve_patches(patches, self.proj.weight, cast(Tensor, self.proj.bias))
         return tokens if self.expand is None else self.expand(tokens)
 
@@ -669,16 +590,8 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 
 class TimestepEmbedder(nn.Module):
-    """Embedding of timesteps (B,) as (B, D): sinusoids, then a two-layer MLP. The sinusoids are always fp32.
-
-    Args:
-        dim: Width D of the embedding.
-        frequencies: Width of the sinusoids.
-        hidden: Width between the two layers; None for D.
-        reversed_from: Replace t by ``reversed_from - t`` first; None to use t.
-        unit: Divisor of the time before the sinusoids.
-        normed: True to append the RMSNorm of the sinusoids, (B, frequencies), to the embedding.
-    """
+    """Embedding of timesteps (B,) as (B, D): fp32 sinusoids, then a two-layer MLP. The time is ``reversed_from - t`` (t
+    if None) divided by ``unit``. normed: True to append the RMSNorm of the sinusoids, (B, frequencies)."""
 
     def __init__(
         self,

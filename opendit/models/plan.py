@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from opendit.models import bytes_text
 from opendit.models.blocks import ATTENTIONS, MLPS, Branch
+from opendit.models.conditioning import bytes_flops
 from opendit.models.configuration import DiTConfig
 from opendit.models.experts import chosen_tokens
 from opendit.models.layers import TIME_FREQUENCIES
@@ -24,11 +24,9 @@ Count = Callable[[OwnConfig], int]  # function that computes a number of tokens 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the complete parameter.
-
-    ``partial_gradient``: True if each rank applies the parameter to different features (its heads or its experts), so
-    that the gradient is the sum over the ranks. If False, every rank computes the same gradient over all features.
-    """
+    """Every rank holds the complete parameter. ``partial_gradient``: True if each rank applies the parameter to
+    different features (its heads or its experts), so that the gradient is the sum over the ranks. If False, every rank
+    computes the same gradient over all features."""
 
     partial_gradient: bool = False
 
@@ -50,10 +48,8 @@ class Column:
 @dataclass(frozen=True)
 class Row:
     """Ranks have different input features of a linear layer: slices of dimension 1 of the weight. The output is the sum
-    of the ranks' products. The bias is added to the sum once and is :class:`Replicated`.
-
-    ``heads``: number of attention heads in the input, which are not divided; None if the input has no heads.
-    """
+    of the ranks' products. The bias is added to the sum once and is :class:`Replicated`. ``heads``: number of attention
+    heads in the input, which are not divided; None if the input has no heads."""
 
     heads: int | None = None
 
@@ -89,7 +85,6 @@ Rule = Replicated | Column | Row | Heads | Expert | Vocabulary
 
 
 def linear(name: str, rule: Rule) -> dict[str, Rule]:
-    """Return the rules of a linear layer's weight and bias."""
     return {f"{name}.weight": rule, f"{name}.bias": Replicated() if isinstance(rule, Row) else rule}
 
 
@@ -98,18 +93,10 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The points at which pipeline parallelism may cut a model, and the modules of each stage.
-
-    Names are names of the model's modules and buffers.
-
-    Attributes:
-        stack: The ``ModuleList`` of blocks, which may be cut between any two of them.
-        first: Modules and buffers of the first stage only.
-        last: Modules and buffers of the last stage only.
-        every: Modules and buffers of every stage. Each stage computes the condition from t and y itself; the gradients
-            of these modules are summed over the stages.
-        crosses: Arguments of a block that one stage sends to the next: x (B, N, D).
-    """
+    """The points at which pipeline parallelism may cut a model, by names of its modules and buffers: between any two
+    blocks of ``stack``. ``first`` and ``last`` are on the first and the last stage only, ``every`` on every stage,
+    because each stage computes the condition from t and y itself; the gradients of these modules are summed over the
+    stages."""
 
     stack: str
     first: tuple[str, ...]
@@ -125,13 +112,9 @@ class StageCuts:
 class Execution:
     """Settings of a run that determine what blocks keep for the backward pass.
 
-    Attributes:
-        fused: True if norm and modulation are one kernel.
-        autocast: True if weights are fp32 and are cast to half precision in the forward pass.
-        fp8: True if the blocks' linear layers compute in FP8.
-        recompute: Level of --recompute.
-        sequence_parallel: Number of ranks that divide a sample's tokens.
-        frozen_gates: True if LoRA leaves all gates without a gradient. Only the plans of public models consider this.
+    fused: norm and modulation are one kernel. autocast: fp32 weights are cast to half precision in the forward pass.
+    fp8: linear layers compute in FP8. recompute: level of --recompute. sequence_parallel: ranks that divide a sample's
+    tokens. frozen_gates: LoRA leaves all gates without a gradient (only in plans of public models).
     """
 
     fused: bool = True
@@ -144,15 +127,9 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass, split by the quantity that it is proportional to: tokens, samples, or neither.
-    Instances can be added.
-
-    Attributes:
-        units: Number of tensors of tokens x hidden size, in the precision of the activations.
-        statistics: Number of fp32 values per token.
-        numbers: Number of values per sample, in the precision of the activations.
-        weights: Bytes that are independent of the batch size.
-    """
+    """Memory kept for the backward pass: ``units`` of tokens x hidden size, ``numbers`` per sample (both in the
+    precision of the activations), fp32 ``statistics`` per token, and bytes of ``weights``, which do not depend on the
+    batch."""
 
     units: float = 0
     statistics: float = 0
@@ -173,16 +150,9 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of the matrix products of one part of the model in a sample's forward pass (2 per multiply-add).
-
-    Attributes:
-        part: Name of the part.
-        flops: Function that computes the FLOPs from the configuration.
-        place: "block" if every block has the part; otherwise the pipeline stages ("first", "last" or "every") that
-            compute the part once.
-        keys: For attention, function that returns the number of tokens that each query attends to, which affects the
-            kernels' speed. None for linear layers.
-    """
+    """FLOPs of the matrix products of one part of the model in a sample's forward pass (2 per multiply-add). place:
+    "block" if every block has the part; otherwise the pipeline stages ("first", "last" or "every") that compute it
+    once. keys: for attention, the number of tokens that each query attends to, which affects the kernels' speed."""
 
     part: str
     flops: Callable[[OwnConfig], int]
@@ -191,7 +161,6 @@ class FlopTerm:
 
     @property
     def per_block(self) -> bool:
-        """True if every block has the part."""
         return self.place == "block"
 
 
@@ -230,7 +199,6 @@ class Plan:
     units: tuple[str, ...] = ("blocks.*",)
 
     def with_terms(self, *terms: "MemoryTerm | FlopTerm") -> "Plan":
-        """Return a plan in which these terms replace the terms with the same ``part``."""
         memory = {term.part: term for term in terms if isinstance(term, MemoryTerm)}
         flops = {term.part: term for term in terms if isinstance(term, FlopTerm)}
         return replace(
@@ -240,11 +208,9 @@ class Plan:
         )
 
     def kept(self, config: DiTConfig, execution: Execution) -> Kept:
-        """Return the memory that a block keeps for its backward pass, which is the sum of the memory terms."""
         return sum((term.kept(config, execution) for term in self.memory), Kept())
 
     def forward_flops(self, config: DiTConfig) -> int:
-        """Return the FLOPs of one sample's forward pass, which is the sum of the FLOP terms."""
         outside = sum(self.flops_at(config, place) for place in ("first", "last", "every"))
         return config.depth * self.flops_at(config, "block") + outside
 
@@ -258,11 +224,9 @@ class Plan:
 
 
 def rules(config: DiTConfig) -> dict[str, Rule]:
-    """Return the rules of all parameters.
-
-    Layers outside of the blocks that process only one vector per sample are replicated, because dividing these would
-    cost a collective and save little. The modulations are an exception, because they have many weights.
-    """
+    """Return the rules of all parameters. Layers outside of the blocks that process only one vector per sample are
+    replicated, because dividing these would cost a collective and save little. The modulations are an exception,
+    because they have many weights."""
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
@@ -293,7 +257,6 @@ def _block_modulation(config: DiTConfig) -> dict[str, Rule]:
 
 
 def _branch_rules(config: DiTConfig, branch: Branch) -> dict[str, Rule]:
-    """Return the rules of a branch's layers and of the norm before it."""
     spec, name = config.block, f"blocks.*.{branch.name}"
     heads, shared = spec.heads, spec.kv_heads or spec.heads
     found: dict[str, Rule] = {f"blocks.*.{branch.norm}.weight": Replicated()} if spec.norm == "rms" else {}
@@ -308,7 +271,6 @@ def _branch_rules(config: DiTConfig, branch: Branch) -> dict[str, Rule]:
 
 
 def mlp_rules(branches: int = 1) -> dict[str, Rule]:
-    """Return the rules of a block's MLP. branches: number of matrices that are concatenated in fc1."""
     return linear("blocks.*.mlp.fc1", Column(branches)) | linear("blocks.*.mlp.fc2", Row())
 
 
@@ -360,7 +322,6 @@ def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _sees(config: DiTConfig, *what: str) -> int:
-    """Count the branches that see one of ``what``; see :class:`Branch`."""
     return sum(branch.sees in what for branch in config.branches)
 
 
@@ -370,11 +331,9 @@ def _input(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of the outputs of norm and modulation.
-
-    Without fusion, a LayerNorm also keeps its output, and an RMSNorm its output and x / rms. With recomputation only
-    the statistics are kept. Mean and rstd are counted for two norms, whatever the number of branches.
-    """
+    """Return the memory of the outputs of norm and modulation. Without fusion, a LayerNorm also keeps its output, and
+    an RMSNorm its output and x / rms. With recomputation only the statistics are kept. Mean and rstd are counted for
+    two norms, whatever the number of branches."""
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -388,7 +347,6 @@ def _norms(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _float8_weights(execution: Execution, count: int) -> int:
-    """Return the bytes of ``count`` weights that float8 operations keep in e4m3; 0 without FP8."""
     return count if execution.fp8 else 0
 
 
@@ -479,7 +437,6 @@ def backward(config: DiTConfig, execution: Execution) -> float:
 
 
 def _projections(config: DiTConfig) -> int:
-    """Return the FLOPs of the linear layers of all self-attentions."""
     n, d = config.tokens, config.hidden_size
     return _sees(config, *ATTENTIONS) * (2 * n * d * (d + 2 * config.key_value_width) + 2 * n * d * d)
 
@@ -543,7 +500,7 @@ def _caption(config: DiTConfig) -> int:
     if text is None:
         return 0
     tokens = 2 * text.max_tokens * text.width * d * text.cross_attention
-    encoder = bytes_text.forward_flops(text) if text.inside else 0
+    encoder = bytes_flops(text) if text.inside else 0
     return 2 * text.width * d + 2 * d * d + tokens + encoder
 
 

@@ -1,11 +1,13 @@
 """Position encodings from a token's coordinates (t, h, w) or (h, w): sine-cosine tables, learned tables and rotations.
 
 All encodings are functions of coordinates (N, axes), so they work for any grid and for packs of several grids.
+``Attention.prepare`` applies the rotations (RoPE); opendit/kernels/rotate_heads.py is the kernel of that operation.
 """
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +48,6 @@ def check_sincos(dim: int, axes: int) -> None:
 
 def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
     """Return :func:`sincos_positions` of a line (length,) or a grid (height, width), as (prod(sizes), dim), row by row.
-
     On the meta device an empty tensor is returned without any computation, because computing there would make torch
     import its compiler."""
     if device is not None and torch.device(device).type == "meta":
@@ -61,9 +62,7 @@ def _frequencies(count: int, device: torch.device) -> Tensor:
 
 def rotary_shares(head_dim: int, axes: int) -> list[int]:
     """Return the number of channel pairs of a head that each axis rotates. All axes get the same number; the first axis
-    (time in clips) also gets the remainder.
-
-    Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
+    (time in clips) also gets the remainder. Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
     pairs = head_dim // 2
     if head_dim % 2 or pairs < axes:
         raise ValueError(
@@ -75,11 +74,8 @@ def rotary_shares(head_dim: int, axes: int) -> list[int]:
 
 def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
     """Return the cosines and sines (N, head_dim / 2, 2) float32 with which :func:`rotate` rotates tokens at coordinates
-    (N, axes).
-
-    This extends Su et al., "RoFormer" (2021), to several axes, with the frequencies of a sine-cosine table along each
-    axis. Raises ValueError if ``head_dim`` is odd or too small.
-    """
+    (N, axes). This extends Su et al., "RoFormer" (2021), to several axes, with the frequencies of a sine-cosine table
+    along each axis. Raises ValueError if ``head_dim`` is odd or too small."""
     shares = rotary_shares(head_dim, coordinates.shape[1])
     parts = zip(coordinates.double().unbind(1), shares, strict=True)
     angles = torch.cat([position[:, None] * _frequencies(share, position.device) for position, share in parts], dim=1)
@@ -88,7 +84,6 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
 
 def axes_table(coordinates: Tensor, channels: Sequence[int], bases: Sequence[float]) -> Tensor:
     """Return the cosines and sines (..., d / 2, 2) float32 of tokens at coordinates (..., axes), computed in float64.
-
     channels: number of a head's channels for each axis; an axis with c channels has the frequencies base^(-2 i / c)."""
     angles = []
     for position, count, base in zip(coordinates.double().unbind(-1), channels, bases, strict=True):
@@ -122,10 +117,9 @@ def interwoven_table(
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by the token's angle for this pair.
-
-    table: cosines and sines (N, d / 2, 2) from :func:`rotary_table`, or (B, N, d / 2, 2) for each sample. The rotation
-    is computed in fp32 or wider, and the result has x's dtype."""
+    """Rotate each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by the token's angle for this pair. table: cosines
+    and sines (N, d / 2, 2) from :func:`rotary_table`, or (B, N, d / 2, 2) for each sample. The rotation is computed in
+    fp32 or wider, and the result has x's dtype."""
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     (even, odd), (cos, sin) = pairs.unbind(-1), table.unsqueeze(-3).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
@@ -161,8 +155,89 @@ class _AddTable(torch.autograd.Function):
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
     """Return x (B, N, D) plus a constant fp32 table (1, N, D) or (N, D). The sum is computed in fp32 and rounded to x's
-    dtype once.
-
-    This is ``(x + table).to(x.dtype)`` without an fp32 tensor of x's size in the forward and backward pass.
-    """
+    dtype once. This is ``(x + table).to(x.dtype)`` without an fp32 tensor of x's size in the forward and backward
+    pass."""
     return _AddTable.apply(x, table)
+
+
+def normalise_rotate(
+    q: Tensor,
+    k: Tensor,
+    q_norm: Callable[[Tensor], Tensor] | None,
+    k_norm: Callable[[Tensor], Tensor] | None,
+    table: Tensor | None,
+    across: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalise q (B, N, H, d) and k (B, N, K, d), then rotate both by the table (see :func:`rotate`). ``across``: the
+    norms are over all channels of a token (H d,), as in Wan and LTX-Video. Norms and table may be None."""
+    if q_norm is not None and k_norm is not None:
+        q, k = _normalise_heads(q_norm, q, across), _normalise_heads(k_norm, k, across)
+    return (q, k) if table is None else (rotate(q, table), rotate(k, table))
+
+
+def _normalise_heads(norm: Callable[[Tensor], Tensor], x: Tensor, across: bool) -> Tensor:
+    return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if across else norm(x)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
+
+    Attributes:
+        channels: Number of a head's channels for each axis; () if ``steps`` is set or if there are no rotations.
+        base: Base of the frequencies.
+        bases: Base of the frequencies of each axis; () for ``base`` on every axis.
+        text: Coordinates of a caption's tokens. "zero": 0 on all axes. "count": ``first``, ``first`` + 1, ... along the
+            first axis; the media's tokens get the next number on this axis. "last": 0, 1, ... along an additional last
+            axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
+            columns of the media are then counted from the middle.
+        first: First coordinate for ``text`` "count".
+        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, a token's
+            position along an axis is coordinate * step / side, and the channels of the axes are interleaved over all
+            heads, so that heads have different angles.
+        sides: Side of each axis for ``steps``.
+    """
+
+    channels: tuple[int, ...]
+    base: float = 10000.0
+    text: Literal["zero", "count", "last", "diagonal"] = "zero"
+    first: int = 1
+    steps: tuple[float, ...] = ()
+    sides: tuple[float, ...] = ()
+    bases: tuple[float, ...] = ()
+
+    def table(self, coordinates: Tensor, width: int) -> Tensor | None:
+        """Return the cosines and sines of tokens at coordinates (..., axes); None without rotations. The result is
+        (..., d / 2, 2) for the channels of one head, or, with ``steps``, (..., D / 2, 2) for all D = ``width``
+        channels."""
+        if not self.steps and not self.channels:
+            return None
+        if not self.steps:
+            return axes_table(coordinates, self.channels, self.bases or (self.base,) * len(self.channels))
+        return interwoven_table(coordinates, width, self.base, self.steps, self.sides)
+
+
+def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
+    """Return the rotary coordinates (n, axes) float64 of media tokens. places: (n, 2 or 3), the tokens' coordinates in
+    the grid. sides: (2,) or (n, 2), number of rows and columns of the grid. For ``rotary.text`` "count", the caller
+    must add the offset that follows from the caption's length."""
+    axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
+    if rotary.text == "diagonal":
+        places[:, -2:] -= sides - sides // 2
+    # With three coordinates and two axes, the padding is negative and removes the frame.
+    places = F.pad(places, (axes - places.shape[1], 0))
+    return F.pad(places, (0, len(rotary.channels) - axes))
+
+
+def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
+    """Return the rotary coordinates (length, axes) or (S, length, axes) float64 of captions' tokens. sides: (2,) or
+    (S, 2), number of rows and columns of the media."""
+    index = torch.arange(length, device=sides.device, dtype=torch.float64)
+    at = index.new_zeros(length, len(rotary.channels))
+    if rotary.text == "count":
+        at[:, 0] = index + rotary.first
+    elif rotary.text == "last":
+        at[:, -1] = index
+    elif rotary.text == "diagonal":
+        at = at + (index + (sides // 2).amax(-1, keepdim=True)).unsqueeze(-1)
+    return at

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,14 +35,9 @@ class SegmentRun(NamedTuple):
 class Segments:
     """The segments of a pack, in order.
 
-    Attributes:
-        grids: (frames, rows, columns) of each segment, in tokens. A picture has 1 frame.
-        tokens: Length N of the pack. Tokens after the last segment are padding.
-        repeated: True for each segment whose single frame is repeated to fill a patch of several frames. Empty if no
-            segment has repeated frames.
-        kept: Number of tokens of each segment that the blocks of a route process. Empty if they process all tokens.
-
-    Raises ValueError if there are no segments, if a grid is invalid, or if the segments have more tokens than the pack.
+    grids: (frames, rows, columns) of each segment, in tokens. tokens: length N of the pack; the rest is padding.
+    repeated: True for each segment whose single frame is repeated to fill a patch of several frames. kept: number of
+    tokens of each segment that the blocks of a route process. Both may be empty. Raises ValueError for an invalid pack.
     """
 
     grids: tuple[Grid, ...]
@@ -59,10 +55,8 @@ class Segments:
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, ...]], patch: tuple[int, ...], tokens: int) -> "Segments":
-        """Return the segments for latents of these sizes, (rows, columns) or (frames, rows, columns).
-
-        A single frame is repeated to fill the patch. Raises ValueError for a size that the patch does not divide.
-        """
+        """Return the segments for latents of these sizes, (rows, columns) or (frames, rows, columns). A single frame is
+        repeated to fill the patch. Raises ValueError for a size that the patch does not divide."""
         whole = [_fill_patch(size, patch) for size in sizes]
         repeated = tuple(tuple(size) != full for size, full in zip(sizes, whole, strict=True))
         grids = [tuple(side // p for side, p in zip(size, patch, strict=True)) for size in whole]
@@ -75,7 +69,6 @@ class Segments:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each segment."""
         return tuple(map(math.prod, self.grids))
 
     @cached_property
@@ -85,12 +78,10 @@ class Segments:
 
     @property
     def filled(self) -> int:
-        """Number of tokens that are not padding."""
         return self.offsets[-1]
 
     @property
     def fill(self) -> float:
-        """Fraction of tokens that are not padding."""
         return self.filled / self.tokens
 
     @cached_property
@@ -119,14 +110,9 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """A complete pack, or one rank's part of a pack, in the form that layers use.
-
-    Attributes:
-        segments: The segments of the complete pack.
-        sample_of_row: (n,) int32, non-decreasing, the segment of each token. Padding belongs to the last segment.
-        offsets: (S + 1,) int32, the values of :attr:`Segments.offsets`.
-        first: Index of the first token in the complete pack.
-    """
+    """A complete pack, or one rank's part of it, with tensors on a device: the segment (n,) int32 of each token, where
+    padding belongs to the last segment, and the offsets (S + 1,) int32. ``first`` is the index of the first token in
+    the pack."""
 
     segments: Segments
     sample_of_row: Tensor
@@ -134,12 +120,10 @@ class PlacedSegments:
     first: int = 0
 
     def part(self, first: int, rows: int) -> "PlacedSegments":
-        """Return one rank's part of a pack: ``rows`` tokens, starting with token ``first``."""
         return PlacedSegments(self.segments, self.sample_of_row[first : first + rows], self.offsets, first)
 
     @cached_property
     def runs(self) -> tuple[SegmentRun, ...]:
-        """Return the runs of these n tokens."""
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
@@ -198,10 +182,8 @@ def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int) -> Tensor:
-    """Concatenate the patches of latents (C, ...) and pad the result with zeros to (tokens, C, *patch).
-
-    Raises ValueError if the patch does not divide a latent, or if the latents have more than ``tokens`` tokens.
-    """
+    """Concatenate the patches of latents (C, ...) and pad the result with zeros to (tokens, C, *patch). Raises
+    ValueError if the patch does not divide a latent, or if the latents have more than ``tokens`` tokens."""
     parts = [to_patches(x.unsqueeze(0), patch).squeeze(0) for x in latents]
     filled = sum(map(len, parts))
     if filled > tokens:
@@ -240,10 +222,8 @@ class Varlen(Protocol):
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        """Return the attention output (N, H, d) of q, k, v (N, H, d).
-
-        offsets: (S + 1,) int32, the first token of each segment and the end of the last. longest: number of tokens of
-        the longest segment."""
+        """Return the attention output (N, H, d) of q, k, v (N, H, d). offsets: (S + 1,) int32, the first token of each
+        segment and the end of the last. longest: number of tokens of the longest segment."""
         ...
 
 
@@ -272,10 +252,8 @@ def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: PlacedSegments, attend: Attend, varlen: Varlen | None = None
 ) -> Tensor:
     """Attend from each token to the tokens of its segment: softmax(q k^T / sqrt(d)) v. The result is zero for padding.
-
     q, k, v: (1, H, N, d) of the complete pack. Views of (1, N, ..., H, d), the memory layout of projections, are
-    fastest. The result has this memory layout, too.
-    """
+    fastest. The result has this memory layout, too."""
     parts = calls_of(packed.segments.runs, varlen)
     padding = q.shape[2] - sum(part.tokens for part in parts)
     # The backward pass of ``split`` concatenates the parts' gradients in one copy. With slices, it would create a
@@ -293,7 +271,6 @@ def segment_attention(
 def _attend_to(
     part: AttentionCall, own: tuple[Tensor, ...], packed: PlacedSegments, attend: Attend, varlen: Varlen | None
 ) -> Tensor:
-    """Return the attention output (n, H, d) of one call. own: q, k and v (n, H, d) of the call's tokens."""
     first, (q, k, v) = part.runs[0], own
     if part.varlen:
         assert varlen is not None, "calls_of asks it"
@@ -303,26 +280,15 @@ def _attend_to(
 
 
 def by_segment(x: Tensor, run: SegmentRun) -> Tensor:
-    """View a run's tokens (count * L, H, d) as (count, H, L, d)."""
     return x.unflatten(0, (run.count, run.length)).transpose(1, 2)
 
 
 def segment_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, packed: PlacedSegments, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Attend from each token to the caption of its segment. The result is zero for padding.
-
-    Args:
-        q: (1, H, n, d) for the tokens of the complete pack or of one rank.
-        k: (S, H, M, d) for the captions of all segments.
-        v: (S, H, M, d) for the captions of all segments.
-        mask: (S, M) bool, True for keys that are attended to.
-        packed: The pack.
-        attend: A function with the signature of ``masked_attention``.
-
-    Returns:
-        (1, H, n, d), in the memory layout (1, n, H, d).
-    """
+    """Attend from each token to the caption of its segment: (1, H, n, d), zero for padding, in the memory layout (1, n,
+    H, d). q (1, H, n, d) has the tokens of the pack or of one rank; k, v (S, H, M, d) and mask (S, M) the captions of
+    all segments. ``attend`` has the signature of ``masked_attention``."""
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
     # A rank may have only padding. Its result must still depend on k and v, because all ranks must have gradients for
@@ -340,3 +306,55 @@ def segment_cross_attention(
     if rest:
         found.append(q.new_zeros(rest, q.shape[1], v.shape[-1]).to(found[0].dtype))
     return torch.cat(found).unsqueeze(0).transpose(1, 2)
+
+
+class _Reordered(torch.autograd.Function):
+    """Permutation of the rows of x along a dimension. The gradient is a copy, the inverse permutation; the gradient of
+    ``index_select`` would be a slower sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.dim = dim
+        return x.index_select(dim, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Reordered.apply(gradient, inverse, order, ctx.dim), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class Interleaved:
+    """Order of a pack's tokens, which are grouped by sample. Token i is token ``order[i]`` of the concatenated streams,
+    and ``inverse`` is the inverse permutation. ``totals`` and ``samples`` hold each stream's number of tokens, and
+    their samples."""
+
+    totals: tuple[int, ...]
+    order: Tensor
+    inverse: Tensor
+    samples: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[Sequence[int]], device: torch.device) -> "Interleaved":
+        """Return the order for streams with these numbers of tokens. ``lengths[i][j]`` is the number of tokens of
+        stream i in sample j. The host does not wait for the device."""
+        counts = np.array(lengths, dtype=np.int64)  # (streams, samples)
+        sample = np.concatenate([np.repeat(np.arange(counts.shape[1]), own) for own in counts])
+        order = np.argsort(sample, kind="stable")  # a stable sort keeps the order of a sample's streams
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        table = torch.from_numpy(np.stack([order, inverse, sample]))
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        totals = tuple(counts.sum(axis=1).tolist())
+        return cls(totals, table[0], table[1], table[2].int().split(totals))
+
+    def join(self, streams: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), whose tokens are grouped by sample."""
+        return _Reordered.apply(torch.cat(list(streams), dim=dim), self.order, self.inverse, dim)
+
+    def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
+        """Split a tensor whose tokens are grouped by sample into one tensor for each stream; the inverse of
+        :meth:`join`."""
+        return _Reordered.apply(x, self.inverse, self.order, dim).split(self.totals, dim=dim)

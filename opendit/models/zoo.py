@@ -2,21 +2,34 @@
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
-from importlib import import_module
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opendit.common.torch_utils import on_meta
-from opendit.config.architectures import KINDS, module_of, parse_name
+from opendit.config.architectures import KINDS, parse_name
 from opendit.models.conditioning import TextConfig
-from opendit.models.dit import DiT, DiTConfig
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
 from opendit.models.families.network import PublicDiT
-from opendit.models.families.plan import plan_of_spec
-from opendit.models.families.public_config import PublicConfig
+from opendit.models.families.public_config import PublicConfig, plan_of_spec
 from opendit.models.initialization import initialize
 from opendit.models.plan import PLAN, Plan
+from opendit.models.variants import (
+    MOVIEGEN_PLAN,
+    ECDiT,
+    ECDiTConfig,
+    MovieGen,
+    MovieGenConfig,
+    STDiT,
+    STDiTConfig,
+    VDiT,
+    VDiTConfig,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,11 +43,13 @@ class Classes:
     plan: Plan = PLAN
 
 
-def _find(kind: str) -> Classes:
-    return Classes(*import_module(f"opendit.models.{module_of(kind)}").ARCHITECTURE)
-
-
-CLASSES = {kind: _find(kind) for kind in KINDS}
+CLASSES = {
+    "DiT": Classes(DiTConfig, DiT),
+    "EC-DiT": Classes(ECDiTConfig, ECDiT),
+    "vDiT": Classes(VDiTConfig, VDiT),
+    "ST-DiT": Classes(STDiTConfig, STDiT),
+    "MovieGen": Classes(MovieGenConfig, MovieGen, MOVIEGEN_PLAN),
+}
 PUBLIC = Classes(PublicConfig, PublicDiT)
 
 
@@ -50,24 +65,15 @@ def model_config(
     revision: int | None = None,
     **options: Any,
 ) -> DiTConfig:
-    """Return the configuration of a named model.
+    """Return the configuration of a named model, for latents of ``input_size`` and, for clips, ``frames`` latent
+    frames.
 
-    Args:
-        name: Name of the model.
-        input_size: (height, width) of the latents.
-        in_channels: Number of channels of the latents.
-        num_classes: Number of classes, for a model that is conditioned on classes. Either this or ``text`` is required.
-        frames: Number of latent frames, for a model of clips (1 for pictures); None for a model of pictures.
-        text: Configuration of captions, for a model that is conditioned on captions.
-        learn_sigma: True to also predict a variance, in ``in_channels`` more channels; see
-            opendit.diffusion.objectives.
-        revision: Revision of the checkpoint whose weights the model will load; None for the newest.
-        **options: Further fields of the configuration (qk_norm, adaln_lora, bias, positions, ...). None means the
-            architecture's default.
+    num_classes or text is required. learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
+    revision: that of the checkpoint whose weights the model will load; None for the newest. **options: further fields
+    of the configuration (qk_norm, adaln_lora, bias, positions, ...); None means the architecture's default.
 
-    Raises:
-        ValueError: the name is unknown; the patch does not divide the size; ``frames`` is given for a model of
-            pictures, or missing for a model of clips; the architecture lacks an option; or the model can't be built.
+    Raises ValueError if the name is unknown, the patch does not divide the size, ``frames`` does not fit the
+    architecture, the architecture lacks an option, or the model can't be built.
     """
     kind_name, size, patch = parse_name(name)
     kind, made = KINDS[kind_name], CLASSES[kind_name]
@@ -122,9 +128,8 @@ def model_config(
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
     """Return the MLP ratio with which an MLP of kind ``mlp`` has about as many weights as the default MLP with
-    ``ratio``.
-
-    SwiGLU has three matrices and GELU has two (Shazeer 2020). The width of the hidden layer is a multiple of 64."""
+    ``ratio``. SwiGLU has three matrices and GELU has two (Shazeer 2020). The width of the hidden layer is a multiple of
+    64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
     return 64 * math.ceil(hidden / 64 - 1e-9) / width
 
@@ -145,10 +150,9 @@ def config_from_dict(values: dict[str, Any]) -> DiTConfig:
 
 
 def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
-    """Build the network of a configuration on torch's default device, with the initial weights for ``seed``.
-
-    If ``seed`` is None, torch's generator draws a seed. On the meta device, weights have no values. Raises ValueError
-    for a configuration that can't be built."""
+    """Build the network of a configuration on torch's default device, with the initial weights for ``seed``. If
+    ``seed`` is None, torch's generator draws a seed. On the meta device, weights have no values. Raises ValueError for
+    a configuration that can't be built."""
     if seed is None:
         return _classes(config.kind).model(config)
     model = empty_model(config)
@@ -159,10 +163,8 @@ def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
 
 def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
     """Build the network of a configuration on torch's default device, with its fixed tables and uninitialised
-    parameters, which the caller must set. Raises ValueError for a configuration that can't be built.
-
-    parameters: False to leave the parameters on the meta device; only the tables are then on the default device.
-    """
+    parameters, which the caller must set. Raises ValueError for a configuration that can't be built. parameters: False
+    to leave the parameters on the meta device; only the tables are then on the default device."""
     device = torch.get_default_device()
     with on_meta():
         model = _classes(config.kind).model(config)
@@ -193,13 +195,34 @@ def _model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
 
 
 def plan_of(config: DiTConfig) -> Plan:
-    """Return the plan of a configuration's model. Raises ValueError for an unknown kind."""
     return plan_of_spec(config.spec) if isinstance(config, PublicConfig) else _classes(config.kind).plan
 
 
 def _classes(stored: str) -> Classes:
-    """Return the classes of a kind by its name in stored configurations. Raises ValueError for an unknown kind."""
     known = {made.config.kind: made for made in (*CLASSES.values(), PUBLIC)}
     if stored not in known:
         raise ValueError(f"a model of kind {stored!r}: this version knows {', '.join(known)}; use a newer OpenDiT")
     return known[stored]
+
+
+@dataclass
+class Weights:
+    """A state dict in the canonical layout, with the metadata of the file. Tensors in a safetensors file are read on
+    access."""
+
+    state: Mapping[str, Tensor]
+    path: Path
+    # Metadata. OpenDiT's files have the keys model, config, class_names, vae, image_size and step.
+    info: dict[str, Any] = field(default_factory=dict)
+    # for Meta's files, the number of classes in their training arguments, or the number that the user sets
+    num_classes: int | None = None
+
+    @property
+    def config(self) -> DiTConfig | None:
+        return config_from_dict(self.info["config"]) if "config" in self.info else None
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of every tensor. Tensors in safetensors files are not read for this."""
+        known = getattr(self.state, "shapes", None)
+        return {name: tuple(tensor.shape) for name, tensor in self.state.items()} if known is None else known

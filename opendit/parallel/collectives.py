@@ -13,13 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a sequence or divide every layer.
-
-    Attributes:
-        handle: process group of these ranks; None if the group has only this rank.
-        rank: index of this rank in the group.
-        size: number of ranks.
-    """
+    """Ranks that share a sequence or divide every layer: the process group (None for a single rank), this rank's index
+    in it, and the number of ranks."""
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -27,7 +22,6 @@ class Group:
 
     @classmethod
     def of(cls, handle: dist.ProcessGroup | None) -> "Group":
-        """Return the group for a process group that this rank belongs to."""
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
 
@@ -76,13 +70,11 @@ def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) 
 
 
 class Exchange:
-    """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...),
-    and ``counts`` holds the number of rows to send to each rank and to receive from each rank.
+    """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...).
 
     ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
-    Autograd runs nodes in the opposite order of their creation. The backward pass of ``finish`` therefore starts the
-    exchange of the gradient, and the backward pass of ``start`` waits for it. Computation that overlaps in the forward
-    pass also overlaps in the backward pass. Use a new object for each exchange.
+    Autograd runs nodes in the opposite order of their creation, so the backward pass of ``finish`` starts the exchange
+    of the gradient, and that of ``start`` waits for it. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):
@@ -140,23 +132,16 @@ class _Finish(torch.autograd.Function):
 
 class Ring:
     """Ring of the ranks of a group. Every rank sends tensors of one shape to the next rank while the caller computes
-    with the tensors that have arrived.
-
-    Callers rely on the order in which shards arrive and pieces are requested, which is the same on all ranks relative
-    to the rank's index. Any other implementation must keep this order.
-    """
+    with the tensors that have arrived. Callers rely on the order in which shards arrive and pieces are requested, which
+    is the same on all ranks relative to the rank's index. Any other implementation must keep this order."""
 
     def __init__(self, group: Group):
         self.group = group
 
     def arriving(self, shard: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, shard of that rank) for this rank, the previous rank, the rank before that, and so on.
-
-        While the caller works on a shard, the next shard is in transit. The caller must not change this rank's shard
-        meanwhile.
-
-        into: tensor (P, *shard.shape) in which to store all shards; None to store none.
-        """
+        """Yield (rank, shard of that rank) for this rank, the previous rank, the rank before that, and so on. While the
+        caller works on a shard, the next one is in transit; this rank's shard must not change meanwhile. ``into`` (P,
+        *shard.shape) stores all shards."""
         rank, size = self.group.rank, self.group.size
         held = shard = shard.contiguous()
         if into is not None:
@@ -170,14 +155,9 @@ class Ring:
                 held = flight.wait()
 
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the sum of the tensors that the ``piece`` functions of all ranks return for this rank.
-
-        Args:
-            piece: ``piece(rank)`` returns a new tensor for a rank. The tensor is then changed in place. All tensors
-                have the same shape. The function is called first for the previous rank, then for the rank before that,
-                and last for this rank. Meanwhile, the previous sum is in transit.
-            meanwhile: called while the last sum is in transit.
-        """
+        """Return the sum of the tensors that the ``piece`` functions of all ranks return for this rank. ``piece(rank)``
+        returns a new tensor, which is changed in place. It is called for the previous rank first, and for this rank
+        last, while the previous sum is in transit. ``meanwhile`` is called while the last sum is in transit."""
         rank, size = self.group.rank, self.group.size
         flight = None
         for step in range(1, size):
@@ -205,7 +185,6 @@ class Ring:
 
 
 def start_gather(shard: Tensor, group: Group) -> Flight:
-    """Start to gather the shards of all ranks, as (P, *shard.shape) in the order of the ranks."""
     shard = shard.contiguous()
     received = shard.new_empty(group.size, *shard.shape)
     work = dist.all_gather_into_tensor(received.flatten(0, 1), shard, group=group.handle, async_op=True)
@@ -214,24 +193,21 @@ def start_gather(shard: Tensor, group: Group) -> Flight:
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, length: int, group: Group):
-        ctx.group, ctx.rows = group, x.shape[1]
-        return start_gather(x, group).wait().transpose(0, 1).flatten(1, 2)[:, :length]
+    def forward(ctx, x: Tensor, length: int, factor: int, group: Group):
+        ctx.group, ctx.rows, ctx.factor = group, x.shape[1], factor
+        return side_by_side(start_gather(x, group).wait(), 1)[:, :length]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return take_tokens(grad, ctx.rows, ctx.group) * ctx.group.size, None, None
+        own = take_tokens(grad, ctx.rows, ctx.group)
+        return own if ctx.factor == 1 else own * ctx.factor, None, None, None
 
 
 def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first N = ``length`` tokens (B, N, F),
-    without the padding at the end.
-
-    Every rank of the group must compute the same loss from the result. The gradient of the result is then the same on
-    all ranks, so the backward pass needs no communication. It returns P times this rank's rows. With the factor P, the
-    mean over all ranks, which the training plugins compute, equals the mean over data-parallel ranks.
-    """
-    return _GatherTokens.apply(x, length, group)
+    """Gather the tokens (B, n, F) of all ranks, on every rank; return the first N = ``length`` tokens (B, N, F). Every
+    rank must compute the same loss from the result, so the backward pass needs no communication. It returns P times
+    this rank's rows. With this factor, the mean over all ranks equals the mean over data-parallel ranks."""
+    return _GatherTokens.apply(x, length, group.size, group)
 
 
 def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
@@ -290,17 +266,6 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-class _JoinResult(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, length: int, group: Group) -> Tensor:
-        ctx.rows, ctx.group = x.shape[1], group
-        return side_by_side(start_gather(x, group).wait(), 1)[:, :length]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return take_tokens(grad, ctx.rows, ctx.group), None, None
-
-
 def join(share: Tensor, dim: int, group: Group) -> Tensor:
     """Gather the slices ``share`` of all ranks and concatenate them along ``dim``. The backward pass sums the gradients
     of all ranks, because ranks may use the result differently."""
@@ -308,7 +273,6 @@ def join(share: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's slice, along ``dim``, of the sum of x over all ranks."""
     return _SumShares.apply(x, dim, group)
 
 
@@ -319,12 +283,9 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first N = ``length`` tokens (B, N, F).
-
-    Every rank must compute the same loss from the result. The gradient of the result is then the same on all ranks, and
-    the backward pass returns this rank's rows of it.
-    """
-    return _JoinResult.apply(x, length, group)
+    """Gather the tokens (B, n, F) of all ranks, on every rank; return the first N = ``length`` tokens (B, N, F). Every
+    rank must compute the same loss from the result; the backward pass returns this rank's rows of the gradient."""
+    return _GatherTokens.apply(x, length, 1, group)
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -355,3 +316,25 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group)
     """Gather the tokens x (B, n, in) of all ranks. Return x W^T + bias (B, P n, out / P) of all tokens, for this rank's
     weight (out / P, in)."""
     return _ColumnProduct.apply(x, weight, bias, group)
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """``model(x, t, y)`` whose batch is divided among the ranks of ``group``. Every rank gets the full result.
+
+    Guidance calls the model on one batch, the conditional half followed by the unconditional half. With two ranks each
+    computes one half, and one all-gather exchanges the predictions. If the batch size is not divisible by the number of
+    ranks, the last sample is computed several times.
+    """
+
+    model: Callable[[Tensor, Tensor, Any], Tensor]
+    group: Group
+
+    def __call__(self, x: Tensor, t: Tensor, y: Any) -> Tensor:
+        rows = -(-len(x) // self.group.size)
+        first = self.group.rank * rows
+        mine = torch.arange(first, first + rows, device=x.device).clamp(max=len(x) - 1)
+        return start_gather(self.model(x[mine], t[mine], y[mine]), self.group).wait().flatten(0, 1)[: len(x)]

@@ -1,5 +1,5 @@
 """Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens are sent
-to the ranks of the experts that have chosen them (opendit/parallel/sequence/routing.py); see docs/parallelism.md.
+to the ranks of the experts that have chosen them (opendit/parallel/sequence/__init__.py); see docs/parallelism.md.
 
 The group consists of data-parallel and sequence-parallel ranks, which have different tokens. The gradient that a rank
 computes for its experts is therefore already the sum over the tokens of its group. The ranks that have the same experts
@@ -25,7 +25,7 @@ from opendit.models.zoo import model_shapes
 from opendit.parallel.collectives import Group, start_gather, start_sum
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible
-from opendit.parallel.sequence.routing import OwnTokens, RoutingByRanks
+from opendit.parallel.sequence import RoutingByRanks, SharedSequence
 from opendit.parallel.tensor import divide_experts
 
 STACKS = ("expert_fc1", "expert_fc2")
@@ -50,13 +50,11 @@ def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
 
 
 def expert_parameters(config: DiTConfig) -> int:
-    """Return the number of weights of all experts of one block."""
     return sum(_stacks(config).get(f"blocks.0.mlp.{name}", 0) for name in STACKS)
 
 
 @functools.cache
 def _stacks(config: DiTConfig) -> dict[str, int]:
-    """Return the number of weights of each stack of experts of a model, by name."""
     return {name: math.prod(shape) for name, shape in model_shapes(config)[0].items() if name.endswith(STACKS)}
 
 
@@ -68,7 +66,7 @@ def divide_among(model: DiT, group: Group) -> None:
 
 
 def _start(mlp: ExpertMlp, group: Group, y: Tensor, shards: SequenceShards | None = None) -> Routing:
-    return RoutingByRanks(mlp, y, cast("OwnTokens | None", shards), group)
+    return RoutingByRanks(mlp, y, cast("SharedSequence | None", shards), group)
 
 
 def _expert_mlps(model: DiT) -> list[ExpertMlp]:
@@ -80,12 +78,9 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
     """Divide this rank's stacks of experts, as flat and even shards, among the ranks that have the same experts, in
-    place. Call this function after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and gradients are
-    averaged in ``reduce_dtype``. Collective over all ranks.
-
-    Returns:
-        The new parameters, without values; empty if no experts are divided.
-    """
+    place, after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and gradients are averaged in
+    ``reduce_dtype``. Collective over all ranks. Return the new parameters, without values; none if no experts are
+    divided."""
     if expert_group(mesh) is None:
         return set()
     shards, copies = mesh.group("ep_shard"), mesh.group("dp_replicate")
@@ -107,15 +102,9 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """Settings for the ranks that have the same experts and divide the weights of these experts.
-
-    Attributes:
-        shards: ranks that divide the weights; None if this rank has the full weights.
-        copies: ranks that have copies of this rank's shard; None if there are none.
-        averaged: number of ranks whose losses are averaged.
-        dtype: dtype in which blocks gather the weights.
-        reduce_dtype: dtype in which gradients are averaged.
-    """
+    """Settings for the ranks that have the same experts and divide their weights: those ranks (None if this rank has
+    the full weights), the ranks with copies of this rank's shard, the number of ranks whose losses are averaged, and
+    the dtypes in which weights are gathered and gradients averaged."""
 
     shards: Group | None
     copies: dist.ProcessGroup | None

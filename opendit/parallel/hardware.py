@@ -20,11 +20,9 @@ FORMAT = "opendit-hardware-1"  # format of the file
 
 @dataclass(frozen=True)
 class HardwareModel:
-    """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink.
-
-    FLOP rates are those of single operations. In a training step, the power limit reduces the rate of matrix products
-    to the fraction ``sustained``. ``direct`` is a property of the ranks for which a cost is computed, not of the card.
-    """
+    """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink. FLOP
+    rates are those of single operations. In a training step, the power limit reduces the rate of matrix products to the
+    fraction ``sustained``. ``direct`` is a property of the ranks for which a cost is computed, not of the card."""
 
     name: str = "H200"
     origin: str = "measured on H200s, links between machines assumed"
@@ -68,7 +66,6 @@ class HardwareModel:
     node_overlap: float = 0.8  # like ``overlap``, for transfers between machines, assumed
 
     def gather_rate(self, ranks: int) -> float:
-        """Return the bytes/s that each of ``ranks`` ranks of a machine receives in an all-gather or reduce-scatter."""
         below = [rate for size, rate in self.gather if size <= ranks]
         return below[-1] if below else self.gather[0][1]
 
@@ -87,14 +84,8 @@ H200 = HardwareModel()
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a card from its data sheet.
-
-    Attributes:
-        capacity: memory in GiB, as torch reports it.
-        bf16, fp8: TFLOP/s of dense products.
-        memory: TB/s of the memory.
-        link: GB/s to other cards, in each direction.
-    """
+    """Figures of a card from its data sheet: memory in GiB as torch reports it, TFLOP/s of dense products, TB/s of the
+    memory, and GB/s to other cards in each direction."""
 
     capacity: float
     bf16: float
@@ -132,12 +123,10 @@ def of_card(name: str) -> HardwareModel | None:
 
 
 def default_path() -> Path:
-    """Return the default file for the measurements of ``python -m opendit.cli.links``, in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opendit" / "hardware.json"
 
 
 def save(model: HardwareModel, path: Path) -> None:
-    """Write the model to a file, and create the file's folder. Raises OSError on failure."""
     text = json.dumps({"format": FORMAT, **asdict(model)}, indent=1) + "\n"
     write_whole(path, text.encode(), make=True)
 
@@ -179,15 +168,9 @@ def _positive(*values) -> bool:
 
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
-    """Return the hardware model to use, and a description of its origin.
-
-    Args:
-        asked: value of --hardware: a card of :data:`CARDS`, a file, or None.
-        card: name of this process's card; None if it has none.
-
-    Raises:
-        ValueError: ``asked`` is neither a known card nor a file.
-    """
+    """Return the hardware model to use, and a description of its origin, for the value of --hardware (a card of
+    :data:`CARDS`, a file, or None) and the name of this process's card, if any. Raises ValueError for a value that is
+    neither."""
     if asked is not None:
         model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
         if model is None:

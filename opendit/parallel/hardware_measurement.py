@@ -23,14 +23,8 @@ TRIALS = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the operations that are timed.
-
-    Attributes:
-        product: side of the square matrices that are multiplied.
-        copied: bytes that are copied.
-        shard: bytes that each rank contributes to an all-gather.
-        tokens, heads: size of attention.
-    """
+    """Sizes of the operations that are timed: the side of multiplied matrices, bytes that are copied, bytes that each
+    rank contributes to an all-gather, and the size of attention."""
 
     product: int = 8192
     copied: int = 1 << 30
@@ -66,14 +60,11 @@ class _Timer:
 
 
 def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
-    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Collective.
+    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Collective. Raises ValueError
+    if the number of ranks is not a multiple of ``node``.
 
-    Some figures are not measured: figures that need more ranks, the cost of launches and of exchanges through symmetric
-    memory, and the overlap of communication with computation. These are taken from the card's entry in :data:`CARDS`,
-    or from the H200's entry if the card is unknown.
-
-    Raises:
-        ValueError: the number of ranks is not a multiple of ``node``.
+    Launches, exchanges through symmetric memory, the overlap of communication, and links that need more ranks are taken
+    from the card's entry in :data:`CARDS`, or from the H200's entry.
     """
     world, cuda = mesh.world_size, mesh.device.type == "cuda"
     if world % node:
@@ -93,7 +84,6 @@ def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: 
 
 
 def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
-    """Measure the rates of products, attention and copies."""
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
 
@@ -154,14 +144,12 @@ def _across(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, flo
 
 
 def _gathered(mesh: Mesh, group: dist.ProcessGroup | None, size: int, shard: int, timer: _Timer) -> float:
-    """Measure the bytes/s that each rank receives in an all-gather."""
     mine = torch.empty(shard, dtype=torch.uint8, device=mesh.device)
     whole = torch.empty(size * shard, dtype=torch.uint8, device=mesh.device)
     return (size - 1) * shard / timer(lambda: dist.all_gather_into_tensor(whole, mine, group=group))
 
 
 def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup | None) -> None:
-    """Send a tensor to rank ``after`` of a group, and receive one from rank ``before``."""
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, group=group, group_peer=after),

@@ -2,25 +2,21 @@
 
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels can use the addresses that the memory has on the host.
 PORTABLE_AND_MAPPED = 3
 
 
 class HostMemory:
-    """fp32 numbers in host memory, initially zero. The memory is page-locked if ``device`` is a GPU, and is freed with
-    the last tensor that uses it.
-
-    Attributes:
-        numbers: all numbers, (numel,).
-        pages: memory that contains the numbers.
-    """
+    """fp32 ``numbers`` (numel,) in host memory, initially zero. The ``pages`` are page-locked if ``device`` is a GPU,
+    and are freed with the last tensor that uses them."""
 
     def __init__(self, numel: int, device: torch.device):
         # Not pin_memory=True, because torch's pinned allocator rounds sizes up to powers of two: 10.8 GB would take 16
@@ -52,7 +48,6 @@ class HostMemory:
 
 
 def padded(size: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
@@ -80,10 +75,8 @@ class Pages(mmap.mmap):
 
 
 class SideStream:
-    """Second stream for work that runs concurrently with the current stream. The host does not wait for the work.
-
-    On a CPU the work is deferred until ``join``, so that tests on a CPU also detect a missing wait.
-    """
+    """Second stream for work that runs concurrently with the current stream. The host does not wait for the work. On a
+    CPU the work is deferred until ``join``, so that tests on a CPU also detect a missing wait."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -100,14 +93,156 @@ class SideStream:
             work()
 
     def join(self) -> None:
-        """Make the current stream wait for the work. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         while self._held:
             self._held.pop(0)()
 
     def finish(self) -> None:
-        """Make the host wait for the work."""
         self.join()
         if self._stream is not None:
             self._stream.synchronize()
+
+
+AHEAD = 2  # maximum number of blocks that are copied before they are called
+ALIGNMENT = 256  # bytes
+
+
+def spread_numbers(depth: int, count: int) -> list[int]:
+    """Return the indices of ``count`` of ``depth`` blocks, evenly spread; all indices if ``count`` > ``depth``."""
+    count = min(count, depth)
+    return [number for number in range(depth) if (number + 1) * count // depth > number * count // depth]
+
+
+class StreamedBlocks:
+    """Frozen weights of some blocks, stored in host memory and streamed to the GPU (--offload blocks[:N]).
+
+    The constructor replaces these parameters, which may be on the meta device, by views of the slots. Write the
+    weights' values to ``host`` before the first call of a block.
+
+    The frozen weights of a block are contiguous in page-locked host memory. The GPU has AHEAD + 1 slots, each as large
+    as the largest streamed block. The weights of the n-th streamed block are views of slot n % (AHEAD + 1). When a
+    block is called, a side stream begins to copy the next AHEAD blocks (in the backward pass, the AHEAD blocks before
+    it) into slots whose blocks are no longer needed. The device waits until the called block has been copied; the host
+    never waits.
+
+    Blocks must be recomputed in the backward pass, so that a block's weights are read only during its calls. Weights
+    are never copied back, because they do not change.
+
+    Copies can be part of a CUDA graph. A recorded pass treats all slots as empty and copies every block, because the
+    slots' content at a replay is unknown. After a recording, every other pass also treats the slots as empty.
+
+    ``count`` blocks are streamed. On a CPU, where copies are not asynchronous, ``deferred`` copies a block as late as
+    possible instead of as early as possible; tests check that both give the same results. ``copied`` counts copies
+    begun. ``recordable`` is True if the backward pass reaches the first streamed block, and so waits for all copies.
+    """
+
+    def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
+        self._device, self._deferred, self.copied = device, deferred, 0
+        # The streamed blocks are spread evenly, so that other blocks compute between two copies.
+        numbers = spread_numbers(len(model.blocks), count)
+        blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
+        self.blocks = len(blocks)
+        frozen = [[(n, p) for n, p in block.named_parameters() if not p.requires_grad] for _, block in blocks]
+        places = [list(accumulate((padded(p.nbytes, ALIGNMENT) for _, p in each), initial=0)) for each in frozen]
+        sizes = [ends[-1] for ends in places]
+        memory = HostMemory(sum(sizes) // 4, device).numbers.view(torch.uint8)
+        self._rows = list(memory.split(sizes))
+        count = min(AHEAD + 1, len(blocks))
+        self.slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.recorded = False
+        self._forget()
+        reached = (p for block in model.blocks[: numbers[0] + 1] for p in block.parameters())
+        self.recordable = any(parameter.requires_grad for parameter in reached)
+        self.host: dict[str, Tensor] = {}
+        for number, ((prefix, block), each, ends) in enumerate(zip(blocks, frozen, places, strict=True)):
+            for (name, parameter), start in zip(each, ends, strict=False):
+                place = slice(start, start + parameter.nbytes)
+
+                def shaped(memory: Tensor, place: slice = place, like: Tensor = parameter) -> Tensor:
+                    return memory[place].view(like.dtype).view(like.shape)
+
+                self.host[prefix + name] = shaped(self._rows[number])
+                owner, _, attribute = name.rpartition(".")
+                on_device = nn.Parameter(shaped(self.slots[number % count]), requires_grad=False)
+                setattr(block.get_submodule(owner), attribute, on_device)
+            for module in block.modules():
+                module.register_forward_pre_hook(self._hook(number, of_block=module is block))
+        model.register_forward_pre_hook(self._begin_pass)
+        self._model, model.modulate_in_blocks = model, True
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Return a context in which modulations are computed outside the blocks, so that sampling can compute them for
+        many steps at once."""
+        self._model.modulate_in_blocks = False
+        self._forget()
+        try:
+            yield
+        finally:
+            self._model.modulate_in_blocks = True
+            self._forget()
+
+    def _forget(self) -> None:
+        self._holds: list[int | None] = [None] * len(self.slots)
+        self._ready: list[Any] = [None] * len(self.slots)
+        self._last = 0
+
+    def _begin_pass(self, *_: Any) -> None:
+        self.recorded |= self._stream is not None and torch.cuda.is_current_stream_capturing()
+        if self.recorded:
+            self._forget()
+
+    def _hook(self, number: int, of_block: bool) -> Callable[..., None]:
+        """Return a hook to run before a block and before each module in it. Modules inside a block need the hook
+        because sampling calls modulations without the block."""
+
+        def use(*_: Any) -> None:
+            if of_block or self._last != number or number not in self._holds:
+                with _disable_current_modes():  # hide the copies from the checkpoint policy of but_attention
+                    self._use(number)
+
+        return use
+
+    def _use(self, number: int) -> None:
+        """Make the device wait for a block's weights, and begin to copy the weights of the next blocks."""
+        ahead = 1 if number > self._last or number == 0 else -1
+        self._last = number
+        self._begin(number)
+        slot = number % len(self.slots)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ready[slot])
+        elif self._ready[slot]:
+            self._copy(number)
+            self._ready[slot] = None
+        for other in range(number + ahead, number + ahead * (len(self.slots)), ahead):
+            if 0 <= other < len(self._rows):
+                self._begin(other)
+
+    def _begin(self, number: int) -> None:
+        """Begin to copy a block into its slot, unless the slot already has it. The copy runs after all work that has
+        been enqueued so far."""
+        slot = number % len(self.slots)
+        if self._holds[slot] == number:
+            return
+        self._holds[slot], self.copied = number, self.copied + 1
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._copy(number)
+                self._ready[slot] = self._stream.record_event()
+        elif self._deferred:
+            self._ready[slot] = True
+        else:
+            self._copy(number)
+
+    def _copy(self, number: int) -> None:
+        row = self._rows[number]
+        self.slots[number % len(self.slots)][: len(row)].copy_(row, non_blocking=True)
+
+
+def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
+    """Return (bytes in host memory, bytes of the slots) if ``count`` of the blocks of these sizes are streamed."""
+    streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
+    return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

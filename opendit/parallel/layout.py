@@ -13,7 +13,7 @@ their common elements copied from one to the other.
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opendit.models.dit import DiT
+from opendit.models.initialization import Distribution, canonical_name, distribution_of, draw
 from opendit.parallel.mesh import Mesh
 
 Range = tuple[int, int]
@@ -28,21 +30,15 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """One division of a tensor among the ranks of a group.
-
-    Attributes:
-        group: name of the group in the mesh.
-        dim: dimension that is divided; None for the flattened tensor.
-        ranges: for every rank of the group, the ranges [start, stop) of indices that it holds, in the order of the
-            shard. Together, the ranks hold every index exactly once.
-    """
+    """One division of a tensor among the ranks of a group of the mesh, along ``dim``, or of the flattened tensor if it
+    is None. ``ranges`` holds, for every rank, the ranges [start, stop) of indices in the order of the shard. Together,
+    the ranks hold every index exactly once."""
 
     group: str
     dim: int | None
     ranges: tuple[tuple[Range, ...], ...]
 
     def lengths(self) -> list[int]:
-        """Return the number of indices that every rank holds."""
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
 
     def check(self, shape: tuple[int, ...], ranks: int) -> None:
@@ -76,32 +72,6 @@ def dim_cut(group: str, dim: int, size: int, ranks: int) -> Cut:
     return Cut(group, dim, _even(size, ranks))
 
 
-def block_cut(group: str, dim: int, blocks: Sequence[int], ranks: int, unit: int = 1) -> Cut:
-    """Cut a dimension that consists of consecutive blocks. Every rank holds an equal part of each block: for example,
-    the rows of its heads in q, in k and in v.
-
-    Args:
-        group: name of the group in the mesh.
-        dim: dimension that is divided.
-        blocks: sizes of the blocks.
-        ranks: number of ranks of the group.
-        unit: number of rows that stay together, such as the size of a head.
-
-    Raises:
-        ValueError: the ranks can't share a block evenly.
-    """
-    ranges: list[list[Range]] = [[] for _ in range(ranks)]
-    start = 0
-    for block in blocks:
-        if block % (unit * ranks):
-            raise ValueError(f"{group}: {ranks} ranks can't share {block} rows evenly in units of {unit}")
-        share = block // ranks
-        for rank in range(ranks):
-            ranges[rank].append((start + rank * share, start + (rank + 1) * share))
-        start += block
-    return Cut(group, dim, tuple(map(tuple, ranges)))
-
-
 def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
     width = -(-size // ranks)
     return tuple(((min(i * width, size), min((i + 1) * width, size)),) for i in range(ranks))
@@ -109,20 +79,14 @@ def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a canonical tensor that a rank holds.
-
-    Attributes:
-        shape: shape of the shard.
-        slices: (dim, ranges) of every cut, outer to inner. Each cut takes these ranges along ``dim`` of the result of
-            the previous cut, or of the flattened result if ``dim`` is None, and concatenates them.
-    """
+    """Part of a canonical tensor that a rank holds: its shape, and (dim, ranges) of every cut, outer to inner. Each cut
+    takes these ranges along ``dim`` of the previous result (flattened if None), and concatenates them."""
 
     shape: tuple[int, ...]
     slices: tuple[tuple[int | None, tuple[Range, ...]], ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements of the shard."""
         return math.prod(self.shape)
 
     def take(self, full: Tensor) -> Tensor:
@@ -146,17 +110,10 @@ class Shard:
 class Layout:
     """Shards of a set of parameters on this rank of a mesh.
 
-    Args:
-        mesh: mesh whose groups the cuts name. The constructor creates these groups collectively, so all ranks must
-            build their layouts in the same order.
-        shapes: canonical shape of every parameter.
-        cuts: cuts of every parameter, outer to inner. Each cut divides this rank's part of the result of the previous
-            cut.
-        on_every_stage: names of parameters that all ranks of a pipeline have. The other parameters in ``shapes`` are on
-            this rank's stages only.
-
-    Raises:
-        ValueError: a cut does not hold every index exactly once, or is not made for the number of ranks of its group.
+    The constructor creates the groups that the cuts name collectively, so all ranks must build their layouts in the
+    same order. ``cuts`` has every parameter's cuts, outer to inner; each divides this rank's part of the result of the
+    previous one. Parameters named in ``on_every_stage`` are on all ranks of a pipeline, the others on this rank's
+    stages only. Raises ValueError for a cut that does not hold every index exactly once, or does not fit its group.
     """
 
     def __init__(
@@ -186,11 +143,9 @@ class Layout:
             self._before[name], self._local[name] = before, Shard(shape, tuple(slices))
 
     def local(self, name: str) -> Shard:
-        """Return this rank's shard of a parameter."""
         return self._local[name]
 
     def take(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's shard of a full tensor; see :meth:`Shard.take`."""
         return self._local[name].take(full)
 
     def replicas(self, name: str) -> list[int]:
@@ -204,11 +159,9 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """Return the full tensor, in new memory, from the shards of all ranks.
-
-        Collective over the groups of the parameter's cuts, whose ranks must make these calls in the same order. The
-        result is on the shard's device if this rank's shard suffices, otherwise on the device of the mesh.
-        """
+        """Return the full tensor, in new memory, from the shards of all ranks. Collective over the groups of the
+        parameter's cuts, whose ranks must make these calls in the same order. The result is on the shard's device if
+        this rank's shard suffices, otherwise on the device of the mesh."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
@@ -256,13 +209,8 @@ Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous ranges (runs) of the flattened canonical tensor. Concatenated, they are a flattened shard.
-
-    Attributes:
-        start, length: (n,) int64, first index of each run in the canonical tensor, and number of its elements.
-        offset: (n,) int64, index in the shard at which each run begins.
-        stop: (n,) int64, index in the canonical tensor at which each run ends.
-    """
+    """Contiguous ranges (runs) of the flattened canonical tensor, which are a flattened shard when they are
+    concatenated: (n,) int64 of their first indices and lengths. ``offset`` is where each run begins in the shard."""
 
     start: np.ndarray
     length: np.ndarray
@@ -374,3 +322,50 @@ def _expand(first: np.ndarray, number: np.ndarray) -> np.ndarray:
 
 def _constant(values: np.ndarray) -> bool:
     return bool((values == values[0]).all())
+
+
+GAP = 1 << 15  # two ranges with at most this gap are drawn in one call; drawing the gap takes 0.1 ms
+SPAN = 1 << 24  # maximum number of elements that one call draws
+
+
+class InitialValues:
+    """Initial values of the shards of a model's parameters, equal to those of
+    ``opendit.models.initialization.initialize``. The model may be on the meta device. Raises ValueError if a name
+    matches no pattern of the initial distributions, or several."""
+
+    def __init__(self, model: DiT, seed: int):
+        self.seed = seed
+        self._drawn: dict[str, tuple[tuple[int, ...], Distribution]] = {}
+        for name, parameter in model.named_parameters():
+            name = canonical_name(name)
+            self._drawn[name] = tuple(parameter.shape), distribution_of(model, name)
+
+    def __call__(self, name: str, shard: Shard) -> Tensor:
+        shape, distribution = self._drawn[name]
+        return initial_values(distribution, self.seed, name, shape, shard)
+
+    def whole(self, name: str) -> Tensor:
+        """Return the full parameter. Use this method for small parameters only."""
+        shape, _ = self._drawn[name]
+        return self(name, Shard(shape, ()))
+
+
+def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
+    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. For the other
+    arguments, see ``opendit.models.initialization.draw``."""
+    values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
+    for start, stop in _covers(wanted):
+        drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))
+        copy_overlap(values.view(-1), wanted, drawn, Runs(np.array([start]), np.array([stop - start])))
+    return values
+
+
+def _covers(runs: Runs) -> Iterator[tuple[int, int]]:
+    """Yield ranges of the canonical tensor, of at most SPAN elements each, that together include all runs."""
+    order = np.argsort(runs.start)
+    start, stop = runs.start[order], runs.stop[order]
+    apart = np.flatnonzero(start[1:] - stop[:-1] > GAP) + 1
+    for group in np.split(np.arange(len(start)), apart) if len(start) else ():
+        first, last = int(start[group[0]]), int(stop[group[-1]])
+        for begin in range(first, last, SPAN):
+            yield begin, min(begin + SPAN, last)

@@ -3,20 +3,30 @@
 The module works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and in a single process without it.
 """
 
+import contextlib
 import datetime
+import logging
 import math
+import os
+import socket
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from opendit.config.parallel_sizes import (
     AXES,
     ParallelDims,
+    Place,
+    check_cfg_parallel,
     check_expert_parallel_size,
     check_pipeline_parallel_size,
     check_replicate,
@@ -26,7 +36,9 @@ from opendit.config.parallel_sizes import (
     grid_groups,
 )
 from opendit.kernels.recording import end_recordings
-from opendit.parallel.rendezvous import meet, part
+from opendit.parallel.collectives import Group
+
+logger = logging.getLogger(__name__)
 
 # In these groups, computation waits for communication, which must not queue behind the communication of gradients.
 # These groups therefore get separate process groups, even if they contain all ranks, and high-priority streams on a
@@ -40,18 +52,11 @@ class Mesh:
     :class:`opendit.config.parallel_sizes.ParallelDims`.
 
     Ranks that differ only in ``pp``, ``sp`` or ``tp`` see the same samples. The ranks of a pipeline (``pp``) have
-    different blocks of the model, the ranks of a sequence group (``sp``) different tokens, and the ranks of a
-    tensor-parallel group (``tp``) different parts of every layer. Data-parallel ranks see different samples.
+    different blocks of the model, those of a sequence group (``sp``) different tokens, and those of a tensor-parallel
+    group (``tp``) different parts of every layer. Data-parallel ranks see different samples.
 
-    A group is created, by all ranks together, when it is first used. The reason is that a run uses few of the groups,
-    and on GPUs every communicator costs start-up time and memory.
-
-    Attributes:
-        rank: index of this process among ``world_size`` processes.
-        local_rank: index of this process among the processes of this machine.
-        device: device of this process.
-        dims: sizes of the mesh. By default all ranks are data parallel.
-        groups: the groups made so far.
+    A group is created, by all ranks together, when it is first used, because a run uses few of the groups, and on GPUs
+    every communicator costs start-up time and memory. By default all ranks are data parallel.
     """
 
     rank: int
@@ -68,12 +73,10 @@ class Mesh:
 
     @property
     def sp_size(self) -> int:
-        """Number of ranks that share a sequence."""
         return self.dims.sp
 
     @property
     def sp_group(self) -> dist.ProcessGroup | None:
-        """This rank's sequence group; None if it has only one rank."""
         return self.group("sp")
 
     @property
@@ -83,49 +86,39 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Number of different sets of samples, one for each data-parallel rank or group of ranks that share samples."""
         return self.dims.size("dp")
 
     @property
     def tp_size(self) -> int:
-        """Number of ranks that divide every layer."""
         return self.dims.tp
 
     @property
     def pp_size(self) -> int:
-        """Number of ranks of a pipeline."""
         return self.dims.pp
 
     @property
     def pp_rank(self) -> int:
-        """Index of this rank in its pipeline."""
         return self.coordinate("pp")
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that see the same samples as this rank, including this rank."""
         return self.dims.pp * self.dims.sp * self.dims.tp
 
     @property
     def leads_sharing(self) -> bool:
-        """True if this rank is the first of the ranks that see its samples."""
         return not any(self.coordinate(axis) for axis in ("pp", "sp", "tp"))
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which prints and writes the files that only one rank writes."""
         return self.rank == 0
 
     def coordinate(self, name: str) -> int:
-        """Return the index of this rank in its group ``name``."""
         return self.dims.coordinate(name, self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return this rank's group ``name``; None if groups with this name have only one rank. The first call creates
-        the groups and is collective over all ranks.
-
-        A group of all ranks is the default process group, unless its name is in PRIORITY.
-        """
+        the groups and is collective over all ranks. A group of all ranks is the default process group, unless its name
+        is in PRIORITY."""
         size = self.dims.size(name)
         if size == 1:
             return None
@@ -145,15 +138,9 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner. Without names, its
-        dimensions are the axes with a size above 1. The DeviceMesh communicates over the groups of :meth:`group`.
-        Collective over all ranks.
-
-        For example, ``fully_shard`` and tensor parallelism use slices of ``("dp_replicate", "fsdp", "tp")``.
-
-        Raises:
-            ValueError: the groups are not a grid of all ranks in this order.
-        """
+        """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner; without names, the axes
+        with a size above 1. It communicates over the groups of :meth:`group`. Collective over all ranks. Raises
+        ValueError if the groups are not a grid of all ranks in this order."""
         names = names or tuple(axis for axis in AXES if self.dims.size(axis) > 1) or ("dp_shard",)
         sizes = [self.dims.size(name) for name in names]
         for axis, name in enumerate(names):
@@ -166,7 +153,6 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.world_size > 1:
             devices = [self.local_rank] if self.device.type == "cuda" else None
             dist.barrier(group=self.group("world"), device_ids=devices)
@@ -178,7 +164,6 @@ class Mesh:
         return value
 
     def least(self, value: float) -> float:
-        """Return the smallest value of all ranks, on every rank."""
         if self.world_size == 1:
             return value
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -203,15 +188,9 @@ class Mesh:
         return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
-        """Make the groups in which neighbouring ranks of a pipeline send to each other. Collective over all ranks.
-
-        Args:
-            around: True if the last rank and the first rank count as neighbours.
-
-        Returns:
-            Mapping from (index of the first of two neighbours; True for messages to the next rank, False for messages
-            back) to a group; None for pairs without this rank.
-        """
+        """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``.
+        Collective. The keys are (index of the first of two neighbours, True for messages to the next rank, False for
+        messages back)."""
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
             pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
@@ -223,7 +202,6 @@ class Mesh:
         return found
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's ``value`` (any picklable object) on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0, group=self.group("world"), device=self.device)
@@ -243,20 +221,13 @@ def init_mesh(
 ) -> Mesh:
     """Start torch.distributed (nccl on GPUs, gloo on CPUs) and return this process's mesh.
 
-    Args:
-        timeout_minutes: timeout of collectives.
-        sequence_parallel: number of ranks that share a sequence.
-        tensor_parallel: number of ranks that divide every layer.
-        expert_parallel: number of ranks that have different experts. They may be ranks of any of the other groups.
-        pipeline_parallel: number of ranks that divide the blocks among them. All remaining ranks are data parallel.
-        replicate: number of copies of the sharded model.
-        dims: sizes of the mesh, which replace all the sizes above.
-        group_of_one: True to make a process group even for a single process. Engines need the group; a run that never
-            communicates starts sooner without it.
+    The sizes are numbers of ranks that share a sequence, divide every layer, have different experts, divide the blocks,
+    and numbers of copies of the sharded model; ``dims`` replaces them all. The remaining ranks are data parallel.
+    ``group_of_one`` makes a process group even for a single process: engines need it, and other runs start sooner
+    without.
 
-    Raises:
-        ValueError: this machine has more processes than GPUs, the number of processes is not divisible by the sizes or
-            differs from that of ``dims``, or the environment variables do not let the processes meet.
+    Raises ValueError if this machine has more processes than GPUs, the number of processes does not fit the sizes, or
+    the environment variables do not let the processes meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
@@ -295,10 +266,8 @@ def init_mesh(
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
     """Make these groups, of which each rank is in exactly one, and return this rank's group. Collective over all ranks.
-
     priority: use streams of high priority on a GPU. Kernels on such streams get free multiprocessors first. Without
-    this, a running matrix product would delay a collective until the product ends.
-    """
+    this, a running matrix product would delay a collective until the product ends."""
     options = None
     if priority and device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -314,6 +283,119 @@ def close_mesh() -> None:
         dist.destroy_process_group()
     part()
 
+
+# ------------------------------------------------------------------------------------------ how processes meet
+
+PATIENCE = 300.0  # seconds that a process waits for the other processes to start
+UNREACHABLE = 60.0  # seconds that a process tries to reach a machine that does not answer
+TELL = 15.0  # seconds after which a waiting process logs which processes are missing
+
+_met: tuple[Place, dist.Store] | None = None
+
+
+def meet(place: Place) -> dist.Store:
+    """Wait for all processes of the run and return the store that they share. Further calls for the same place return
+    the same store. A single process uses no port, and gets a new store at every call. Raises ValueError: rank 0 can't
+    be reached, its port is taken, or a process does not arrive."""
+    global _met
+    if place.world_size == 1:
+        return dist.HashStore()
+    if _met is None or _met[0] != place:  # an earlier run in this process may have ended without calling part()
+        _met = place, _meet_others(place)
+    return _met[1]
+
+
+def part() -> None:
+    global _met
+    _met = None
+
+
+def _meet_others(place: Place) -> dist.Store:
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store is in torchrun's agent process
+    if place.rank > 0 or with_agent:
+        _reach(place)
+    try:
+        with _quiet():
+            patience = timedelta(seconds=PATIENCE)
+            if with_agent:
+                store, *_ = next(rendezvous("env://", timeout=patience))
+            else:  # not rendezvous(), whose error would not name the missing processes
+                where, serves = (place.address, place.port), place.rank == 0
+                store = dist.TCPStore(*where, None, serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(_why(error, place)) from error
+    store = dist.PrefixStore("opendit", store)
+    store.set(f"here/{place.rank}", f"{socket.gethostname()} {os.getpid()}")
+    keys = [f"here/{rank}" for rank in range(place.world_size)]
+    for patience in (TELL, PATIENCE - TELL):
+        with contextlib.suppress(RuntimeError):  # waiting timed out
+            store.wait(keys, timedelta(seconds=patience))
+            return store
+        missing = ", ".join(key.removeprefix("here/") for key in keys if not store.check([key]))
+        if place.rank == 0 and missing:
+            logger.warning(f"note: rank 0 waits for rank {missing} of {place.world_size} processes")
+    raise ValueError(
+        f"rank {missing} of the {place.world_size} processes did not come within {PATIENCE:.0f} s: start all of them "
+        f"(RANK=0 to {place.world_size - 1}), or correct WORLD_SIZE"
+    )
+
+
+def _reach(place: Place) -> None:
+    """Wait until rank 0's port accepts connections. Rank 0 may start later than this rank. Raises ValueError on
+    timeout."""
+    where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
+    begun, reported = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            reason, patience = f"no machine of that name is known here ({error.strerror})", 5.0
+            if error.errno == socket.EAI_AGAIN:  # temporary error of the name server, so try again
+                patience = TELL
+        except ConnectionRefusedError:
+            reason, patience = "nothing listens there; is rank 0 running?", PATIENCE
+        except OSError as error:
+            reason, patience = f"it can't be reached ({error.strerror or error})", UNREACHABLE
+        waited = time.monotonic() - begun
+        if waited >= patience:
+            raise ValueError(f"rank {place.rank} looked for rank 0 at {where} for {waited:.0f} s: {reason}")
+        if not reported and waited >= TELL:
+            reported = True
+            logger.warning(f"note: rank {place.rank} waits for rank 0 at {where}: {reason}")
+        time.sleep(0.2)
+
+
+def _why(error: Exception, place: Place) -> str:
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return (
+            f"MASTER_PORT={place.port} is used by another program on this machine (another run?); choose another port "
+            "(torchrun --master_port), or let torchrun --standalone do it"
+        )
+    if "EACCES" in text or "permission denied" in text.lower():
+        return f"MASTER_PORT={place.port} may not be used by this user; choose one above 1023"
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return (
+        f"rank {place.rank} could not meet the others at MASTER_ADDR={place.address}, MASTER_PORT={place.port}: {first}"
+    )
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Silence stderr in this context. torch's C++ code prints a stack trace there if a port is taken."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+# ------------------------------------------------------------------------------------------ small messages
 
 Result = TypeVar("Result")
 
@@ -333,7 +415,6 @@ class ControlGroup:
         self._group = cast("dist.ProcessGroup | None", group)  # not None if there are several ranks
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value`` (any picklable object), in rank order, on every rank."""
         if self._group is None:
             return [value]
         values = [None] * self.mesh.world_size
@@ -366,3 +447,43 @@ class ControlGroup:
             return int(box.item())
 
         return answer
+
+
+# ------------------------------------------------------------------------------------------ replicas in sampling
+#
+# Sampling on several ranks: data parallel x the halves of guidance x sequence parallel x tensor parallel. Ranks are
+# numbered in this order, the last axis fastest: ranks that share a sample's tokens or divide the layers are neighbours.
+# With --cfg_parallel, two such groups of neighbours form a replica. One computes the conditional half of guidance, the
+# other the unconditional half. Different replicas draw different samples.
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The ranks that draw the same samples: replica ``number`` of ``count``, with all its ``ranks`` (None for a single
+    one). All get the same latents, and each decodes some of them. The rank that ``leads`` writes the files. ``halves``
+    are this rank and the rank with the same tokens and slices of layers in the other half of guidance; None without
+    cfg_parallel."""
+
+    number: int
+    count: int
+    leads: bool
+    halves: Group | None
+    ranks: Group | None = None
+
+
+def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
+    """Return this rank's replica. Collective over all ranks. Raises the same errors as :func:`check_cfg_parallel`."""
+    ranks, halves = mesh.sharing, None
+    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group with the same ranks
+    group = Group.of(mesh.group(same)) if same and ranks > 1 else None
+    if cfg_parallel:
+        check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
+        pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
+        # Every rank is in exactly one pair, so new_subgroups_by_enumeration returns this rank's pair.
+        halves = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(pairs)[0]))
+        group = halves if ranks == 1 else None
+        ranks *= 2
+    if ranks > 1 and group is None:
+        replicas = [list(range(first, first + ranks)) for first in range(0, mesh.world_size, ranks)]
+        group = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(replicas)[0]))
+    return Replica(mesh.rank // ranks, mesh.world_size // ranks, mesh.rank % ranks == 0, halves, group)

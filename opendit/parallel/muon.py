@@ -48,10 +48,8 @@ class MuonSettings:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Return matrices whose singular vectors are those of ``x`` and whose singular values are about 1 (0.7 to 1.2).
-
-    x: matrices (B, n, m) with n <= m, in the dtype of the computation. The input is overwritten.
-    """
+    """Return matrices whose singular vectors are those of ``x`` and whose singular values are about 1 (0.7 to 1.2). x:
+    matrices (B, n, m) with n <= m, in the dtype of the computation. The input is overwritten."""
     a, b, c = COEFFICIENTS
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPSILON).to(x.dtype)
     for _ in range(STEPS):
@@ -62,10 +60,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Orthogonalise matrices (n, m) of any shapes in place, and multiply them by 0.2 * sqrt(max(n, m)).
-
-    Matrices with the same shape, transposed or not, are processed together, because batched products use a GPU better.
-    """
+    """Orthogonalise matrices (n, m) of any shapes in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with
+    the same shape, transposed or not, are processed together, because batched products use a GPU better."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
@@ -92,23 +88,15 @@ def owners(work: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def flops(shape: Sequence[int], rows: Sequence[int]) -> int:
-    """Count the FLOPs of orthogonalising the matrices of a parameter of this shape."""
     sides = (sorted((count, math.prod(shape) // sum(rows))) for count in rows)
     return sum(STEPS * (4 * short**2 * long + 2 * short**3) for short, long in sides)
 
 
 class Muon:
-    """Computes Muon's update directions of a model's matrices from this rank's shards of their gradients.
-
-    Args:
-        settings: settings of Muon, and the parameters that it updates.
-        layout: layout of the masters. Each parameter has at most one cut, into ranges of its flattened tensor.
-        names: names of all trained parameters, in the optimizer's order.
-        copied: True if every rank has full gradients, regardless of the layout (ddp).
-
-    Attributes:
-        names: names of the parameters that Muon updates.
-    """
+    """Computes Muon's update directions of a model's matrices from this rank's shards of their gradients. In
+    ``layout``, each parameter has at most one cut, into ranges of its flattened tensor. ``names`` are all trained
+    parameters in the optimizer's order; the attribute, those that Muon updates. ``copied``: every rank has full
+    gradients."""
 
     def __init__(self, settings: MuonSettings, layout: Layout, names: Sequence[str], copied: bool = False):
         self._settings, self._layout, self._copied = settings, layout, copied
@@ -190,6 +178,5 @@ class Muon:
             place.copy_(part.view(place.shape))
 
     def _matrices(self, name: str, full: Tensor) -> list[Tensor]:
-        """Return the matrices of a parameter as views of its full tensor ``full``."""
         rows = self._settings.rows[name]
         return list(full.view(sum(rows), -1).split(list(rows)))

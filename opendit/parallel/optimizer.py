@@ -20,7 +20,7 @@ from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import kernels_available
 from opendit.kernels.eight_bit_moments import ELEMENTS, EightBits, by_size, first_of, new_moment
 from opendit.kernels.tensor_table import device_of
-from opendit.parallel.float8_gather import Float8Shards
+from opendit.parallel.fsdp import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
@@ -37,12 +37,7 @@ class LossScale:
 
     The scale is doubled after INTERVAL consecutive steps with finite gradients (Micikevicius et al., "Mixed Precision
     Training", ICLR 2018, sec. 3.2). It is halved after a step with gradients that are not finite, except for the first
-    HYSTERESIS - 1 such steps since the scale was last doubled.
-
-    Attributes:
-        scale: 0-dim fp32. Its address never changes, because CUDA graphs read it.
-        growth: 0-dim int64, finite steps in a row.
-        hysteresis: 0-dim int64, steps that were not finite since the scale was doubled.
+    HYSTERESIS - 1 such steps since it was last doubled. Its address never changes, because CUDA graphs read it.
     """
 
     def __init__(self, device: torch.device):
@@ -63,7 +58,6 @@ class LossScale:
         self.hysteresis.copy_(not_finite)
 
     def state(self) -> dict[str, float]:
-        """Return the scale and both counters as host numbers."""
         return dict(scale=self.scale.item(), growth=self.growth.item(), hysteresis=self.hysteresis.item())
 
     def load(self, state: dict[str, float]) -> None:
@@ -136,20 +130,13 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class OnePassAdamW:
-    """Computes the step of a :class:`FusedAdamW` with :class:`FusedStep`, in two passes over memory. The step computes
-    the gradients' norm and updates moments, masters, averages and working weights. The host does not wait for it.
+    """Computes the step of a :class:`FusedAdamW` with :class:`FusedStep`, in two passes over memory: the gradients'
+    norm, then moments, masters, averages and working weights. The host does not wait for it.
 
-    Args:
-        adam: optimizer with the settings in its only parameter group, and the moments in its state, keyed by ``keys``.
-        keys: the masters, in the order of the gradients, fp32 and 1-d or contiguous.
-        sizes: for each master, the number of leading elements to update; the remaining elements are padding. None for
-            all elements.
-        working: the masters' copies in the precision of the forward pass; None if there are none.
-
-    Attributes:
-        staged: rows in host memory that contain the moments, which are copied through device memory. None if kernels
-            read and write the moments in place. Set it before the first step.
-        counted: see :class:`FusedStep`. Set it before the first step.
+    ``adam`` has the settings in its only parameter group, and the moments in its state, keyed by the masters ``keys``
+    (fp32, 1-d or contiguous), of which ``sizes`` leading elements are updated. ``working`` are copies in the precision
+    of the forward pass. Set these before the first step: ``staged``, rows in host memory that contain the moments,
+    which are copied through device memory; and ``counted``, see :class:`FusedStep`.
     """
 
     staged: Tensor | None = None
@@ -170,7 +157,6 @@ class OnePassAdamW:
     def attach_averages(
         self, averages: Sequence[Sequence[Tensor]], decays: Callable[..., Any], updates: Tensor
     ) -> None:
-        """Make every later step also update these averages; see :meth:`FusedStep.attach`."""
         self._averages = averages, decays, updates
         if self._fused is not None:
             self._fused.attach(*self._averages)
@@ -219,30 +205,20 @@ class ShardedOptimizer:
     ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
     copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
     buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). If masters and their gradients are in
-    host memory, kernels access them in place; only in this case does the host wait for the step. A kernel on a side
-    stream updates the averages in place during the next forward and backward passes. The next step waits for that
-    kernel before it changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before
-    reading or setting state in host memory.
+    host memory, kernels access them in place; only then the host waits for the step. A kernel on a side stream updates
+    the averages in place during the next passes, and the next step waits for it. Results are bitwise the same as
+    without offload. Call :meth:`wait` before reading or setting state in host memory.
 
     Args:
         adam: optimizer that has the settings. The masters become its parameters.
         parameters: the trained parameters by name: fp32 DTensors, or plain tensors of any precision.
         group: ranks that hold the shards of one copy of the model; None for this rank alone.
         grad_clip: bound of the norm of all gradients; 0 for none.
-        loss_scale: loss scale in fp16; None in other precisions.
-        device: device that computes the step. Masters may also lie in page-locked host memory, and so may their
-            gradients.
-        float8: parameters that are gathered in float8, and requantized when they change. None without such parameters.
-        offload: one of ``opendit.config.names.OFFLOAD``.
-        replicated: sums the gradients of parameters that several ranks have. None if there are none.
+        device: device that computes the step. Masters and gradients may also lie in page-locked host memory.
+        float8: parameters that are gathered in float8, and requantized when they change.
+        replicated: sums the gradients of parameters that several ranks have.
 
-    Raises:
-        ValueError: ``offload`` on a GPU that can't run the kernels.
-
-    Attributes:
-        masters: the fp32 shards by name. If the parameters are fp32, masters and parameters share memory.
-        grad_norm, finite: results of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
-        muon: computes the update directions of matrices. None if AdamW updates all parameters.
+    Raises ValueError for ``offload`` on a GPU that can't run the kernels.
     """
 
     grad_norm: Tensor
@@ -336,18 +312,14 @@ class ShardedOptimizer:
         self._adamw.finish()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss. In fp16 the loss is scaled first."""
         (loss if self.loss_scale is None else loss * self.loss_scale.scale).backward()
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Run a backward pass that starts from an output with its scaled gradient. Add the resulting gradients."""
         torch.autograd.backward(output, gradient)
 
     def step(self) -> None:
-        """Clip, update masters, moments, averages and working weights, and clear the gradients.
-
-        If a gradient of any rank is not finite, nothing is changed.
-        """
+        """Clip, update masters, moments, averages and working weights, and clear the gradients. If a gradient of any
+        rank is not finite, nothing is changed."""
         if self._side is not None:
             self._side.join()  # the side stream may still read the last step's masters and scalars
         fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
@@ -381,7 +353,6 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def masters_to_working(self) -> None:
-        """Copy the masters to the working weights, in the precision of the forward pass, if these are separate."""
         if self._working is not None:
             torch._foreach_copy_(self._working, list(self.masters.values()))
         self._refresh_float8()
@@ -395,3 +366,25 @@ class ShardedOptimizer:
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's shard on this rank. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def build_optimizer(
+    module: nn.Module,
+    plugin: str,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eight_bits: bool = False,
+) -> tuple[FusedAdamW, str]:
+    """Return the optimizer for ``plugin``, and a line that names the optimizer and the reason for it. Under zero2 and
+    fsdp, :class:`OnePassAdamW` computes the steps, and uses only the settings and state of this optimizer."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
+    optimizer = FusedAdamW(trained, eight_bits, **settings)
+    moments = ", moments in 8 bits between steps" if eight_bits else ""
+    if plugin not in ("zero2", "fsdp"):
+        return optimizer, f"torch's fused AdamW{moments}"
+    available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
+    return optimizer, f"{kind}{moments} ({why})"

@@ -49,19 +49,17 @@ def chunks_of(schedule: str) -> int:
 
 
 def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """List the passes that rank ``rank`` of a pipeline of ``ranks`` ranks runs in a step, in order.
+    """List the passes that rank ``rank`` of a pipeline of ``ranks`` ranks runs in a step, in order. Raises ValueError
+    for an unknown schedule, or one that does not work with this number of micro-batches.
 
     1f1b: the rank first runs ``ranks - 1 - rank`` forward passes, and then one forward and one backward pass in turn
-    (PipeDream-flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). A rank holds the
+    (PipeDream-flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). It holds the
     activations of at most ``ranks - rank`` micro-batches and idles for (ranks - 1) / (micro_batches + ranks - 1) of the
     step.
 
-    interleaved: the same schedule with 2 chunks per rank. A rank idles for half as long, holds more activations, and
-    sends twice as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", SC 2021, sec. 2.2).
-
-    Raises:
-        ValueError: an unknown schedule, or one that does not work with this number of micro-batches.
+    interleaved: the same with 2 chunks per rank. A rank idles for half as long, holds more activations, and sends twice
+    as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
+    2021).
     """
     if schedule not in PIPELINE_SCHEDULES:
         raise ValueError(
@@ -163,19 +161,16 @@ IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 
 class Links:
-    """Channels between this rank and its neighbours in a pipeline. Collective over all ranks.
+    """Channels between this rank and its neighbours in a pipeline (in a circle if ``around``). Collective over all
+    ranks.
 
-    Between two neighbours, there is a separate process group for each kind of message (activations, gradients). A group
-    is used in one direction only and in the order of the schedule. The messages of a group therefore arrive in order
-    and never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream,
-    so a send and a receive in the same group could deadlock.
+    Between two neighbours, there is a separate process group for each kind of message (activations, gradients), which
+    is used in one direction only and in the order of the schedule. Its messages arrive in order and never wait for
+    messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a send and a
+    receive in the same group could deadlock.
 
-    The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have the
-    shape and dtype of their activations. All messages of a chunk with the same ``key`` must have the same shape.
-
-    Args:
-        mesh: mesh of the run.
-        around: True if the last rank also sends to the first, which is needed if ranks have several chunks.
+    The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have those of
+    their activations. All messages of a chunk with the same ``key`` must have the same shape.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -187,12 +182,9 @@ class Links:
         self._connect()
 
     def _connect(self) -> None:
-        """Send a number through every channel, one after the other.
-
-        NCCL connects two ranks at their first message, and both hosts wait until the connection is made. In the middle
-        of a schedule, a host might never reach its first message, because it can't load a kernel while its device waits
-        for a message.
-        """
+        """Send a number through every channel, one after the other. NCCL connects two ranks at their first message, and
+        both hosts wait until the connection is made. In the middle of a schedule, a host might never reach its first
+        message, because it can't load a kernel while its device waits for a message."""
         number = torch.zeros(1, device=self.device)
         for first, forward in sorted(self._groups):
             ends = self._members[first], self._members[(first + 1) % self.ranks]
@@ -258,15 +250,9 @@ def execute(
     """Run a rank's passes of a schedule. Each pass receives a tensor, computes, and sends the result. All ranks of the
     pipeline must call this function, each with its own ``actions``.
 
-    Args:
-        actions: the rank's passes, in order.
-        links: this rank's channels.
-        chunks: number of chunks of each rank.
-        compute: runs one pass. The second argument is the received tensor, or None if the pass starts from the model's
-            input or from the loss. The result is the tensor to send (activations, or the gradient of the pass's input);
-            it is ignored if the pass sends nothing.
-        key_of: maps the number of a micro-batch to a key; micro-batches with the same key must have activations of the
-            same shape.
+    ``compute`` runs one pass: it gets the received tensor (None if the pass starts from the model's input or from the
+    loss) and returns the tensor to send. ``key_of`` maps the number of a micro-batch to a key; micro-batches with the
+    same key must have activations of the same shape.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
     posted: dict[int, tuple[Any, ...]] = {}
@@ -297,13 +283,8 @@ def execute(
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The stages of a model on rank ``rank`` of a pipeline with ``ranks`` ranks.
-
-    Attributes:
-        schedule: one of PIPELINE_SCHEDULES.
-        blocks: indices of the blocks of each stage, for all stages of the pipeline. Rank r has the stages r, r + ranks,
-            ..., one for each chunk.
-    """
+    """The stages of a model on rank ``rank`` of a pipeline with ``ranks`` ranks. ``blocks`` holds the indices of the
+    blocks of all stages of the pipeline. Rank r has the stages r, r + ranks, ..., one for each chunk."""
 
     schedule: str
     rank: int
@@ -312,12 +293,10 @@ class PipelineStages:
 
     @property
     def chunks(self) -> int:
-        """Number of stages that each rank has."""
         return len(self.blocks) // self.ranks
 
     @property
     def first(self) -> bool:
-        """True if this rank has the model's first stage."""
         return self.rank == 0
 
     @property
@@ -348,7 +327,6 @@ def stages_of(config: DiTConfig, schedule: str, rank: int, ranks: int) -> Pipeli
 
 
 def mesh_stages(mesh: Mesh, config: DiTConfig, schedule: str) -> PipelineStages | None:
-    """Return this rank's stages, or None if the mesh has no pipeline."""
     return stages_of(config, schedule, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
 
 
@@ -418,20 +396,12 @@ class StageForward:
         self._model, self._stages = model, stages
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
-        """Run a chunk's forward pass on a micro-batch.
+        """Run a chunk's forward pass on a micro-batch. x is the argument of ``DiT.forward`` for the first stage, whose
+        shape is ``shape``, and this rank's tokens (B, n, D) for later stages. The last stage returns the result of
+        ``DiT.forward``, others tokens.
 
         Every stage computes the condition from t and y. This costs a small part of a block's work, but the condition's
         vector, the caption's tokens and their gradients need not be sent.
-
-        Args:
-            x: the argument of ``DiT.forward`` for the first stage; for later stages this rank's tokens (B, n, D) from
-                the stage before.
-            t, y: arguments of ``DiT.forward``.
-            chunk: index of the chunk among this rank's chunks.
-            shape: shape of the first stage's x.
-
-        Returns:
-            The result of ``DiT.forward`` from the last stage; this rank's tokens (B, n, D) from other stages.
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]
@@ -458,10 +428,7 @@ class StageForward:
 class PipelineForward:
     """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline
     call the object with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch
-    per rank.
-
-    The constructor is collective over all ranks of the mesh.
-    """
+    per rank. The constructor is collective over all ranks of the mesh."""
 
     def __init__(self, mesh: Mesh, chunks: int):
         self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opendit.models.dit import DiTConfig
-from opendit.models.parameter_names import fits, value_of
+from opendit.models.initialization import fits, value_of
 from opendit.models.plan import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import model_shapes, plan_of
 
@@ -37,16 +37,10 @@ def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
 
 
 def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tuple[Slices, ...]:
-    """Return the parts of a canonical tensor of ``shape`` that a rank of a group of ``size`` holds.
-
-    Returns:
-        Slices of the canonical tensor, in the order in which the local tensor concatenates them along the divided
-        dimension: for example three for [q; k; v], and one for a tensor that is not divided. The slices of all ranks
-        cover the tensor exactly once.
-
-    Raises:
-        ValueError: the dimension can't be divided evenly, or the group has no rank with this number.
-    """
+    """Return the parts of a canonical tensor of ``shape`` that a rank of a group of ``size`` holds: slices of the
+    tensor, in the order in which the local tensor concatenates them along the divided dimension, for example three for
+    [q; k; v]. The slices of all ranks cover the tensor exactly once. Raises ValueError if the dimension can't be
+    divided evenly."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
     dimension = divided_dimension(rule, shape)
@@ -95,12 +89,10 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
 
 
 def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the block parameters that consist of matrices by which tokens are multiplied.
-
-    The result maps a parameter's name to the number of rows of each of its matrices. A parameter may stack several
-    matrices: q, k and v, the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router of
-    experts are not included.
-    """
+    """Return the block parameters that consist of matrices by which tokens are multiplied. The result maps a
+    parameter's name to the number of rows of each of its matrices. A parameter may stack several matrices: q, k and v,
+    the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router of experts are not
+    included."""
     plan = plan_of(config)
     rules, found = plan.rules(config), {}
     for name, shape in model_shapes(config)[0].items():
@@ -136,14 +128,10 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one block each, so that the most expensive
-    stage is as cheap as possible.
-
-    If several stages could take one more block, the last of these stages gets it, because later stages hold the
-    activations of fewer micro-batches.
-
-    first, last: additional work of the first and the last stage, in units of a block.
-    """
+    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one each, so that the most expensive stage
+    is as cheap as possible. ``first`` and ``last`` are additional work of these stages, in units of a block. If several
+    stages could take one more block, the last of them gets it, because later stages hold the activations of fewer
+    micro-batches."""
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last
@@ -165,11 +153,8 @@ def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
 
 def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
     """Return the indices of the stages that have a parameter or buffer: one stage, or all stages for modules that
-    compute the condition. blocks: the blocks of every stage.
-
-    Raises:
-        ValueError: the plan does not state which stages have this parameter or buffer.
-    """
+    compute the condition. blocks: the blocks of every stage. Raises ValueError: the plan does not state which stages
+    have this parameter or buffer."""
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:
         stage = next(i for i, own in enumerate(blocks) if int(rest[0]) in own)

@@ -39,8 +39,7 @@ import torch
 import torch.distributed as dist
 
 from opendit.config.parallel_sizes import Place, find_place
-from opendit.parallel.mesh import close_mesh
-from opendit.parallel.rendezvous import meet
+from opendit.parallel.mesh import close_mesh, meet
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +121,8 @@ class RankWatch:
 
     def report(self, text: str, suspect: bool = False) -> Ending:
         """Report to all ranks that this rank failed. Return the reason why the run ends, which may be an earlier
-        failure of another rank.
-
-        suspect: True for a communication error, which the end of another rank may have caused.
-        """
+        failure of another rank. suspect: True for a communication error, which the end of another rank may have
+        caused."""
         with self._lock:
             self._reported = True
         if self.ending is None and self._thread.is_alive():
@@ -134,7 +131,6 @@ class RankWatch:
         return self.ending or self.me(text)
 
     def me(self, text: str) -> Ending:
-        """Return an Ending that blames this rank, with this text."""
         return Ending(self._me.rank, self._me.host, self._me.pid, text[:LONGEST])
 
     def close(self) -> None:
@@ -517,7 +513,6 @@ class Supervisor:
         return f"rank {self.place.rank}: {text}" if several else text
 
     def _text(self, error: BaseException) -> str:
-        """Describe an error in one line."""
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
         if isinstance(error, KeyboardInterrupt):
             return "interrupted" + (" before anything was done" if self._code == NOT_STARTED else "")
@@ -539,7 +534,6 @@ class Supervisor:
 
 
 def end_process(code: int) -> None:
-    """End this process at once, without waiting for its threads."""
     os._exit(code)
 
 

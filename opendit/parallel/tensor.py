@@ -16,7 +16,7 @@ Parameters keep their names. :attr:`Part.divided` describes which slices of the 
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,9 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
+from opendit.common.torch_utils import not_compiled
 from opendit.kernels import cublaslt
 from opendit.kernels.linear import linear as unbiased
+from opendit.kernels.linear import weight_gradient
 from opendit.models.attention import (
     AnyProjection,
     Attention,
@@ -51,41 +54,22 @@ from opendit.parallel.collectives import (
 )
 from opendit.parallel.layout import Cut, Layout
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.overlapped_products import overlapped_column, overlapped_row, overlaps
 from opendit.parallel.rules import check_divisible, divided_dimension, local_slices, local_tensor, rule_of
-from opendit.parallel.sequence import SequenceParallel
-from opendit.parallel.sequence.peer_memory import PeerMemory, connect
-from opendit.parallel.sequence.streams import SharedStreams
-
-__all__ = [
-    "Divided",
-    "TensorParallel",
-    "allocate",
-    "check_tensor_parallel",
-    "divide",
-    "divided_parameters",
-    "layout_of",
-    "tensor_group",
-]
+from opendit.parallel.sequence import SequenceParallel, SharedStreams
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, connect, sample_by_sample
+from opendit.parallel.sequence.products import column_sums
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided.
-
-    Attributes:
-        group: ranks that divide the layers.
-        sequence: sequence parallelism over another group of ranks, which divides the tokens before ``group`` does; None
-            without it.
-    """
+    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided. ``sequence`` is sequence
+    parallelism over another group of ranks, which divides the tokens before ``group`` does; None without it."""
 
     group: Group
     sequence: SequenceParallel | None = None
 
     @property
     def shares_samples(self) -> bool:
-        """True if ranks outside of ``group`` have other tokens of the same samples, because the run also has sequence
-        parallelism."""
         return self.sequence is not None
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
@@ -94,8 +78,6 @@ class TensorParallel:
         return cast(SequenceShards, found)  # SharedTokens has all attributes that models use
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
-        """Return this rank's shard of a sequence of several token streams. Raises ValueError if the run also has
-        sequence parallelism."""
         if self.sequence is not None:
             raise ValueError(
                 "--sequence_parallel_size: with --tensor_parallel_size not for models whose captions are in the "
@@ -108,15 +90,10 @@ class TensorParallel:
 @dataclass(frozen=True)
 class SharedTokens:
     """This rank's shard of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
-    have padding at the end.
+    have padding at the end. With sequence parallelism, ``shared`` is the sequence that these tokens are one shard of.
 
     Layers process padding tokens, with arbitrary values. Padding is removed before every attention and from the result,
     and its gradient is exactly zero.
-
-    Attributes:
-        group: ranks that divide the layers.
-        length: number of tokens of the group.
-        shared: with sequence parallelism, the sequence that these tokens are one shard of; otherwise None.
     """
 
     group: Group
@@ -125,31 +102,25 @@ class SharedTokens:
 
     @property
     def rows(self) -> int:
-        """Number of tokens per rank, including padding."""
         return -(-self.length // self.group.size)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens (B, rows, F) of all tokens (B, N, F), with zeros for padding."""
         return take_tokens(x if self.shared is None else self.shared.take(x), self.rows, self.group)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, rows, F) of all ranks, on every rank. Return all tokens (B, N, F)."""
         x = join_result(x, self.length, self.group)
         return x if self.shared is None else self.shared.gather(x)
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return the part (P rows, F / P) of a table (N, F) for the tokens of the group and the heads of this rank."""
         own = table if self.shared is None else self.shared.of_projections(table)
         own = F.pad(own, (0, 0, 0, self.group.size * self.rows - len(own)))
         return own.chunk(self.group.size, dim=1)[self.group.rank].contiguous()
 
     @property
     def takes_projection(self) -> bool:
-        """True if the strategy of the sequence parallelism computes q, k, v itself."""
         return self.shared is not None and self.shared.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Return the attention output (B, P rows, H d) of q, k, v (B, H, P rows, d) of this rank's heads."""
         padding = q.shape[2] - self.length
         if padding:
             q, k, v = (part[:, :, : self.length] for part in (q, k, v))
@@ -160,14 +131,11 @@ class SharedTokens:
         return F.pad(output, (0, 0, 0, padding)) if padding else output
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """Start ``mlp`` on this rank's tokens y (B, rows, D). Its experts choose among the tokens of all ranks."""
         return _RoutedByParts(mlp, y, self)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Return the attention output of x (B, rows, D) for this rank's ``heads`` heads. ``qkv`` projects x to q, k,
-        v."""
         assert self.shared is not None, "whose strategy it is"
         x = join(x, 1, self.group)
         output = self.shared.project_and_attend(x[:, : self.length], qkv, heads, attend, float8)
@@ -175,14 +143,11 @@ class SharedTokens:
 
     @property
     def axial(self) -> bool:
-        """True if the tokens are part of a grid with attention along an axis."""
         return self.shared is not None and self.shared.axial
 
     def attend_along(
         self, axis: int, x: Tensor, qkv: AnyProjection, attend: Callable[..., Any], rotary: Tensor | None
     ) -> Tensor:
-        """Return the attention output (B, P rows, H d) of x (B, rows, D) along one axis of the grid, for this rank's
-        heads."""
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)
         # A MadeProjection does not gather its input, which has already been gathered.
@@ -210,12 +175,10 @@ class _RoutedByParts:
 
 
 def tensor_group(mesh: Mesh) -> Group | None:
-    """Return this rank's tensor-parallel group; None without tensor parallelism."""
     return Group.of(mesh.group("tp")) if mesh.tp_size > 1 else None
 
 
 def layout_of(model: DiT, mesh: Mesh) -> Layout:
-    """Make the layout of a model that :func:`divide` has divided."""
     shapes, divided = {name: tuple(p.shape) for name, p in model.named_parameters()}, divided_parameters(model)
     shapes |= {name: part.shape for name, part in divided.items()}
     return Layout(mesh, shapes, {name: [divided[name].cut] if name in divided else [] for name in shapes})
@@ -245,21 +208,12 @@ def check_tensor_parallel(config: DiTConfig, size: int) -> None:
 def divide(
     model: DiT, group: Group, sequence: SequenceParallel | None = None, *, column_modulation: bool = True
 ) -> TensorParallel:
-    """Reduce every layer of ``model`` to this rank's part, in place, according to the model's plan. If a parameter is
-    in memory, its part is a copy; if it is on the meta device, so is the part.
+    """Reduce every layer of ``model`` to this rank's part, in place, according to the model's plan. Return the argument
+    for ``model.use(sequence=...)``. Parts are copies, or on the meta device like the model.
 
-    Args:
-        group: ranks that divide the layers.
-        sequence: sequence parallelism over another group of ranks; None without it.
-        column_modulation: True to divide the features of every modulation among the ranks, which then gather them.
-            Otherwise every rank computes all features. Label tables are small, so every rank has them in full, even if
-            the plan allows dividing them.
-
-    Returns:
-        The argument for ``model.use(sequence=...)``.
-
-    Raises:
-        ValueError: see :func:`check_tensor_parallel`.
+    ``sequence`` is sequence parallelism over another group of ranks. Without ``column_modulation`` every rank computes
+    all features of the modulations, instead of gathering them. Label tables are small, so every rank has them in full.
+    Raises ValueError as :func:`check_tensor_parallel` does.
     """
     check_tensor_parallel(model.config, group.size)
     rules = plan_of(model.config).rules(model.config)
@@ -301,8 +255,6 @@ class Divided:
 
 
 def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp") -> Divided:
-    """Describe how ``ranks`` ranks divide a parameter of this shape by ``rule``. Raises ValueError if they can't divide
-    it evenly."""
     dim = cast(int, divided_dimension(rule, shape))
     slices = [[part[dim] for part in local_slices(shape, rule, rank, ranks)] for rank in range(ranks)]
     ranges = tuple(tuple((part.start, part.stop) for part in own) for own in slices)
@@ -433,7 +385,6 @@ def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
 
 
 def divided_parameters(model: nn.Module) -> dict[str, Divided]:
-    """Return descriptions of the parameters that are divided among ranks, by name."""
     found = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -445,16 +396,9 @@ class ReplicatedGradients:
     """Sums the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and computes the norm of all
     gradients.
 
-    Args:
-        mesh: mesh of the run.
-        names: names of the parameters, in the order of the gradients.
-        divided: names of the parameters that the ranks of ``tp`` divide. All ranks of ``tp`` have the other parameters
-            in full.
-        on_every_stage: names of the parameters that every rank of ``pp`` has. Each other parameter is on one rank.
-
-    Attributes:
-        counted: for each gradient, True if this rank adds the gradient's squares to the norm, so that each gradient
-            counts once.
+    ``names`` are in the order of the gradients. The ranks of ``tp`` divide the parameters in ``divided`` and have the
+    others in full. Every rank of ``pp`` has those in ``on_every_stage``; each other one is on one rank. ``counted`` is
+    True for gradients whose squares this rank adds to the norm, so that each counts once.
     """
 
     def __init__(
@@ -469,12 +413,10 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
-        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call this method
-        before reading the gradients. All ranks of a group must have None for the same parameters.
-
-        mark_not_finite: if a gradient of any rank is not finite, make a gradient of every rank not finite. Ranks that
-        check only their own gradients then decide in the same way.
-        """
+        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider, before they are
+        read. All ranks of a group must have None for the same parameters. With ``mark_not_finite``, a gradient of every
+        rank becomes not finite if one of any rank is, so that ranks that check only their own decide in the same
+        way."""
         for group, replicated in self._groups:
             parts = [g for g, shared in zip(gradients, replicated, strict=True) if shared and g is not None]
             if not parts:
@@ -501,3 +443,173 @@ class ReplicatedGradients:
         pairs = zip(gradients, self.counted, strict=True)
         norms = torch._foreach_norm([g for g, counted in pairs if counted and g is not None])
         return self.total(torch.stack(norms).double().square().sum()).sqrt().float()
+
+
+# ------------------------------------------------------------------------------------------ overlapped products
+#
+# Tensor parallelism has two kinds of products: column products of all ranks' tokens with a rank's output features, and
+# row products, whose results are summed over the ranks. A collective before or after a product leaves the
+# multiprocessors idle. Here copy engines move tokens through symmetric memory during the product (Wang et al. 2023,
+# "Overlap Communication with Dependent Computation via Decomposition"):
+#
+#     column, forward    send own tokens; multiply own tokens; multiply each other rank's tokens once they have arrived
+# row, forward       multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add the results
+#
+# The backward pass of a column product is a row product, and vice versa. The gradient of a column product's weight
+# needs the tokens of all ranks. The forward pass does not keep these tokens, so the backward pass sends them again.
+
+# minimum number of a sample's tokens on a rank; with fewer, the separate products for each sample and rank would take
+# longer than a collective and one product
+LEAST_TOKENS = 1024
+
+
+def overlaps(x: Tensor, weight: Any) -> bool:
+    """Return True if the products of this file support x (B, n, in) and this weight."""
+    plain = isinstance(weight, Tensor) and x.dtype == weight.dtype and not has_torch_function((x, weight))
+    return plain and x.dim() == 3 and x.shape[1] >= LEAST_TOKENS
+
+
+@not_compiled  # a compiler can't see that other ranks read and write the buffers
+def overlapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory) -> Tensor:
+    """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. Each rank passes its tokens x (B, n, in) and
+    its part of the weight (out / P, in); see :func:`opendit.parallel.collectives.column_product`."""
+    return _Column.apply(x, weight, bias, memory)
+
+
+@not_compiled
+def overlapped_row(z: Tensor, weight: Tensor, memory: PeerMemory) -> Tensor:
+    """Compute z W^T from this rank's input features z (B, P n, in / P) of all tokens and its part of the weight (out,
+    in / P). Return the sum over all ranks for this rank's tokens, (B, n, out)."""
+    return _Row.apply(z, weight, memory)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory):
+        ctx.save_for_backward(x, weight)
+        ctx.memory = memory
+        return _of_all_tokens(x, weight.t(), bias, memory)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x, weight), memory, rows = ctx.saved_tensors, ctx.memory, grad.flatten(0, 1)
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        dx = dweight = None
+
+        def gradient_of_weight() -> None:
+            nonlocal dweight
+            if of_weight:
+                dweight = weight_gradient(rows, _buffer(memory, Buffer.EVERYONE, x).flatten(0, 1))
+
+        memory.begin(Buffer.GRADIENT)  # begin() also ensures that all ranks have finished reading EVERYONE
+        if of_weight:
+            _send(memory, Buffer.EVERYONE, x, own=True)
+        if of_x or of_weight:
+            dx = _of_own_tokens(grad, weight if of_x else None, memory, gradient_of_weight)
+        return dx, dweight, column_sums(rows) if of_bias else None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, weight: Tensor, memory: PeerMemory):
+        ctx.save_for_backward(z, weight)
+        ctx.memory = memory
+        memory.begin(Buffer.GRADIENT)
+        return _of_own_tokens(z, weight.t(), memory)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (z, weight), memory = ctx.saved_tensors, ctx.memory
+        of_z, of_weight, _ = ctx.needs_input_grad
+        dweight = None
+        dz = _of_all_tokens(grad, weight if of_z else None, None, memory, keep=of_weight)
+        if of_weight:
+            dweight = weight_gradient(_buffer(memory, Buffer.INPUT, grad).flatten(0, 1), z.flatten(0, 1))
+        return dz, dweight, None
+
+
+def _of_all_tokens(
+    x: Tensor, matrix: Tensor | None, bias: Tensor | None, memory: PeerMemory, keep: bool = False
+) -> Tensor | None:
+    """Send x (B, n, F) to all ranks. Return x @ matrix + bias (B, P n, columns) for the tokens of all ranks, or None
+    without a matrix. keep: True to leave the tokens of all ranks in the input buffer."""
+    memory.begin(Buffer.INPUT)
+    events = _send(memory, Buffer.INPUT, x, own=keep)
+    out = None if matrix is None else x.new_empty(len(x), memory.group.size * x.shape[1], matrix.shape[1])
+    for rank, tokens in _arriving(memory, x, events):
+        if out is not None and matrix is not None:
+            _multiply(out[:, _tokens_of(rank, x)], tokens, matrix, bias)
+    return out
+
+
+def _of_own_tokens(
+    z: Tensor, matrix: Tensor | None, memory: PeerMemory, meanwhile: Callable[[], None] = lambda: None
+) -> Tensor | None:
+    """Compute z @ matrix from this rank's z (B, P n, columns). Return the sum over all ranks for this rank's tokens,
+    (B, n, F), or None without a matrix. meanwhile: function that enqueues work to run during the transfers."""
+    rank, size = memory.group.rank, memory.group.size
+    own = z.unflatten(1, (size, -1)).select(1, rank)
+    if matrix is None:
+        memory.rows(Buffer.GRADIENT, (1,), z.dtype)
+        memory.wait(memory.ready_beside(Buffer.GRADIENT))
+        meanwhile()
+        return None
+    shape = (size, len(z), z.shape[1] // size, matrix.shape[1])
+    slots = memory.rows(Buffer.GRADIENT, shape, z.dtype).of
+    for peer in _others(memory):
+        _multiply(slots[rank][peer], z[:, _tokens_of(peer, own)], matrix)
+    memory.wait(memory.ready_beside(Buffer.GRADIENT))
+    found = z.new_empty(size - 1, *shape[1:])
+    sources = [slots[peer][rank] for peer in _others(memory)]
+    memory.copy_beside([sample_by_sample(*pair) for pair in zip(found, sources, strict=True)])
+    out = z.new_empty(shape[1:])
+    _multiply(out, own, matrix)
+    meanwhile()
+    memory.wait()
+    for part in found:
+        out += part
+    return out
+
+
+def _others(memory: PeerMemory) -> list[int]:
+    rank, size = memory.group.rank, memory.group.size
+    return [(rank + i) % size for i in range(1, size)]
+
+
+def _tokens_of(rank: int, x: Tensor) -> slice:
+    return slice(rank * x.shape[1], (rank + 1) * x.shape[1])
+
+
+def _buffer(memory: PeerMemory, buffer: Buffer, x: Tensor, rank: int | None = None) -> Tensor:
+    """Return a rank's buffer (by default this rank's) as a tensor (B, P n, F) for the tokens of all ranks."""
+    shape = (len(x), memory.group.size * x.shape[1], x.shape[2])
+    return memory.rows(buffer, shape, x.dtype).of[memory.group.rank if rank is None else rank]
+
+
+def _send(memory: PeerMemory, buffer: Buffer, x: Tensor, own: bool) -> list[Any]:
+    """Start to copy x (B, n, F) to the buffers of all other ranks. Return an event for each of them. own: True to copy
+    x to this rank's buffer as well."""
+    mine = _tokens_of(memory.group.rank, x)
+
+    def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
+        return sample_by_sample(_buffer(memory, buffer, x, rank)[:, mine], x)
+
+    return memory.copy_beside([pairs(rank) for rank in _others(memory)], pairs(memory.group.rank) if own else ())
+
+
+def _arriving(memory: PeerMemory, x: Tensor, events: list[Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yield (rank, the rank's tokens (B, n, F)): first this rank, then each other rank when its tokens have arrived."""
+    yield memory.group.rank, x
+    received = _buffer(memory, Buffer.INPUT, x)
+    for i, peer in enumerate(reversed(_others(memory))):  # the previous rank's tokens arrive first
+        memory.wait(events[i])
+        memory.ready(Buffer.INPUT, again=i > 0)
+        yield peer, received[:, _tokens_of(peer, x)]
+
+
+def _multiply(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> None:
+    for target, rows in zip(out, x, strict=True):
+        if bias is None:
+            torch.mm(rows, matrix, out=target)
+        else:
+            torch.addmm(bias, rows, matrix, out=target)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from opendit.config.components import TokenRoute, parse_route
 from opendit.config.sample import Approximations, FirstBlockCache, TaylorCache
-from opendit.diffusion.trajectory import at_least_float32
+from opendit.diffusion.samplers import at_least_float32
 from opendit.models.attention import TokenGrid
+from opendit.models.auxiliary import Fusion, run_on_kept
 from opendit.models.blocks import Block, Context, run_blocks
 from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
-from opendit.models.token_routing import Fusion, run_on_kept
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
 LOW, HIGH = 1e-2, 1e2  # noise levels below LOW count as clean; levels above HIGH count as pure noise

@@ -21,9 +21,8 @@ from opendit.data.video_files import Timeline
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.encoders.vision import PictureTokens
-from opendit.models.conditioning import Condition, TextCondition
+from opendit.models.conditioning import Condition, TextCondition, give, give_beside
 from opendit.models.configuration import DiTConfig
-from opendit.models.given_frames import give, give_beside
 from opendit.sampling.output_files import VideoClip
 
 

@@ -38,7 +38,7 @@ from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
-from opendit.models.weights import Weights
+from opendit.models.zoo import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.approximate_steps import weak_route

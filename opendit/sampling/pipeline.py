@@ -33,7 +33,7 @@ from opendit.models.conditioning import Condition, same_length
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.families.public_config import embedded_guidance
-from opendit.models.weights import Weights
+from opendit.models.zoo import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.sampling import model_loading as loading
 from opendit.sampling.conditioning_frames import encode_frames, encode_pictures, frames_of_samples, with_pictures

@@ -11,9 +11,8 @@ from torch import Tensor
 from opendit.kernels.common import kernels_available
 from opendit.kernels.sampling_step import gather_rows
 from opendit.models.blocks import Context, ResidualStream
-from opendit.models.conditioning import Condition, joined
+from opendit.models.conditioning import Condition, joined, with_given
 from opendit.models.dit import DiT
-from opendit.models.given_frames import with_given
 
 PRODUCT_ROWS = 256  # number of rows in every matrix product that computes modulations
 

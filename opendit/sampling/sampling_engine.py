@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opendit.config.components import TokenRoute
 from opendit.config.sample import Approximations, FirstBlockCache
-from opendit.diffusion.guidance import cfg_model, guided_within, is_within
+from opendit.diffusion.guidance import GuidedWithin, cfg_model, is_within
 from opendit.diffusion.objectives import Objective
 from opendit.diffusion.random import draw_kept_tokens, initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, Sampler
@@ -380,7 +380,7 @@ class SamplingLoop:
         if settings.cfg_interval is None:
             return guided
         conditional = cfg_model(forward, y, null, 1.0)
-        return guided_within(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
+        return GuidedWithin(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
 
     def _fuse(self) -> FusedSteps | None:
         """Return the fused kernels of the steps, or None if the settings don't allow them."""

@@ -36,10 +36,10 @@ from opendit.models.conditioning import Condition, same_length
 from opendit.models.configuration import times
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance
-from opendit.models.weights import Weights
+from opendit.models.zoo import Weights
+from opendit.parallel.collectives import SharedBatch
 from opendit.parallel.engines import PRECISIONS
-from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
-from opendit.parallel.mesh import ControlGroup, Mesh
+from opendit.parallel.mesh import ControlGroup, Mesh, Replica, make_replicas
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group

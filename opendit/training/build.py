@@ -25,9 +25,9 @@ from opendit.models.zoo import empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, build_engine
 from opendit.parallel.experts import expert_group
+from opendit.parallel.host_memory import StreamedBlocks
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import matrix_rows
-from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.training.diagnosis import Diagnosis, SkippedSteps

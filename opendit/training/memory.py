@@ -30,15 +30,15 @@ from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
 from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models.blocks import ATTENTIONS
 from opendit.models.dit import DiTConfig
-from opendit.models.lora import Lora, lora_layers, trains_modulation
+from opendit.models.finetuning import Lora, lora_layers, trains_modulation
 from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes, plan_of
-from opendit.parallel.apply import PREFETCHED
 from opendit.parallel.experts import expert_parameters
+from opendit.parallel.fsdp import PREFETCHED
+from opendit.parallel.host_memory import AHEAD, blocks_of, spread_numbers
 from opendit.parallel.muon import ELEMENTS, flops
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
 from opendit.parallel.rules import matrix_rows, rule_of
-from opendit.parallel.streamed_blocks import AHEAD, blocks_of, spread_numbers
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
@@ -124,7 +124,7 @@ class Setup:
 
     @property
     def hosted(self) -> bool:
-        """True if ranks have shards of blocks in host memory (opendit/parallel/host_shards.py)."""
+        """True if ranks have shards of blocks in host memory (opendit/parallel/fsdp.py)."""
         return self.streamed > 0 and self.plugin == "fsdp" and self.alike > 1
 
     @property

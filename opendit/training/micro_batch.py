@@ -22,11 +22,16 @@ from opendit.diffusion.random import Stream, draw_route, normal
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
-from opendit.models.alignment import Alignment
-from opendit.models.conditioning import Condition, TextCondition
-from opendit.models.given_frames import first_frames_alone, give_beside, times_of_frames, with_given
+from opendit.models.auxiliary import Alignment, weighted
+from opendit.models.conditioning import (
+    Condition,
+    TextCondition,
+    first_frames_alone,
+    give_beside,
+    times_of_frames,
+    with_given,
+)
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
-from opendit.models.uncertainty import weighted
 
 
 class MicroBatch(NamedTuple):
@@ -35,12 +40,12 @@ class MicroBatch(NamedTuple):
     Attributes:
         x0, noise: latents and their noise, (B, C, ...) fp32.
         t: (B,) times drawn by the objective.
-        given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/given_frames.py.
+        given: (B, 1 + C, T, H, W) mask and latents of the conditioning frames; see opendit/models/conditioning.py.
         in_place: True if the conditioning frames replace frames of x_t, which then have no loss.
-        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/token_routing.py); None for all.
+        kept: (B, n) int64 indices of the tokens that routed blocks see (opendit/models/auxiliary.py); None for all.
         dropped: (B,) bool, samples whose routed blocks' result is dropped; None without a fused route.
-        alignment: features that tokens are aligned with (opendit/models/alignment.py).
-        uncertain: True if the model learns weights for the losses (opendit/models/uncertainty.py).
+        alignment: features that tokens are aligned with (opendit/models/auxiliary.py).
+        uncertain: True if the model learns weights for the losses (opendit/models/auxiliary.py).
     """
 
     x0: Tensor

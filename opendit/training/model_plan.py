@@ -27,16 +27,14 @@ from opendit.encoders.vae import STEM as VAE_STEM
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import class_of, latent_frames, video_geometry
 from opendit.encoders.vision import vision_config
-from opendit.models.adapt import check_same_blocks
-from opendit.models.alignment import AlignmentConfig
+from opendit.models.auxiliary import AlignmentConfig
 from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig, family_of, public_config
-from opendit.models.lora import Lora, check_targets, lora_layers
-from opendit.models.weights import Weights
-from opendit.models.zoo import config_from_dict, model_config, model_shapes, of_revision
-from opendit.parallel.apply import Sharding
+from opendit.models.finetuning import Lora, check_same_blocks, check_targets, lora_layers
+from opendit.models.zoo import Weights, config_from_dict, model_config, model_shapes, of_revision
 from opendit.parallel.engines import PRECISIONS
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import check_pipeline, idle_stages, stages_of
 from opendit.parallel.rules import check_divisible

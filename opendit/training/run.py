@@ -31,15 +31,14 @@ from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.encoders.vision import CachedTeacher, VisionTeacher
 from opendit.kernels.select import KernelChoice
-from opendit.models.adapt import adapt
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
-from opendit.models.lora import Lora, add_lora
-from opendit.models.weights import Weights
-from opendit.parallel.apply import Sharding
+from opendit.models.finetuning import Lora, adapt, add_lora
+from opendit.models.zoo import Weights
 from opendit.parallel.engines import Engine, StepResult, Values
-from opendit.parallel.initial import InitialValues
+from opendit.parallel.fsdp import Sharding
+from opendit.parallel.layout import InitialValues
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import PipelineStages
 from opendit.parallel.sequence import SequenceParallel

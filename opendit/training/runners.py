@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from opendit.diffusion.objectives.base import Objective, Prepared
 from opendit.kernels.recording import GraphRecorder
 from opendit.models.attention import Attention, local_attention
+from opendit.models.conditioning import with_given
 from opendit.models.dit import DiT
-from opendit.models.given_frames import with_given
 from opendit.models.layers import BlockOps
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.pipeline import Action, Links, PipelineStages, execute, make_schedule, one_by_one

@@ -16,8 +16,8 @@ from typing import Any, cast
 from opendit.config.components import TokenRoute
 from opendit.config.names import AXIAL, BYTES
 from opendit.models.dit import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.lora import Lora, lora_layers
+from opendit.models.finetuning import Lora, lora_layers
+from opendit.models.variants import ECDiTConfig
 from opendit.models.zoo import plan_of
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel

@@ -10,8 +10,8 @@ from torch import Tensor
 from opendit.checkpoint.ema import EMA, WARMUP
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
-from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.numbers import off_by
 from tests.parallel.engines.test_engines import BETAS, CLIP, GLOBAL_BATCH, LR, loss_of

@@ -19,7 +19,7 @@ from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.config.checks import path_and_weight
 from opendit.export.__main__ import main as export
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import A, B, Lora
+from opendit.models.finetuning import A, B, Lora
 from opendit.models.zoo import build_model, model_config
 from tests.models.families.oracles import ORACLES, inputs
 from tests.sampling.small import write_lora

@@ -18,8 +18,7 @@ from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.checkpoint.tensor_set import write_manifest
 from opendit.common.tensor_files import write_tensors
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.weights import Weights
-from opendit.models.zoo import build_model, model_config
+from opendit.models.zoo import Weights, build_model, model_config
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from opendit.checkpoint.foreign import open_published
 from opendit.checkpoint.matched import DeviceReader, fill
-from opendit.parallel.initial import Shard
+from opendit.parallel.layout import Shard
 from tests.checkpoint import published
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"

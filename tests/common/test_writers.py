@@ -35,7 +35,7 @@ ALLOWED = {
     ("opendit/evaluation/program.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/output_files.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/page/drawing.py", "mkdtemp"): "a folder of this process's",
-    ("opendit/parallel/rendezvous.py", "open"): "/dev/null",
+    ("opendit/parallel/mesh.py", "open"): "/dev/null",
     ("opendit/parallel/supervisor.py", "open"): "the file that torchrun names, for its report",
     ("opendit/export/conversion.py", "TemporaryDirectory"): "a new folder with a random name in the output",
     ("opendit/export/conversion.py", "save_pretrained"): "into that folder",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from opendit.diffusion.guidance import cfg_model, guided_within, scale_of_family
+from opendit.diffusion.guidance import GuidedWithin, cfg_model, scale_of_family
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.objectives.ddpm import DDPM, DDPMTrajectory
 from opendit.diffusion.random import initial_noise, keyed_noise
@@ -148,7 +148,7 @@ def within(interval, objective):
     """The model of the interval around a model that counts rows, and its calls."""
     model = CountingModel()
     parts = (cfg_model(model, Y, NULL, 3.0), cfg_model(model, Y, NULL, 1.0))
-    return guided_within(interval, objective.noise_level, *parts), model.calls
+    return GuidedWithin(interval, objective.noise_level, *parts), model.calls
 
 
 SIGMAS = (1 / np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)) - 1) ** 0.5
@@ -180,14 +180,14 @@ def test_inside_it_is_guidance_and_outside_the_conditional_model():
 
 def test_the_interval_has_both_its_ends_and_takes_0_and_infinity():
     level = {"noise_level": lambda t: t, "guided": lambda x, t: 1, "conditional": lambda x, t: 0}
-    got = [guided_within((1.0, 2.0), **level)(X, torch.tensor([t, t, t])) for t in (0.5, 1.0, 1.5, 2.0, 2.5)]
+    got = [GuidedWithin((1.0, 2.0), **level)(X, torch.tensor([t, t, t])) for t in (0.5, 1.0, 1.5, 2.0, 2.5)]
     assert got == [0, 1, 1, 1, 0]
-    whole = guided_within((0.0, math.inf), FlowObjective().noise_level, level["guided"], level["conditional"])
+    whole = GuidedWithin((0.0, math.inf), FlowObjective().noise_level, level["guided"], level["conditional"])
     assert whole(X, torch.tensor([1000.0])) == 1  # where sigma is infinite
     assert whole(X, torch.tensor([0.0])) == 1
     for low, high in ((2.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (math.nan, 1.0)):
         with pytest.raises(ValueError, match="0 <= LOW < HIGH"):
-            guided_within((low, high), **level)
+            GuidedWithin((low, high), **level)
 
 
 @pytest.mark.parametrize("objective", [DDPMObjective(), DDPMObjective("v"), FlowObjective(), EDMObjective()])
@@ -200,7 +200,7 @@ def test_every_sampler_of_every_objective_takes_an_interval(objective):
 
         guided = cfg_model(model, Y, torch.tensor(0), scale)
         if interval:
-            guided = guided_within(interval, objective.noise_level, guided, cfg_model(model, Y, NULL, 1.0))
+            guided = GuidedWithin(interval, objective.noise_level, guided, cfg_model(model, Y, NULL, 1.0))
         return objective.sample(guided, torch.arange(3), (1, 2, 2), seed=0, steps=8, sampler=sampler, progress=None)
 
     for sampler in objective.samplers:
@@ -297,7 +297,7 @@ def evaluations(objective, sampler: str, interval, steps: int = 8) -> tuple[list
         return torch.tanh(x + y.view(-1, 1, 1, 1))
 
     parts = (cfg_model(model, Y, torch.tensor(0), scale) for scale in (3.0, 1.0))
-    chosen = guided_within(interval, objective.noise_level, *parts)
+    chosen = GuidedWithin(interval, objective.noise_level, *parts)
     objective.sample(chosen, torch.arange(3), (1, 2, 2), seed=0, steps=steps, sampler=sampler, progress=None)
     return guided, told
 

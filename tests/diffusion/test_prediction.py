@@ -6,7 +6,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
 from opendit.diffusion.objectives import DDPMObjective
-from opendit.diffusion.objectives.ddpm import DDPM, eps_model, min_snr_weight, training_loss
+from opendit.diffusion.objectives.ddpm import DDPM, EpsModel, min_snr_weight, training_loss
 from tests.diffusion.test_samplers import NAMES, SCHEDULE, along, along_with_states, gaussian_model, in_float64, randn
 from tests.objectives import losses_of
 
@@ -39,7 +39,7 @@ def test_velocity_matches_diffusers_and_turns_into_noise():
 
 
 def one_step(name: str, schedule: DDPM, model, x: Tensor, noises) -> list[Tensor]:
-    got, states = along_with_states(schedule, name, eps_model(model, SCHEDULE), x, noise_fn=lambda k: noises[k])
+    got, states = along_with_states(schedule, name, EpsModel(model, SCHEDULE), x, noise_fn=lambda k: noises[k])
     return [*states, got]
 
 
@@ -79,7 +79,7 @@ def test_a_velocity_model_draws_what_the_noise_model_draws(name, learned):
     schedule, x = SCHEDULE.respaced(20), randn(6, 1)
     how = {"noise_fn": lambda k: randn(6, 1, seed=k)}
     by_noise = along(schedule, name, gaussian_model(schedule, learned), x, **how)
-    by_velocity = along(schedule, name, eps_model(velocity_model(schedule, learned), SCHEDULE), x, **how)
+    by_velocity = along(schedule, name, EpsModel(velocity_model(schedule, learned), SCHEDULE), x, **how)
     torch.testing.assert_close(by_velocity, by_noise, rtol=1e-4, atol=1e-4)
 
 

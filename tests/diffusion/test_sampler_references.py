@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.diffusion.objectives.ddpm import DDPM, DDPMTrajectory, eps_model
+from opendit.diffusion.objectives.ddpm import DDPM, DDPMTrajectory, EpsModel
 from opendit.diffusion.objectives.edm import EDMTrajectory
 from opendit.diffusion.objectives.flow import FlowTrajectory
 from opendit.diffusion.samplers import sample
@@ -173,7 +173,7 @@ def test_a_velocity_in_the_place_of_noise(schedule, shape, seed, name):
     x, noises = torch.from_numpy(randn(seed, *shape)), torch.from_numpy(randn(seed + 1000, len(betas), *shape))
     path = DDPMTrajectory(schedule)
     by_noise = sample(name, of_numpy(network), x, path, noise_fn=noises.__getitem__)
-    by_velocity = sample(name, eps_model(of_numpy(velocity), schedule), x, path, noise_fn=noises.__getitem__)
+    by_velocity = sample(name, EpsModel(of_numpy(velocity), schedule), x, path, noise_fn=noises.__getitem__)
     compare(by_velocity, by_noise.numpy())
 
 

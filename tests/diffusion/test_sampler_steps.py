@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opendit.diffusion.guidance import cfg_model, guided_within
+from opendit.diffusion.guidance import GuidedWithin, cfg_model
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
@@ -38,7 +38,7 @@ def problem(which: str, name: str, steps: int = 7, interval=(0.3, 3.0), dtype=to
     objective = OBJECTIVES[which]
     y, model = torch.tensor([1, 2, 3]), network(objective.learn_sigma)
     guided, plain = (cfg_model(model, y, torch.tensor(0), scale) for scale in (3.0, 1.0))
-    model = objective.network(guided_within(interval, objective.noise_level, guided, plain))
+    model = objective.network(GuidedWithin(interval, objective.noise_level, guided, plain))
     trajectory = objective.trajectory(steps, SAMPLERS[name].even_in_noise)
     noise_fn = keyed_noise(3, INDEX, SHAPE)
     x = trajectory.start(initial_noise(3, INDEX, SHAPE)).to(dtype)
@@ -71,7 +71,7 @@ def test_objectives_draw_by_their_trajectory(which, name, options):
     expected = sample(name, model, x, trajectory, noise_fn=noise_fn)
     y, objective = torch.tensor([1, 2, 3]), OBJECTIVES[which]
     guided, plain = (cfg_model(network(objective.learn_sigma), y, torch.tensor(0), scale) for scale in (3.0, 1.0))
-    within = guided_within((0.3, 3.0), objective.noise_level, guided, plain)
+    within = GuidedWithin((0.3, 3.0), objective.noise_level, guided, plain)
     assert torch.equal(objective.sample(within, INDEX, SHAPE, seed=3, steps=7, sampler=name), expected)
 
 

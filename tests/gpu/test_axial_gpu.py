@@ -13,7 +13,7 @@ from torch import Tensor
 from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import STDiTConfig
 from opendit.models.zoo import build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

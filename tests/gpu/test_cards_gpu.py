@@ -14,9 +14,9 @@ from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import B, Lora, add_lora
+from opendit.models.finetuning import B, Lora, add_lora
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.streamed_blocks import StreamedBlocks
+from opendit.parallel.host_memory import StreamedBlocks
 from opendit.parallel.tensor import allocate
 from opendit.training.prepare import make_deterministic
 from tests.models.families.oracles import FLUX

@@ -12,8 +12,9 @@ from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT, DiTConfig
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import build_runner

@@ -10,7 +10,7 @@ from opendit.kernels.linear import low_rank_gradients
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
-from opendit.models.lora import B, Lora, add_lora
+from opendit.models.finetuning import B, Lora, add_lora
 from opendit.models.zoo import model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.micro_batch import MicroBatch

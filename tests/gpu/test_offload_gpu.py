@@ -18,8 +18,9 @@ from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
 from opendit.training.memory import Setup, estimate

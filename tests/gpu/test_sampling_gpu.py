@@ -14,9 +14,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
 from opendit.models.layers import Projection
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.stdit import STDiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import MovieGenConfig, STDiTConfig, VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.sampling import sampling_engine
 from opendit.sampling.sampling_engine import SamplingEngine

@@ -8,8 +8,8 @@ from opendit.config.components import SpeedFlags
 from opendit.diffusion.objectives import DDPMObjective
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT, DiTConfig
-from opendit.parallel.guidance import SharedBatch, make_replicas
-from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.collectives import SharedBatch
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh, make_replicas
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import divide, tensor_group

@@ -14,8 +14,9 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiT
 from opendit.models.zoo import build_model
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group

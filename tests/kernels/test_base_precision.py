@@ -7,8 +7,8 @@ import torch
 
 from opendit.kernels import base_precision as stored
 from opendit.kernels.fp8 import E4M3, EXACT, float8_factor_reference, float8_reference
+from opendit.models.finetuning import A, B, Lora, add_lora
 from opendit.models.layers import Projection
-from opendit.models.lora import A, B, Lora, add_lora
 from opendit.training.memory import Setup, stored_weights
 from tests.kernels.test_public_fp8 import given, model_of
 

@@ -25,7 +25,7 @@ from opendit.kernels.split_heads import gather_heads_float8
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, Projection
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import STDiTConfig
 from opendit.models.zoo import build_model
 from tests.kernels.test_kernels_in_models import gradients, inputs
 from tests.models.test_dit import randomised

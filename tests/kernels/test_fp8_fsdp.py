@@ -14,10 +14,10 @@ from opendit.kernels.fp8 import Float8Weight
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.stdit import STDiTConfig
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.models.variants import STDiTConfig
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
-from opendit.parallel.float8_gather import Float8Shards
+from opendit.parallel.fsdp import Float8Shards, Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors

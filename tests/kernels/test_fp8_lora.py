@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from opendit.kernels import fp8
 from opendit.kernels.fp8 import E4M3
-from opendit.models.lora import A, B, Lora, add_lora, targets
+from opendit.models.finetuning import A, B, Lora, add_lora, targets
 from tests.kernels import conftest  # noqa: F401
 from tests.kernels import test_public_fp8 as cases
 

@@ -8,7 +8,7 @@ import torch
 
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import STDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import products, sequence_parallel
 from opendit.parallel.sequence.choose import Shape

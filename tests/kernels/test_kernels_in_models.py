@@ -10,8 +10,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import TORCH_OPS, BlockOps
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import MovieGenConfig, STDiTConfig
 from opendit.models.zoo import build_model
 from tests.models.families.oracles import captions, difference
 from tests.models.test_dit import randomised

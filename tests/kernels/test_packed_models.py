@@ -11,8 +11,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import MovieGenConfig, VDiTConfig
 from opendit.models.zoo import build_model
 from tests.models.families.oracles import FLUX, Z_IMAGE
 from tests.models.packs import Samples, assert_same, samples, with_vectors

@@ -22,7 +22,8 @@ from opendit.models.families.public_config import public_config
 from opendit.models.layers import Projection
 from opendit.models.plan import Execution
 from opendit.models.zoo import plan_of
-from opendit.parallel.apply import Sharding, apply_parallel, float8_weights
+from opendit.parallel.apply import apply_parallel
+from opendit.parallel.fsdp import Sharding, float8_weights
 from opendit.parallel.rules import fits
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)

@@ -19,7 +19,7 @@ from opendit.kernels.sampling_step import (
 )
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised

@@ -8,7 +8,7 @@ import torch
 
 from opendit.config.components import TokenRoute
 from opendit.diffusion.random import draw_kept_tokens
-from opendit.models.alignment import Alignment, AlignmentConfig, without_mean
+from opendit.models.auxiliary import Alignment, AlignmentConfig, without_mean
 from opendit.models.blocks import run_blocks
 from opendit.models.dit import DiTConfig
 from opendit.models.zoo import build_model, config_from_dict

@@ -10,7 +10,7 @@ from opendit.checkpoint.pretrained import load_state
 from opendit.models.attention import CrossAttention, masked_attention
 from opendit.models.conditioning import CaptionEmbedder, TextCondition, TextConfig, masked_mean, where
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model, model_config
 from tests.models.test_dit import randomised
 from tests.models.test_vdit import text_batch
@@ -173,7 +173,7 @@ def test_a_label_model_has_the_parameters_it_had():
 
 
 def test_weights_of_other_text_models_are_refused(tmp_path):
-    from opendit.models.weights import Weights
+    from opendit.models.zoo import Weights
 
     model = build_model(IMAGE)
     other = build_model(DiTConfig((8, 8), 2, 3, 32, 2, 2, text=TextConfig("clip", 24, 9, True)))

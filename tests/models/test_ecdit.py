@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from opendit.models.ecdit import ECDiT, ECDiTConfig
 from opendit.models.experts import ExpertMlp, Experts, chosen_tokens
+from opendit.models.variants import ECDiT, ECDiTConfig
 from tests.models import plain
 from tests.models.test_attention import randomised
 

@@ -9,10 +9,7 @@ from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObject
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.models.conditioning import TextCondition
 from opendit.models.dit import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.stdit import STDiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import ECDiTConfig, MovieGenConfig, STDiTConfig, VDiTConfig
 from tests.models.test_zoo import CLIP, EXPERTS, OPTIONS, PICTURE, TEXT, inputs, model_of
 from tests.objectives import losses_of
 

@@ -9,11 +9,10 @@ from hypothesis import given as property_of
 from hypothesis import strategies as st
 
 from opendit.config.architectures import parse_given
+from opendit.models.conditioning import give, with_given
 from opendit.models.dit import DiTConfig
-from opendit.models.given_frames import give, with_given
-from opendit.models.vdit import VDiTConfig
-from opendit.models.weights import Weights
-from opendit.models.zoo import build_model, config_from_dict, model_config, plan_of
+from opendit.models.variants import VDiTConfig
+from opendit.models.zoo import Weights, build_model, config_from_dict, model_config, plan_of
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 

@@ -22,12 +22,12 @@ from opendit.models.initialization import (
     FanInUniform,
     Normal,
     XavierUniform,
+    canonical_name,
     distribution_of,
     draw,
     initialize,
     initialize_parameter,
 )
-from opendit.models.parameter_names import canonical_name
 from opendit.models.zoo import build_model
 from tests.models.test_zoo import every_config
 from tests.parallel.test_rules import CONFIGS as EVERY_OPTION

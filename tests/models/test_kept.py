@@ -5,9 +5,7 @@ import torch
 
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import ECDiTConfig, MovieGenConfig, STDiTConfig
 from opendit.models.zoo import build_model, plan_of
 from opendit.training.memory import Setup
 from tests.memory import kept_bytes

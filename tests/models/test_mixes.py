@@ -12,10 +12,10 @@ from torch import Tensor
 
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.export.conversion import refuse_unless_plain
-from opendit.models.adapt import check_same_blocks
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.finetuning import check_same_blocks
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model, config_from_dict, model_config
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, L, WIDTH = 24, 2, 2, 36, 3, 4, 8

@@ -8,8 +8,8 @@ import torch
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block
 from opendit.models.conditioning import TextConfig
-from opendit.models.moviegen import MovieGenConfig
 from opendit.models.positions import grid_coordinates, rotary_table
+from opendit.models.variants import MovieGenConfig
 from tests.models import plain
 from tests.models.test_attention import EXACT_TABLE, randomised
 

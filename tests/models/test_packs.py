@@ -8,12 +8,9 @@ import torch
 
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.lora import Lora, add_lora
-from opendit.models.moviegen import MovieGenConfig
+from opendit.models.finetuning import Lora, add_lora
 from opendit.models.segments import Segments, pack_patches, segment_attention, unpack_patches
-from opendit.models.stdit import STDiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import ECDiTConfig, MovieGenConfig, STDiTConfig, VDiTConfig
 from opendit.models.zoo import build_model
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opendit.models.parameter_names import fits, value_of
+from opendit.models.initialization import fits, value_of
 
 
 @pytest.mark.parametrize(

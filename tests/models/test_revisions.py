@@ -12,7 +12,7 @@ import train
 from opendit.checkpoint.pretrained import read_config
 from opendit.checkpoint.tensor_set import MODEL_SET
 from opendit.models.configuration import DiTConfig
-from opendit.models.moviegen import MovieGen, MovieGenConfig
+from opendit.models.variants import MovieGen, MovieGenConfig
 from opendit.models.zoo import model_config
 from tests.models.revision_1 import RECORDED, record
 from tests.models.test_dit import randomised

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.lora import Lora, add_lora
-from opendit.models.moviegen import MovieGenConfig
+from opendit.models.finetuning import Lora, add_lora
+from opendit.models.variants import ECDiTConfig, MovieGenConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape

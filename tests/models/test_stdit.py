@@ -10,7 +10,7 @@ from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block
 from opendit.models.conditioning import TextConfig
 from opendit.models.positions import grid_coordinates, rotary_table
-from opendit.models.stdit import STDiT, STDiTConfig
+from opendit.models.variants import STDiT, STDiTConfig
 from tests.models import plain
 from tests.models.test_attention import EXACT_TABLE, randomised
 

@@ -12,7 +12,7 @@ from opendit.config.components import TokenRoute, parse_route
 from opendit.diffusion.random import draw_dropped, draw_kept_tokens
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.moviegen import MovieGenConfig
+from opendit.models.variants import MovieGenConfig
 from opendit.models.zoo import build_model, config_from_dict
 from opendit.training.step_cost import saved_flops, training_flops
 from tests.models.test_dit import randomised

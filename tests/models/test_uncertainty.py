@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.models.uncertainty import Uncertainty, weighted
+from opendit.models.auxiliary import Uncertainty, weighted
 from opendit.models.zoo import build_model, config_from_dict
 from tests.models.test_token_routing import CASES
 from tests.models.test_zoo import inputs, model_of

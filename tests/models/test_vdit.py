@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.plain_dit import Block, PlainVDiT, modulate
 from opendit.checkpoint.foreign import infer_config
 from opendit.config.architectures import SIZES, canonical_name, is_video, patch_size
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig, encode_bytes
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiT, VDiTConfig
+from opendit.models.variants import VDiT, VDiTConfig
 from opendit.models.zoo import build_model, config_from_dict, model_config
 from tests.models.test_dit import randomised
 

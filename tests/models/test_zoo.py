@@ -9,14 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opendit.kernels.recompute import recomputing
 from opendit.models.attention import TokenGrid
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig, encode_bytes
 from opendit.models.dit import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
 from opendit.models.layers import TORCH_OPS
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.stdit import STDiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import ECDiTConfig, MovieGenConfig, STDiTConfig, VDiTConfig
 from opendit.models.zoo import build_model, config_from_dict
 from tests.models.test_dit import randomised
 

@@ -9,11 +9,12 @@ from opendit.kernels.operations import FLOAT8, MODULATE, NORM, SPLIT, chosen
 from opendit.models.attention import Attention
 from opendit.models.blocks import is_cut
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.initialization import fits
 from opendit.models.layers import TORCH_OPS, BlockOps, Projection
-from opendit.models.parameter_names import fits
 from opendit.models.zoo import plan_of
 from opendit.parallel import apply
-from opendit.parallel.apply import apply_parallel, float8_weights
+from opendit.parallel.apply import apply_parallel
+from opendit.parallel.fsdp import float8_weights
 from tests.models import test_zoo
 from tests.models.test_dit import randomised
 

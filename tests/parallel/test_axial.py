@@ -10,7 +10,7 @@ from torch import Tensor
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.recompute import recompute_in
 from opendit.models.dit import DiT
-from opendit.models.stdit import STDiTConfig
+from opendit.models.variants import STDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, DirectExchange

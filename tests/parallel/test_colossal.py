@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opendit.parallel.engines.base import state_of_scaler
-from opendit.parallel.optimizer import FusedAdamW
+from opendit.parallel.engines import state_of_scaler
+from opendit.parallel.optimizer import FusedAdamW, build_optimizer
 from tests.ranks import run_ranks
 
 DECAYS = (0.5, 0.9)
@@ -56,7 +56,7 @@ def build(precision: str, clip: float = 0.0, bucket: int | None = None):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    adam, _ = colossal.build_optimizer(module, "zero2", lr=1e-2, weight_decay=0.1)
+    adam, _ = build_optimizer(module, "zero2", lr=1e-2, weight_decay=0.1)
     _, optimizer = colossal.boost(
         "zero2", precision, module, adam, grad_clip=clip, accumulate=False, initial_scale=64.0, bucket=bucket
     )
@@ -79,9 +79,9 @@ def several_steps(mesh, bucket: int):
     from opendit.parallel.colossal import load
 
     load()
-    from opendit.parallel.colossal import zero as colossal_zero
+    from opendit.parallel.colossal import plugins as colossal_plugins
 
-    colossal_zero.GATHER_BYTES = bucket
+    colossal_plugins.GATHER_BYTES = bucket
     module, optimizer = build("fp32", clip=0.05, bucket=bucket)
     averages = [[m.clone() for m in shards(optimizer)] for _ in DECAYS]
     expected = [[m.clone() for m in shards(optimizer)] for _ in DECAYS]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.parallel_sizes import ParallelDims, check_expert_parallel_size
-from opendit.models.ecdit import ECDiTConfig
+from opendit.models.variants import ECDiTConfig
 from opendit.models.zoo import model_config
 from opendit.parallel.experts import check_expert_parallel, divide_among, expert_group, expert_parameters
 from opendit.parallel.mesh import Mesh

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models.initialization import Normal, draw, initialize
 from opendit.models.zoo import build_model
-from opendit.parallel import initial
-from opendit.parallel.initial import InitialValues, initial_values
-from opendit.parallel.layout import Cut, Layout, dim_cut, flat_cut
+from opendit.parallel import layout as module
+from opendit.parallel.layout import Cut, InitialValues, Layout, dim_cut, flat_cut, initial_values
 from tests.models.test_zoo import CONFIGS
 from tests.parallel import test_layout
 from tests.parallel.test_layout import mesh_of
@@ -25,11 +24,11 @@ def whole_of(shape: tuple[int, ...]) -> torch.Tensor:
     return draw(KIND, 2, "w", shape, 0, torch.empty(math.prod(shape))).view(shape)
 
 
-@pytest.mark.parametrize(("gap", "span"), [(0, 1), (1, 3), (initial.GAP, initial.SPAN)])
+@pytest.mark.parametrize(("gap", "span"), [(0, 1), (1, 3), (module.GAP, module.SPAN)])
 @pytest.mark.parametrize("dims", test_layout.MESHES, ids=str)
 def test_shards_of_every_kind_of_cut(dims, gap, span, monkeypatch):
-    monkeypatch.setattr(initial, "GAP", gap)
-    monkeypatch.setattr(initial, "SPAN", span)
+    monkeypatch.setattr(module, "GAP", gap)
+    monkeypatch.setattr(module, "SPAN", span)
     for rank in range(dims.world_size):
         for case in test_layout.cases(dims, rank):
             layout = Layout(mesh_of(dims, rank), {case.name: case.shape}, {case.name: case.cuts})
@@ -67,15 +66,15 @@ def layouts(draw):
 def test_shards_of_any_chain_of_cuts(made, gap):
     shape, layout = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initial, "GAP", gap)
+        patch.setattr(module, "GAP", gap)
         shard = initial_values(KIND, 2, "w", shape, layout.local("w"))
     assert torch.equal(shard, layout.take("w", whole_of(shape)))
 
 
 def test_little_more_than_what_is_held_is_drawn(monkeypatch):
     """Flat ranges and rows nothing more; of columns the rows, where what lies between is short."""
-    drawn, draw_range = [], initial.draw
-    monkeypatch.setattr(initial, "draw", lambda *args: drawn.append((args[4], len(args[5]))) or draw_range(*args))
+    drawn, draw_range = [], module.draw
+    monkeypatch.setattr(module, "draw", lambda *args: drawn.append((args[4], len(args[5]))) or draw_range(*args))
     shape, mesh = (9, 100_000), mesh_of(ParallelDims(dp_shard=4), 2)
     for cut, expected in (
         (flat_cut("world", 900_000, 4), [(450_000, 225_000)]),

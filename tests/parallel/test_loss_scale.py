@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.parallel import optimizer
-from opendit.parallel.engines.base import state_of_scaler
+from opendit.parallel.engines import state_of_scaler
 from opendit.parallel.optimizer import LossScale
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from opendit.models.conditioning import TextConfig
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import MovieGenConfig, VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.models.packs import assert_same, samples, with_vectors

@@ -14,15 +14,15 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models.conditioning import TextCondition
+from opendit.models.conditioning import TextCondition, give, give_beside
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
-from opendit.models.given_frames import give, give_beside
-from opendit.models.lora import Lora, add_lora
+from opendit.models.finetuning import Lora, add_lora
 from opendit.models.zoo import build_model, empty_model, plan_of
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.experts import expert_group
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group

@@ -34,7 +34,7 @@ from tests.ranks import free_port
     ],
 )
 def test_an_environment_that_is_wrong_is_one_line(no_ranks, monkeypatch, capsys, environment, said):
-    monkeypatch.setattr("opendit.parallel.rendezvous.TELL", 1.0)
+    monkeypatch.setattr("opendit.parallel.mesh.TELL", 1.0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -59,8 +59,8 @@ def test_a_used_port_is_one_line(no_ranks, capfd):
 
 
 def test_processes_that_do_not_come_are_named(no_ranks, monkeypatch, capsys):
-    monkeypatch.setattr("opendit.parallel.rendezvous.TELL", 0.5)
-    monkeypatch.setattr("opendit.parallel.rendezvous.PATIENCE", 1.0)
+    monkeypatch.setattr("opendit.parallel.mesh.TELL", 0.5)
+    monkeypatch.setattr("opendit.parallel.mesh.PATIENCE", 1.0)
     os.environ.update(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with pytest.raises(SystemExit):
         train.main([*ARGV, "--max_steps", "1"])

@@ -10,7 +10,7 @@ from opendit.config.components import TokenRoute
 from opendit.diffusion.random import draw_kept_tokens
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.moviegen import MovieGenConfig
+from opendit.models.variants import MovieGenConfig
 from opendit.parallel.mesh import init_mesh
 from tests.parallel.test_sequence import fresh, inputs, strategy, summed
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opendit.config.architectures import NAMES, VIDEO_NAMES
 from opendit.models.dit import DiTConfig
-from opendit.models.parameter_names import fits
+from opendit.models.initialization import fits
 from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import CLASSES, build_model, plan_of
 from opendit.parallel.rules import (

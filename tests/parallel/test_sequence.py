@@ -15,7 +15,7 @@ from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import BlockOps
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh

@@ -20,7 +20,7 @@ from opendit.parallel.sequence import sequence_shape
 from opendit.parallel.sequence.choose import Shape, make_plan
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.parallel.sequence.products import weight_gradient, zeros_but_own
-from opendit.parallel.sequence.ring import (
+from opendit.parallel.sequence.ulysses import (
     attend_part,
     attend_part_backward,
     merge,

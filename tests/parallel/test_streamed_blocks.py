@@ -7,8 +7,8 @@ import torch
 
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import B, Lora, add_lora
-from opendit.parallel.streamed_blocks import AHEAD, StreamedBlocks, blocks_of, spread_numbers
+from opendit.models.finetuning import B, Lora, add_lora
+from opendit.parallel.host_memory import AHEAD, StreamedBlocks, blocks_of, spread_numbers
 from opendit.training.memory import Setup, estimate
 from tests.kernels.test_public_fp8 import SIZES, VALUES, given
 

@@ -18,8 +18,8 @@ from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
-from opendit.parallel.guidance import SharedBatch, make_replicas
-from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.collectives import SharedBatch
+from opendit.parallel.mesh import Mesh, init_mesh, make_replicas
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import divide, tensor_group

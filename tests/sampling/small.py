@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.lora import A, B, Lora, targets
+from opendit.models.finetuning import A, B, Lora, targets
 from opendit.models.zoo import build_model, empty_model, model_config
 from tests.models.test_dit import randomised
 

@@ -16,9 +16,8 @@ from opendit.data.video_files import write_mp4
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.video_vae import VideoCodec
-from opendit.models.conditioning import TextConfig
-from opendit.models.given_frames import give, with_given
-from opendit.models.vdit import VDiTConfig
+from opendit.models.conditioning import TextConfig, give, with_given
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.sampling.conditioning_frames import encode_frames, frames_of_samples
 from opendit.sampling.fused_steps import fits_kernels

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opendit.diffusion.guidance import cfg_model, guided_within
+from opendit.diffusion.guidance import GuidedWithin, cfg_model
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
 from opendit.models.dit import DiTConfig
@@ -35,7 +35,7 @@ def exact(model, objective, given, seed: int, *, steps, sampler, cfg_scale, cfg_
     guided = cfg_model(model, y, null, cfg_scale, cfg_channels)
     if cfg_interval is not None:
         conditional = cfg_model(model, y, null, 1.0)
-        guided = guided_within(cfg_interval, objective.noise_level, guided, conditional)
+        guided = GuidedWithin(cfg_interval, objective.noise_level, guided, conditional)
     trajectory = objective.trajectory(steps, SAMPLERS[sampler].even_in_noise)
     x = trajectory.start(initial_noise(seed, index, shape)).double()
     noise = keyed_noise(seed, index, shape)

@@ -6,9 +6,7 @@ import torch
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.diffusion.random import draw_kept_tokens
 from opendit.models.dit import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import ECDiTConfig, MovieGenConfig, VDiTConfig
 from opendit.parallel.mesh import init_mesh
 from opendit.sampling import fused_steps, sampling_engine
 from opendit.sampling.approximate_steps import weak_route

@@ -9,8 +9,7 @@ from opendit.checkpoint.pretrained import load_pretrained
 from opendit.diffusion.objectives import DDPMObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.pictures import to_uint8
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextConfig
+from opendit.models.conditioning import TextConfig, encode_bytes
 from tests.sampling.small import BYTES, write
 
 pytestmark = pytest.mark.usefixtures("no_ranks")

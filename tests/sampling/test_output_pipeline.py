@@ -17,8 +17,7 @@ from opendit.encoders.vae import PixelCodec, VAECodec
 from opendit.encoders.video_vae import FrameCodec, VideoVAECodec
 from opendit.models.dit import DiT
 from opendit.models.zoo import model_config
-from opendit.parallel.guidance import make_replicas
-from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.mesh import Mesh, init_mesh, make_replicas
 from opendit.sampling.output_pipeline import OutputPipeline, Writers
 from tests.encoders.test_vae import small_vae
 from tests.encoders.test_video_vae import small_wan

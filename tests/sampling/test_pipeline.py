@@ -14,7 +14,7 @@ from opendit.diffusion.objectives import DDPMObjective, FlowObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.encoders.pictures import to_uint8
 from opendit.export import correct_timesteps
-from opendit.models.bytes_text import encode_bytes
+from opendit.models.conditioning import encode_bytes
 from opendit.models.dit import DiT
 from opendit.models.zoo import model_config
 from opendit.sampling.output_files import VideoClip

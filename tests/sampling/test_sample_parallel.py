@@ -22,11 +22,10 @@ from opendit.diffusion.objectives import DDPMObjective, FlowObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.stdit import STDiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import STDiTConfig, VDiTConfig
 from opendit.models.zoo import build_model
-from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
-from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.collectives import SharedBatch
+from opendit.parallel.mesh import Mesh, Replica, close_mesh, init_mesh, make_replicas
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.sampling.sample_output import digest_of_weights

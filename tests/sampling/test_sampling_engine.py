@@ -8,10 +8,9 @@ from torch import Tensor
 
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.objectives.base import sample_in_batches, sample_latents
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextCondition
+from opendit.models.conditioning import TextCondition, encode_bytes
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised

@@ -14,8 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.multiprocessing import ProcessExitedException
 
 from opendit.export.__main__ import main as export
-from opendit.parallel import streamed_blocks
-from opendit.parallel.streamed_blocks import StreamedBlocks
+from opendit.parallel import host_memory
+from opendit.parallel.host_memory import StreamedBlocks
 from tests.numbers import off_by
 from tests.ranks import context, run_ranks, several_programs
 from tests.training.test_public_lora import LORA
@@ -135,7 +135,7 @@ def train_until(number: int, folders, outputs, more: list[str]) -> None:
         copy(self, block)
 
     # A ring of one slot: of the model's four blocks each is copied again in every pass.
-    with mock.patch.object(StreamedBlocks, "_copy", interrupted), mock.patch.object(streamed_blocks, "AHEAD", 0):
+    with mock.patch.object(StreamedBlocks, "_copy", interrupted), mock.patch.object(host_memory, "AHEAD", 0):
         run(folders, "flux", outputs, *LORA, *more)
 
 

@@ -17,7 +17,7 @@ from opendit.data import build_dataset
 from opendit.data.base import BadSample, Description, MediaDataset
 from opendit.data.captions import caption_rows, count_captions, says_nothing, stands_for_nothing
 from opendit.encoders.text import fitting_tokens
-from opendit.models.bytes_text import encode_bytes
+from opendit.models.conditioning import encode_bytes
 from tests.encoders.test_text import save_clip
 from tests.encoders.test_vae import small_vae
 from tests.ranks import run_ranks, several_programs

@@ -19,17 +19,14 @@ from opendit.checkpoint.lora import Merged, of_run
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.kernels import operations
 from opendit.kernels.operations import MODULATE, NORM, SPLIT
-from opendit.models import lora as lora_module
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextConfig
+from opendit.models import finetuning as lora_module
+from opendit.models.conditioning import TextConfig, encode_bytes
 from opendit.models.dit import DiT
-from opendit.models.initialization import initialize
+from opendit.models.finetuning import A, B, Lora, add_lora, targets
+from opendit.models.initialization import canonical_name, initialize
 from opendit.models.layers import TORCH_OPS
-from opendit.models.lora import A, B, Lora, add_lora, targets
-from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
-from opendit.models.weights import Weights
-from opendit.models.zoo import build_model, model_config
+from opendit.models.zoo import Weights, build_model, model_config
 from tests.checkpoint.test_resume import assert_same_bits, losses, run_of, trainings
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised

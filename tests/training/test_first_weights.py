@@ -19,13 +19,12 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.models.attention import local_attention
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
+from opendit.models.finetuning import Lora, add_lora
 from opendit.models.initialization import initialize
 from opendit.models.layers import TORCH_OPS
-from opendit.models.lora import Lora, add_lora
-from opendit.models.weights import Weights
-from opendit.models.zoo import build_model, model_config
-from opendit.parallel.apply import Sharding
+from opendit.models.zoo import Weights, build_model, model_config
 from opendit.parallel.engines import Engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.layout import Layout, dim_cut
 from opendit.parallel.mesh import Mesh
 from opendit.training.build import build_model_and_engine

@@ -16,8 +16,8 @@ from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.video_files import write_mp4
 from opendit.diffusion.objectives import FlowObjective
 from opendit.diffusion.random import Stream, normal, uniform
-from opendit.models.given_frames import give, with_given
-from opendit.models.vdit import VDiTConfig
+from opendit.models.conditioning import give, with_given
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model, model_config
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.runners import CUDAGraphRunner, EagerRunner

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from opendit.models.lora import Lora
+from opendit.models.finetuning import Lora
 from opendit.models.zoo import model_config
 from opendit.training import memory
 from opendit.training.memory import GIB, RING, Setup, describe

@@ -18,7 +18,7 @@ from opendit.kernels.recompute import recompute_in
 from opendit.models.conditioning import TextCondition, TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import Lora, add_lora
+from opendit.models.finetuning import Lora, add_lora
 from opendit.models.zoo import build_model, model_config
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.collectives import Group

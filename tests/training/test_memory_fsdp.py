@@ -13,9 +13,9 @@ from opendit.kernels.tensor_table import BlockTable, Staged
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import Lora, add_lora
+from opendit.models.finetuning import Lora, add_lora
 from opendit.models.zoo import build_model, model_config
-from opendit.parallel.apply import Sharding, float8_weights
+from opendit.parallel.fsdp import Sharding, float8_weights
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.memory import (
     GATHERED,

@@ -14,7 +14,7 @@ from opendit.data import Batch
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective, Objective
 from opendit.encoders.conditioner import LabelConditioner
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

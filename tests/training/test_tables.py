@@ -16,7 +16,7 @@ from opendit.checkpoint.pretrained import load_pretrained, other_tables
 from opendit.export.__main__ import main as export
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model, empty_model
 from tests.checkpoint.test_resume import assert_same_bits
 from tests.models.packs import assert_same, samples, with_vectors

@@ -28,7 +28,6 @@ OBJECTIVES: dict[str, type[Objective]] = {n: import_module(f"{__name__}.{n}").OB
 
 
 def objective_from_flags(flags: Any) -> Objective:
-    """Return the objective that --objective names, with the settings of its flags."""
     settings = DESCRIPTIONS[flags.objective].settings
     values = {name: getattr(flags, setting.flag) for name, setting in settings.items()}
     return objective_from_dict({"name": flags.objective, **values})
@@ -36,10 +35,7 @@ def objective_from_flags(flags: Any) -> Objective:
 
 def objective_from_dict(values: dict[str, Any] | None) -> Objective:
     """Return the objective that ``to_dict`` recorded. For weights without a record (None), return the objective of the
-    DiT paper.
-
-    Raises ValueError for an objective or a setting that this version does not know.
-    """
+    DiT paper. Raises ValueError for an objective or a setting that this version does not know."""
     values = dict(values or {"name": DDPMObjective.name})
     name = values.pop("name")
     if name not in OBJECTIVES:

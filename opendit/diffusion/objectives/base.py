@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion.guidance import cfg_model, guided_within
+from opendit.diffusion.guidance import GuidedWithin, cfg_model
 from opendit.diffusion.random import Stream, initial_noise, keyed_noise, uniform
-from opendit.diffusion.samplers import SAMPLERS, sample
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
+from opendit.diffusion.samplers import SAMPLERS, LinearForm, Model, Trajectory, sample
 
 
 class Prepared(NamedTuple):
-    """A micro-batch prepared for the network.
-
-    This object consists only of tensors whose first dimension is the batch. Therefore it can be split into smaller
-    micro-batches, sent to another pipeline stage, and recorded in a CUDA graph.
+    """A micro-batch prepared for the network. It consists only of tensors whose first dimension is the batch, so it can
+    be split, sent to another pipeline stage, and recorded in a CUDA graph.
 
     x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), the network's time. context: further inputs
     of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
@@ -31,34 +28,25 @@ class Prepared(NamedTuple):
     context: NamedTuple
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, always in the same order."""
         return [self.x_t, self.timestep, *self.context]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Prepared":
-        """Apply ``function`` to every tensor. For example, ``lambda tensor: tensor[rows]`` selects samples."""
         return Prepared(function(self.x_t), function(self.timestep), self.context._make(map(function, self.context)))
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
     """A training objective: the prediction that a model learns, its loss, and the trajectory that samplers follow.
-
-    Attributes:
-        name: the name of the objective's file.
-        preview_sampler: the sampler for previews, which take few steps.
-        learn_sigma: True if the network also predicts a variance, in C additional channels.
-    """
+    ``name`` is the name of the objective's file, ``preview_sampler`` the sampler of previews with few steps. With
+    ``learn_sigma``, the network also predicts a variance, in C additional channels."""
 
     name: ClassVar[str]
     preview_sampler: ClassVar[str]
     learn_sigma: ClassVar[bool]
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
-        """Draw the times (B,) of a training step's samples.
-
-        index: (B,) indices in the global batch. tokens: number of tokens of each sample, for objectives that depend on
-        it (:meth:`for_tokens`).
-        """
+        """Draw the times (B,) of a training step's samples, for indices (B,) in the global batch. tokens: number of
+        tokens of each sample, for objectives that depend on it (:meth:`for_tokens`)."""
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
@@ -68,42 +56,30 @@ class Objective(ABC):
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:
-        """Map u (B,), float64 in (0, 1), to times (B,). In training, u is uniform.
-
-        The map is monotonic, so neighbouring values of u have similar noise.
-        """
+        """Map u (B,), float64 in (0, 1), to times (B,). The map is monotonic, so neighbouring values of u have similar
+        noise."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Compute the network's input and all further inputs of ``loss``.
-
-        x0: data (B, C, ...). t: times (B,) from ``times``. noise: standard normal, of x0's shape. Raises ValueError if
-        the shapes don't match.
-        """
+        """Return the network's input and all further inputs of ``loss`` for data x0 (B, C, ...), times t (B,) and
+        standard normal noise of x0's shape. Raises ValueError if the shapes don't match."""
 
     asks_network: ClassVar[bool] = False  # True if ``complete`` calls the network
 
     def complete(self, prepared: Prepared, network: Any) -> Prepared:
-        """Return ``prepared`` with the final target of the loss, for an objective that computes the target with the
-        network.
-
-        No gradients are computed. network: see ``opendit.diffusion.objectives.meanflow.Network``.
-        """
+        """Return ``prepared`` with the loss's final target, for an objective whose target needs the network (see
+        ``opendit.diffusion.objectives.meanflow.Network``). No gradients are computed."""
         return prepared
 
     @abstractmethod
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,) in float32 at least.
-
-        output: the network's output at ``prepared.x_t`` and ``prepared.timestep``. Raises ValueError for a wrong shape.
-        """
+        """Return the loss of each sample, (B,) in float32 at least, for the network's output at ``prepared``. Raises
+        ValueError for a wrong shape."""
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
-        """Return the trajectory for sampling in ``steps`` steps.
-
-        even_in_noise: space its points evenly in log(sigma / alpha), if the objective supports that.
-        """
+        """Return the trajectory for ``steps`` sampling steps, with points even in log(sigma / alpha) if asked and
+        supported."""
 
     def network(self, model: Model) -> Model:
         """Wrap ``model(x, t)`` into the form that the trajectory expects."""
@@ -115,10 +91,8 @@ class Objective(ABC):
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
-        """Convert the network's time (B,) to sigma (B,): the noise's standard deviation divided by the signal's scale.
-
-        Only sigma is comparable across objectives, numbers of steps and samplers.
-        """
+        """Convert the network's time (B,) to sigma (B,), the ratio of noise to signal. Only sigma is comparable across
+        objectives, numbers of steps and samplers."""
 
     def sample(
         self,
@@ -131,10 +105,8 @@ class Objective(ABC):
         sampler: str | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
     ) -> Tensor:
-        """Draw samples (B, *shape) of ``model(x, t)``, with all noise keyed by ``seed`` and ``index`` (B,).
-
-        sampler: one of ``samplers``; None chooses the first. progress: see ``opendit.diffusion.samplers.sample``.
-        """
+        """Draw samples (B, *shape) of ``model(x, t)`` by ``sampler`` (None: the first of ``samplers``), with all noise
+        keyed by ``seed`` and ``index`` (B,)."""
         name = self.choose(sampler)
         trajectory = self.trajectory(steps, SAMPLERS[name].even_in_noise)
         x = trajectory.start(initial_noise(seed, index, shape))
@@ -149,7 +121,6 @@ class Objective(ABC):
         return tuple(sorted(fitting, key=lambda name: name != default))
 
     def choose(self, sampler: str | None) -> str:
-        """Return the sampler to use, by default the first. Raises ValueError if it doesn't fit the objective."""
         if sampler is not None and sampler not in self.samplers:
             raise ValueError(
                 f"--sampler {sampler}: not for a model of --objective {self.name}; give {' or '.join(self.samplers)}"
@@ -166,13 +137,11 @@ class Objective(ABC):
 
 
 def one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError if a flag's value is not among the known ones."""
     if value not in known:
         raise ValueError(f"{flag} {value}: not known to this version; give one of {', '.join(known)}")
 
 
 def above_0(flag: str, value: float) -> None:
-    """Raise ValueError if a flag's value is not a finite number above 0."""
     if not 0 < value < math.inf:
         raise ValueError(f"{flag} {value}: out of range; give a number above 0")
 
@@ -203,34 +172,26 @@ def sample_latents(
     """Draw fp32 latents: (B, C, h, w), or (B, C, t, h, w) for a clip model.
 
     Args:
-        y: the conditions of the B samples, on the model's device.
-        null: the null condition for guidance, as a batch of one.
+        y, null: the conditions of the B samples, on the model's device, and the null condition as a batch of one.
         index: (B,) int64, indices of the samples in the whole job. A sample's noise depends only on ``seed`` and its
-            index. So the noise is the same in any batch and on any number of processes.
-        objective: the objective that the model was trained with.
-        steps: number of sampling steps.
-        sampler: one of the objective's samplers; None for its default.
-        cfg_interval: range of noise levels in which guidance is applied, in the unit of ``Objective.noise_level``;
-            None: everywhere.
+            index.
+        cfg_interval: range of noise levels (``Objective.noise_level``) in which guidance is applied; None: everywhere.
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
         forward: called by guidance as ``forward(x, t, y)`` instead of the model, such as a parallel wrapper of it.
-        progress: wraps the iterable of steps, e.g. tqdm.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
     guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels, model.config.rescaled_guidance)
     if cfg_interval is not None:
         conditional = cfg_model(forward or model, y, null, 1.0)
-        guided = guided_within(cfg_interval, objective.noise_level, guided, conditional)
+        guided = GuidedWithin(cfg_interval, objective.noise_level, guided, conditional)
     return objective.sample(guided, index, shape, seed=seed, steps=steps, sampler=sampler, progress=progress)
 
 
 def sample_in_batches(
     model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (index, latents) for up to ``batch_size`` samples at a time; see :func:`sample_latents`.
-
-    ``index`` may be on the CPU and is yielded unchanged.
-    """
+    """Yield (index, latents) for up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may be
+    on the CPU."""
     for first in range(0, len(index), batch_size):
         rows = slice(first, first + batch_size)
         yield index[rows], sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)

@@ -23,17 +23,14 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion.guidance import for_step
 from opendit.diffusion.objectives.base import Objective, Prepared, above_0, one_of
 from opendit.diffusion.random import Stream, integers
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, split_output
+from opendit.diffusion.samplers import LinearForm, Model, Trajectory, at_least_float32, for_step, split_output
 
 
 def linear_betas(T: int = 1000) -> Tensor:
     """Return the betas of [H]'s linear schedule, (T,) float64, scaled by 1000 / T to end at about the same noise.
-
-    Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more.
-    """
+    Raises ValueError if ``T`` is 20 or less, because the last beta would be 1 or more."""
     scale = 1000 / T if T > 0 else math.inf
     if 0.02 * scale >= 1:
         raise ValueError(f"the linear schedule needs more than 20 steps, got {T}")
@@ -41,12 +38,9 @@ def linear_betas(T: int = 1000) -> Tensor:
 
 
 def space_timesteps(T: int, num_steps: int) -> list[int]:
-    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends.
-
-    Rounding follows guided-diffusion and Meta's DiT: the stride is added up in float arithmetic, and each sum is
-    rounded to the nearest integer, half to even. A single step is timestep 0. Raises ValueError unless 1 <= num_steps
-    <= T.
-    """
+    """Return ``num_steps`` evenly spaced timesteps from 0 to T - 1, ascending, including both ends. Raises ValueError
+    unless 1 <= num_steps <= T. Rounding follows guided-diffusion and Meta's DiT: the stride is added up in float
+    arithmetic, and each sum is rounded to the nearest integer, half to even."""
     if not 1 <= num_steps <= T:
         raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
     stride = (T - 1) / (num_steps - 1) if num_steps > 1 else 1.0
@@ -59,12 +53,8 @@ def space_timesteps(T: int, num_steps: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class DDPM:
-    """A noise schedule of n steps. Create one with ``DDPM.linear()`` and shorten it with ``respaced()``.
-
-    Methods take timesteps ``t``, (B,) int64 in [0, n), which index this schedule. The network gets
-    ``model_timesteps(t)``. x has any rank, such as (B, C, H, W) or (B, C, T, H, W). Methods raise ValueError unless
-    ``t`` holds one int64 per sample.
-    """
+    """A noise schedule of n steps. Timesteps ``t``, (B,) int64 in [0, n), index it; the network gets
+    ``model_timesteps(t)``. x has any rank. Methods raise ValueError unless ``t`` holds one int64 per sample."""
 
     betas: Tensor  # (n,) float64, like the next four tables
     alphas_cumprod: Tensor
@@ -76,11 +66,9 @@ class DDPM:
 
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
-        """Return the schedule that DiT trains with, with sigma / alpha multiplied by ``shift`` at every timestep.
-
-        [B] shifts the noise in this way for pictures of d pixels per side (eq. 4, by d / 64). ``shift_times`` does the
-        same for flow. Raises ValueError as ``linear_betas`` does.
-        """
+        """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep ([B] eq. 4, by d / 64 for
+        pictures of d pixels per side; ``shift_times`` does the same for flow). Raises ValueError as ``linear_betas``
+        does."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
             return linear
@@ -89,10 +77,8 @@ class DDPM:
 
     @classmethod
     def from_betas(cls, betas: Tensor, timestep_map: Tensor | None = None) -> "DDPM":
-        """Return the schedule with ``betas`` (n,) and ``timestep_map``, (n,) int64, by default 0..n-1.
-
-        Raises ValueError if a beta is outside (0, 1), or if the two differ in length.
-        """
+        """Return the schedule with ``betas`` (n,) and ``timestep_map``, (n,) int64, by default 0..n-1. Raises
+        ValueError if a beta is outside (0, 1), or if the two differ in length."""
         betas = betas.to("cpu", torch.float64)
         if betas.ndim != 1 or len(betas) == 0 or not bool(((betas > 0) & (betas < 1)).all()):
             raise ValueError("betas must be a non-empty row of numbers between 0 and 1, both excluded")
@@ -121,7 +107,6 @@ class DDPM:
 
     @property
     def noise_levels(self) -> list[float]:
-        """Noise levels sigma / alpha of all steps, ascending."""
         return ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().tolist()
 
     def respaced(self, num_steps: int) -> "DDPM":
@@ -129,12 +114,9 @@ class DDPM:
         return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
-        """Return this schedule at ``num_steps`` timesteps, spaced as evenly as possible in log(sigma / alpha).
-
-        Both ends are included. DPM-Solver extrapolates along log(sigma / alpha). On this axis, no step may be much
-        longer than the step before it. The last step of ``respaced`` is too long. The solver's authors use this spacing
-        too (Lu et al. 2022). Raises ValueError unless 1 <= num_steps <= n.
-        """
+        """Return this schedule at ``num_steps`` timesteps, as even as possible in log(sigma / alpha), including both
+        ends. DPM-Solver extrapolates along this axis, on which no step may be much longer than the step before it (Lu
+        et al. 2022). The last step of ``respaced`` is too long. Raises ValueError unless 1 <= num_steps <= n."""
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
@@ -147,7 +129,6 @@ class DDPM:
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
 
     def _keeping(self, keep: Tensor) -> "DDPM":
-        """Return this schedule at the timesteps ``keep``, ascending int64, with unchanged noise levels."""
         return self._with(self.alphas_cumprod[keep], self.timestep_map[keep])
 
     @staticmethod
@@ -219,10 +200,8 @@ class DDPM:
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Return the log variance that a model's output ``v`` encodes, in v's shape, [N] eq. 15.
-
-        v = -1 gives the log of beta-tilde, and v = 1 the log of beta.
-        """
+        """Return the log variance that a model's output ``v`` encodes, in v's shape, [N] eq. 15. v = -1 gives the log
+        of beta-tilde, and v = 1 the log of beta."""
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
 
@@ -231,13 +210,10 @@ class DDPM:
 
 
 class DDPMTrajectory(Trajectory):
-    """The trajectory over the timesteps of ``schedule``, from the noisiest to the clean data.
-
-    ``schedule`` may have only some of the timesteps that the model was trained with. A ``point`` is an index into it.
-    The model gets the timestep of training that belongs to a point, (B,) int64. It returns eps (B, C, ...), or eps and
-    the learned variance (B, 2C, ...). ``eps_model`` wraps models that predict velocity.
-    ``clip_denoised`` clips each predicted x_0 to [-1, 1], which suits pixels but not latents.
-    """
+    """The trajectory over the timesteps of ``schedule``, which may have only some of those of training. A ``point`` is
+    an index into it. The model gets the point's timestep of training, (B,) int64, and returns eps (B, C, ...), or eps
+    and the learned variance (B, 2C, ...). ``clip_denoised`` clips each predicted x_0 to [-1, 1], for pixels but not
+    latents."""
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
         self.schedule, self.clip_denoised = schedule, clip_denoised
@@ -251,11 +227,9 @@ class DDPMTrajectory(Trajectory):
         return steps.flip(0)[:, None].repeat(1, len(x))
 
     def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the x_0, eps and v that the model predicts at x (B, C, ...), each in x's shape.
-
-        v is None without learned variance. With clipping, eps is computed from the clipped x_0. Raises ValueError if
-        the model's output doesn't fit x.
-        """
+        """Return the x_0, eps and v that the model predicts at x (B, C, ...), each in x's shape; v is None without
+        learned variance. With clipping, eps is computed from the clipped x_0. Raises ValueError if the output doesn't
+        fit x."""
         eps, v = split_output(model(x, self.schedule.model_timesteps(point)).to(x.dtype), x)
         denoised = self.schedule.predict_x0(x, point, eps)
         if self.clip_denoised:
@@ -274,7 +248,8 @@ class DDPMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EpsModel:
-    """A model of velocities, wrapped so that it predicts eps; see :func:`eps_model`."""
+    """A model that predicts velocity (and v), turned into one that predicts eps (and v), in float32 at least.
+    ``schedule`` is the full schedule, whose indices are the network's timesteps."""
 
     model: Model
     schedule: DDPM
@@ -288,17 +263,7 @@ class EpsModel:
         return eps if v is None else torch.cat((eps, v), dim=1)
 
 
-def eps_model(model: Model, schedule: DDPM) -> EpsModel:
-    """Turn a model that predicts velocity (and v) into one that predicts eps (and v), in float32 at least.
-
-    ``schedule`` is the full schedule, whose indices are the network's timesteps.
-    """
-    return EpsModel(model, schedule)
-
-
 SETTINGS = DESCRIPTIONS["ddpm"].settings
-
-
 PREDICTIONS = ("eps", "v")  # targets of the network: the noise, or the velocity
 
 
@@ -321,20 +286,15 @@ def training_loss(
     prediction: str = "eps",
     min_snr: float | None = None,
 ) -> DiffusionLoss:
-    """Return the loss of each sample for the model's output at ``xt = q_sample(x0, t, noise)``.
+    """Return the loss of each sample, in float32, for the model's output at ``xt = q_sample(x0, t, noise)``. Raises
+    ValueError if the shapes don't match, or for an unknown ``prediction``.
 
-    Args:
-        model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14); or (B, 2C, ...) eps and v, for the hybrid loss
-            ([N] eq. 16).
-        prediction: one of PREDICTIONS; with "v" the output is the velocity instead of eps.
-        min_snr: gamma of ``min_snr_weight``, which weights the squared error but not the variational bound.
+    model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14); or (B, 2C, ...) eps and v, for the hybrid loss ([N]
+    eq. 16). prediction: "v" if the output is the velocity instead of eps. min_snr: gamma of ``min_snr_weight``.
 
     In the hybrid loss, the variational bound trains only the variance, because its mean is detached. As in Meta's DiT,
     the bound is in bits and averaged over dimensions. Its weight is 1: the bound is a sum of 1000 terms, estimated as
-    1000 times one random term, and the paper weights the sum by 0.001. The loss is computed in float32.
-
-    Raises:
-        ValueError: the shapes don't match, or ``prediction`` is unknown.
+    1000 times one random term, and the paper weights the sum by 0.001.
     """
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
@@ -355,21 +315,16 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32. The weighted squared error of the prediction is min(SNR, gamma) times the squared
-    error of x_0, [M] sec. 3.4.
-
-    SNR is alpha^2 / sigma^2. The squared error of eps is SNR times that of x_0, and the squared error of the velocity
-    is SNR + 1 times that of x_0.
-    """
+    """Return weights (B,) float32 that turn the squared error of the prediction into min(SNR, gamma) times that of x_0,
+    [M] sec. 3.4. The squared error of eps is SNR = alpha^2 / sigma^2 times that of x_0; that of the velocity SNR + 1
+    times."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
 
 class DDPMContext(NamedTuple):
-    """Inputs of the loss in addition to x_t and the network's time.
-
-    x0 and noise are (B, C, ...). t, (B,) int64, indexes the schedule; the network gets timesteps of the full schedule.
-    """
+    """Inputs of the loss besides x_t and the network's time: x0 and noise (B, C, ...), and t (B,) int64, which indexes
+    the schedule."""
 
     x0: Tensor
     t: Tensor
@@ -382,10 +337,8 @@ def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
 
 
 def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-    """Return the term of the variational bound at t in bits per dimension, (B,), [N] eq. 4 to 6.
-
-    The term is KL(q || p), or -log p(x_0 | x_1) at t = 0.
-    """
+    """Return the term of the variational bound at t in bits per dimension, (B,), [N] eq. 4 to 6. The term is KL(q ||
+    p), or -log p(x_0 | x_1) at t = 0."""
     true_mean, true_log_variance = schedule.posterior(x0, xt, t)
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)
@@ -401,11 +354,9 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
 
 
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Return -log of the normal distribution's mass on the bin x +- 1/255, in nats ([H] eq. 13).
-
-    x lies in [-1, 1]. x, mean, log_variance and the result have the same shape. The outermost bins reach to infinity.
-    The bins are those of 8-bit pixels. Like Meta's DiT, we use them for latents too.
-    """
+    """Return -log of the normal distribution's mass on the bin x +- 1/255, in nats ([H] eq. 13). x lies in [-1, 1]. x,
+    mean, log_variance and the result have the same shape. The outermost bins reach to infinity. The bins are those of
+    8-bit pixels. Like Meta's DiT, we use them for latents too."""
     centered = x - mean
     first, last = x < -0.999, x > 0.999
     # By symmetry, every bin can be evaluated left of the mean, where the two CDFs do not cancel when subtracted. Right
@@ -417,10 +368,8 @@ def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
 
 
 def _normal_cdf(z: Tensor) -> Tensor:
-    """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match those of Meta's DiT.
-
-    The formula (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail.
-    """
+    """Approximate the normal CDF as guided-diffusion does (error < 2e-4), so that losses match those of Meta's DiT. The
+    formula (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail."""
     return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
 
 
@@ -436,11 +385,9 @@ def _shifted(shift: float) -> DDPM:
 
 @dataclass(frozen=True)
 class DDPMObjective(Objective):
-    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper.
-
-    prediction: "v" predicts the velocity instead of the noise. min_snr: gamma of the min-SNR weights; None for weights
-    of 1. shift: factor on the noise level of every timestep, in training and sampling.
-    """
+    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper. prediction: "v" predicts the
+    velocity instead of the noise. min_snr: gamma of the min-SNR weights; None for weights of 1. shift: factor on the
+    noise level of every timestep, in training and sampling."""
 
     name: ClassVar[str] = "ddpm"
     preview_sampler: ClassVar[str] = "ddim"
@@ -479,7 +426,7 @@ class DDPMObjective(Objective):
         return DDPMTrajectory(full.respaced_by_noise(steps) if even_in_noise else full.respaced(steps))
 
     def network(self, model: Model) -> Model:
-        return eps_model(model, self.schedule) if self.prediction == "v" else model
+        return EpsModel(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
         """Return the weights of x and of the model's output in eps: (0, 1), or (sigma, alpha) if the model predicts

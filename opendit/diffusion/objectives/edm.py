@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective, Prepared, above_0
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, for_each_sample
+from opendit.diffusion.samplers import LinearForm, Model, Trajectory, as_rows, at_least_float32, for_each_sample
 
 SETTINGS = DESCRIPTIONS["edm"].settings
 
@@ -49,32 +49,19 @@ def sigmas_of(timestep: Tensor) -> Tensor:
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """Return the denoised x, D(x; sigma) of [K] eq. 7, (B, C, ...) in x's dtype.
-
-    Args:
-        model: the network F, called with c_in x (B, C, ...) in x's dtype and 1000 c_noise (B,). It returns (B, C, ...)
-            in any dtype.
-        x: (B, C, ...), float32 at least.
-        sigma: (B,).
-
-    Raises:
-        ValueError: the model's output differs from x in shape.
-    """
+    """Return the denoised x, D(x; sigma) of [K] eq. 7, (B, C, ...) in x's dtype, for x (B, C, ...), float32 at least,
+    and sigma (B,). ``model`` is the network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if its
+    output differs from x in shape."""
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
-    output = model(_rows(scale, x) * x, network_times(sigma).to(x.dtype))
-    return _rows(skip, x) * x + _rows(out, x) * _checked(output, x).to(x.dtype)
+    output = model(as_rows(scale, x) * x, network_times(sigma).to(x.dtype))
+    return as_rows(skip, x) * x + as_rows(out, x) * _checked(output, x).to(x.dtype)
 
 
 class EDMContext(NamedTuple):
     """Input of the loss in addition to x_t and the network's time: the target of F, (B, C, ...), float32 at least."""
 
     target: Tensor
-
-
-def _rows(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Reshape (B,) to (B, 1, ..., 1), to match the rank and dtype of x."""
-    return coefficients.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
 
 
 def _checked(output: Tensor, x: Tensor) -> Tensor:
@@ -84,10 +71,8 @@ def _checked(output: Tensor, x: Tensor) -> Tensor:
 
 
 class EDMTrajectory(Trajectory):
-    """The trajectory over the noise levels ``sigmas``, (n + 1,), falling; see ``karras_sigmas``.
-
-    The model is F, as in ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype.
-    """
+    """The trajectory over the noise levels ``sigmas``, (n + 1,), falling; see ``karras_sigmas``. The model is F, as in
+    ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype."""
 
     def __init__(self, sigmas: Tensor, sigma_data: float):
         self.sigma_data = sigma_data
@@ -105,7 +90,7 @@ class EDMTrajectory(Trajectory):
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         """Return dx/dsigma = (x - D(x; sigma)) / sigma, [K] eq. 1 and 3 for sigma = t."""
-        return (x - self.denoise(model, x, point)) / _rows(point, x)
+        return (x - self.denoise(model, x, point)) / as_rows(point, x)
 
     def has_slope(self, k: int) -> bool:
         return self.levels[k] > 0
@@ -143,24 +128,20 @@ class EDMObjective(Objective):
         return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma.
-
-        The target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise),
-        so that nothing cancels at small sigma.
-        """
+        """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma. The
+        target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise), so
+        that nothing cancels at small sigma."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")
         x0, noise, sigma = at_least_float32(x0), at_least_float32(noise), t
         scale = torch.rsqrt(sigma**2 + self.sigma_data**2)
-        x = _rows(scale, x0) * (x0 + _rows(sigma, x0) * noise)
-        target = _rows(scale * sigma / self.sigma_data, x0) * x0 - _rows(scale * self.sigma_data, x0) * noise
+        x = as_rows(scale, x0) * (x0 + as_rows(sigma, x0) * noise)
+        target = as_rows(scale * sigma / self.sigma_data, x0) * x0 - as_rows(scale * self.sigma_data, x0) * noise
         return Prepared(x, network_times(sigma).float(), EDMContext(target))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8.
-
-        It equals lambda(sigma) |D(x; sigma) - x_0|^2 of eq. 2, because lambda = 1 / c_out^2 in table 1.
-        """
+        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8. It equals
+        lambda(sigma) |D(x; sigma) - x_0|^2 of eq. 2, because lambda = 1 / c_out^2 in table 1."""
         (target,) = prepared.context
         return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 

@@ -22,7 +22,7 @@ the space. So the network's width may be smaller than the number of values in a 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -34,7 +34,7 @@ from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective, Prepared, above_0, one_of
 from opendit.diffusion.objectives.edm import karras_sigmas
 from opendit.diffusion.random import Stream, uniform
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, for_each_sample
+from opendit.diffusion.samplers import LinearForm, Model, Trajectory, as_rows, at_least_float32, for_each_sample
 
 SETTINGS = DESCRIPTIONS["flow"].settings
 
@@ -46,7 +46,6 @@ MOST_GROWTH = 50.0  # limit of |ln(shift)| from ``shift_growth``, far beyond pra
 
 
 def uniform_times(u: Tensor) -> Tensor:
-    """Return t = u, so that all times are equally likely."""
     return u
 
 
@@ -56,10 +55,8 @@ def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 
 
 def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
-    """Map uniform u to times by mode sampling ([E] eq. 20).
-
-    The density peaks in the middle and stays above 0 at both ends. The paper's best ``scale`` is 1.29.
-    """
+    """Map uniform u to times by mode sampling ([E] eq. 20). The density peaks in the middle and stays above 0 at both
+    ends. The paper's best ``scale`` is 1.29."""
     return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 
@@ -67,10 +64,8 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """Shift times towards the noise, [E] eq. 23, where ``shift`` is sqrt(m / n); 1 changes nothing.
-
-    The shift keeps the uncertainty about a picture the same when its resolution grows from n to m pixels.
-    """
+    """Shift times towards the noise, [E] eq. 23, where ``shift`` is sqrt(m / n); 1 changes nothing. The shift keeps the
+    uncertainty about a picture the same when its resolution grows from n to m pixels."""
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -86,11 +81,8 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 
 def empirical_shift(tokens: int, steps: int) -> float:
-    """Return the shift that FLUX.2's pipelines compute (``compute_empirical_mu``).
-
-    ln(shift) is linear in the number of tokens at 10 steps and at 200 steps. For other numbers of steps, ln(shift) is
-    interpolated linearly. Above 4300 tokens, the value at 200 steps is used for any number of steps.
-    """
+    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``): ln(shift) is linear in the number of tokens at
+    10 and at 200 steps, and is interpolated between them. Above 4300 tokens, the value at 200 steps is used."""
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return math.exp(most)
@@ -106,11 +98,8 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 class FlowContext(NamedTuple):
-    """Inputs of the loss in addition to x_t and the network's time.
-
-    target: (B, C, ...), the output that the network should return, float32 at least. weight: (B,), the weight of each
-    sample's squared error.
-    """
+    """Inputs of the loss besides x_t and the network's time: the target (B, C, ...) of the output, float32 at least,
+    and the weight (B,) of each sample's squared error."""
 
     target: Tensor
     weight: Tensor
@@ -126,10 +115,8 @@ class ContrastContext(NamedTuple):
 
 
 def of_neighbours(x: Tensor) -> Tensor:
-    """Swap the samples of each pair (0 and 1, 2 and 3, ...) of x (B, ...); an unpaired last sample stays.
-
-    Micro-batches have even sizes and consecutive samples. So pairs are the same on any number of ranks.
-    """
+    """Swap the samples of each pair (0 and 1, 2 and 3, ...) of x (B, ...); an unpaired last sample stays. Micro-batches
+    have even sizes and consecutive samples. So pairs are the same on any number of ranks."""
     return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
 
 
@@ -139,12 +126,9 @@ def network_times(t: Tensor) -> Tensor:
 
 
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
-    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64.
-
-    terminal: stretch the times so that the last nonzero time is ``terminal``, as Qwen-Image and LTX do. This has no
-    effect on a single step. shifted_end: before the shift, space the nonzero times evenly down to shift_times(1/1000),
-    as Stable Diffusion 3 does.
-    """
+    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64. terminal: stretch
+    the times so that the last nonzero time is ``terminal``, as Qwen-Image and LTX do (not for one step). shifted_end:
+    space the nonzero times evenly down to shift_times(1/1000) before the shift, as Stable Diffusion 3 does."""
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
         last = shift / (TIME_SCALE + shift - 1)
@@ -157,13 +141,12 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
 
 
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the times t of diffusers' UniPC for flows, and the corresponding inputs of the network, each (``steps`` +
-    1,) float64.
+    """Return the times of diffusers' UniPC for flows, and the inputs of the network there, each (``steps`` + 1,)
+    float64.
 
-    Times are spaced evenly from 1 to 1/1000 and shifted, and the last one is replaced by 0. The first time is 1 - 1e-6
-    instead of 1, so that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers, because
-    this changes 1 - t of the first time by 1.3 % and thereby the second-order steps. The network's inputs are 1000 t,
-    truncated to whole numbers. So the first one is 999.
+    Times are spaced evenly from 1 to 1/1000 and shifted; the last one is replaced by 0, and the first by 1 - 1e-6, so
+    that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers, because this changes 1 - t
+    of the first time by 1.3 %. The network's inputs are 1000 t, truncated to whole numbers.
     """
     # same order of operations as numpy.linspace, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
@@ -179,12 +162,9 @@ def noise_level(t: float) -> float:
 
 
 class FlowTrajectory(Trajectory):
-    """The trajectory of rectified flow over ``times``, (n + 1,), falling; see ``sampling_times``.
-
-    x at time 1 is standard normal noise times ``noise_scale``. A ``point`` is the network's time, (B,) float32: 1000 t,
-    or a value of ``network_times`` (n + 1,). The model returns the velocity dx/dt, (B, C, ...), or x_0 if
-    ``predicts_x`` is True.
-    """
+    """The trajectory of rectified flow over ``times``, (n + 1,), falling. x at time 1 is noise times ``noise_scale``. A
+    ``point`` is the network's time, (B,) float32: 1000 t, or a value of ``network_times`` (n + 1,). The model returns
+    the velocity dx/dt, (B, C, ...), or x_0 with ``predicts_x``."""
 
     def __init__(
         self,
@@ -208,7 +188,7 @@ class FlowTrajectory(Trajectory):
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         output = model(x, point).to(x.dtype)
-        return (x - output) / _rows(point / TIME_SCALE, x) if self.predicts_x else output
+        return (x - output) / as_rows(point / TIME_SCALE, x) if self.predicts_x else output
 
     def has_slope(self, k: int) -> bool:
         return not self.predicts_x or self.times[k] > 0
@@ -218,11 +198,8 @@ class FlowTrajectory(Trajectory):
 
 
 class SigmaTrajectory(FlowTrajectory):
-    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. The slope is dx / dsigma = noise.
-
-    This x equals (1 + sigma) times the flow's x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above
-    0.
-    """
+    """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. This x equals (1 + sigma) times the
+    flow's x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above 0."""
 
     def __init__(self, sigmas: Tensor):
         super().__init__(sigmas / (1 + sigmas))
@@ -233,8 +210,8 @@ class SigmaTrajectory(FlowTrajectory):
         return noise * self.levels[0]
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        x_t = x * _rows(1 - point / TIME_SCALE, x)
-        return x_t + _rows(1 - point / TIME_SCALE, x) * model(x_t, point).to(x.dtype)
+        x_t = x * as_rows(1 - point / TIME_SCALE, x)
+        return x_t + as_rows(1 - point / TIME_SCALE, x) * model(x_t, point).to(x.dtype)
 
     def input_scale(self, k: int) -> float:
         return 1 / (1 + self.levels[k])
@@ -243,35 +220,28 @@ class SigmaTrajectory(FlowTrajectory):
         return LinearForm(self.input_scale(k), self.input_scale(k))
 
 
-def _rows(values: Tensor, x: Tensor) -> Tensor:
-    """Reshape (B,) to (B, 1, ..., 1), to match the rank and dtype of x."""
-    return values.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
-
-
 @dataclass(frozen=True)
 class FlowObjective(Objective):
     """Rectified flow.
 
     Attributes:
         shift: see ``shift_times``; used in training and sampling.
-        times_are: distribution of training times: uniform, logit_normal or mode.
-        mean, std: parameters of logit_normal times.
+        times_are: distribution of training times; ``mean`` and ``std`` are those of logit_normal.
         prediction: the network's output, v or x.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
         min_snr: gamma of [H]. Errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
         contrast: weight of [C] eq. 6's term, which pushes the velocity away from another sample's velocity.
         shift_tokens: number of tokens to which ``shift`` applies. Samples of m tokens get shift * sqrt(m /
-            shift_tokens) ([E] eq. 23). So clips get more noise than pictures. None: one shift for all samples.
+            shift_tokens) ([E] eq. 23), so clips get more noise than pictures. None: one shift for all samples.
 
-    The other fields have no flags. They describe how public models are sampled (``published_schedules``).
+    The other fields have no flags. They describe how public models are sampled.
 
         shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
         shift_terminal, shifted_end: arguments of ``sampling_times``.
         discrete_times: True to sample at the times of the function ``discrete_times``.
         least, most: limits of the training times, for a network that is used only between these times.
         karras: True to sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
-        empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until the number
-            is known. Training uses EMPIRICAL_STEPS as the number of steps.
+        empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until it is known.
     """
 
     name: ClassVar[str] = "flow"
@@ -392,11 +362,10 @@ class FlowObjective(Objective):
         context = FlowContext(velocity if self.prediction == "v" else x0, weight)
         if self.contrast:
             other = of_neighbours(velocity)
-            context = ContrastContext(*context, other if self.prediction == "v" else x_t - _rows(t, x_t) * other)
+            context = ContrastContext(*context, other if self.prediction == "v" else x_t - as_rows(t, x_t) * other)
         return Prepared(x_t, network_times(t), context)
 
     def _weights(self, t: Tensor) -> Tensor:
-        """Return the weights (B,) of the squared errors of the network's output."""
         if self.min_snr is None:
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
@@ -406,10 +375,8 @@ class FlowObjective(Objective):
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample.
-
-        Subtract ``contrast`` times the error against the target for another sample's velocity.
-        """
+        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample. Subtract ``contrast`` times
+        the error against the target for another sample's velocity."""
         target, weight, *others = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
@@ -449,11 +416,8 @@ OBJECTIVE = FlowObjective
 
 
 class PublishedSchedule(NamedTuple):
-    """The objective and the sampler of a public model.
-
-    objective: the objective with its shift. If the shift depends on the number of tokens, ``for_tokens`` computes the
-    shift. sampler: name of the sampler that the model's own pipeline uses.
-    """
+    """The objective and the sampler of a public model's pipeline. If the shift depends on the number of tokens,
+    ``for_tokens`` computes it."""
 
     objective: FlowObjective
     sampler: str
@@ -477,43 +441,33 @@ UNIPC_ONLY: dict[str, Any] = {
     "use_dynamic_shifting": False,
     "shift_terminal": None,
 }
-EULER_READ = {
-    "shift",
-    "use_dynamic_shifting",
-    "base_shift",
-    "max_shift",
-    "base_image_seq_len",
-    "max_image_seq_len",
-    "shift_terminal",
-    "time_shift_type",
-}
-UNIPC_READ = {"prediction_type", "use_flow_sigmas", "flow_shift"}
+EULER_READ = set(
+    (
+        "shift use_dynamic_shifting base_shift max_shift base_image_seq_len max_image_seq_len shift_terminal "
+        "time_shift_type"
+    ).split()
+)
+UNIPC_READ = set("prediction_type use_flow_sigmas flow_shift".split())
 # Settings that have no effect for flows: they belong to other models' noise schedules, or to options that ALWAYS turns
 # off.
-UNIPC_UNUSED = {
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-    "rescale_betas_zero_snr",
-    "timestep_spacing",
-    "steps_offset",
-    "sigma_min",
-    "sigma_max",
-    "dynamic_thresholding_ratio",
-    "sample_max_value",
-    "time_shift_type",
-}
+UNIPC_UNUSED = set(
+    (
+        "beta_start beta_end beta_schedule trained_betas rescale_betas_zero_snr timestep_spacing steps_offset "
+        "sigma_min sigma_max dynamic_thresholding_ratio sample_max_value time_shift_type"
+    ).split()
+)
 
 # Settings without effect in pipelines that set Karras' noise levels themselves.
-KARRAS_UNUSED = {"use_karras_sigmas", "sigma_min", "sigma_max", "sigma_data", "final_sigmas_type"}
+KARRAS_UNUSED = set("use_karras_sigmas sigma_min sigma_max sigma_data final_sigmas_type".split())
 
 
 def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, karras: bool = False) -> PublishedSchedule:
-    """Convert a scheduler's configuration, as in ``scheduler_config.json``. shifted_end, karras: see ``Family``.
+    """Convert a scheduler's configuration in diffusers, as in ``scheduler_config.json``. shifted_end, karras: see
+    ``Family``.
 
-    Raises ValueError that names the setting if it is not supported. Unknown settings are accepted if they are off
-    (false, null, 0 or empty), because newer versions of diffusers write them.
+    FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) takes its times from the pipeline, evenly spaced from 1
+    to 1 / steps. UniPCMultistepScheduler (Wan) needs ``use_flow_sigmas``. Raises ValueError that names a setting that
+    is not supported. Unknown settings are accepted if they are off, because newer versions of diffusers write them.
     """
     name = config.get("_class_name")
     if name not in READERS:
@@ -572,7 +526,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], PublishedSchedule]] = {
 }
 
 
-def _check(config: Mapping[str, Any], only: Mapping[str, Any], read: set[str]) -> None:
+def _check(config: Mapping[str, Any], only: Mapping[str, Any], read: Collection[str]) -> None:
     """Raise ValueError if a setting differs from its value in ``only``, or if an unknown setting is on."""
     for key, value in config.items():
         if key in only:

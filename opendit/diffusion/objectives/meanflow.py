@@ -27,7 +27,7 @@ from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective, Prepared, above_0
 from opendit.diffusion.objectives.flow import FlowTrajectory, interpolate, logit_normal_times, sampling_times
 from opendit.diffusion.random import Stream, uniform
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32
+from opendit.diffusion.samplers import LinearForm, Model, Trajectory, at_least_float32
 
 SETTINGS = DESCRIPTIONS["meanflow"].settings
 SMALLEST = 1e-3  # added to the squared error before a sample's gradient is divided by it ([M] sec. 4.3)
@@ -51,32 +51,23 @@ class Network(Protocol):
 
 
 class MeanFlowContext(NamedTuple):
-    """Input of the loss in addition to x_t and the network's time.
-
-    target: (B, C, ...), the target of the output: noise - x_0, until :meth:`MeanFlowObjective.complete` replaces it.
-    interval: (B,), t - r.
-    """
+    """Input of the loss in addition to x_t and the network's time. target: (B, C, ...), the target of the output: noise
+    - x_0, until :meth:`MeanFlowObjective.complete` replaces it. interval: (B,), t - r."""
 
     target: Tensor
     interval: Tensor
 
 
 def network_times(t: Tensor, interval: Tensor) -> Tensor:
-    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32.
-
-    The model embeds both with the same embedder and adds the embeddings. The two never have the same value, so the
-    model can tell them apart. Times are not scaled by 1000 as in ``flow``, because that would also scale the
-    derivatives of their sinusoids in du/dt.
-    """
+    """Return the network's time inputs (t, -1 - (t - r)), (B, 2) float32. The model adds the embeddings of both. They
+    never have the same value, so the model can tell them apart. Times are not scaled by 1000 as in ``flow``, because
+    that would also scale the derivatives of their sinusoids in du/dt."""
     return torch.stack((t, -1 - interval), 1).to(torch.float32)
 
 
 class MeanFlowTrajectory(FlowTrajectory):
-    """The trajectory of MeanFlow. A ``point`` is t, (B,).
-
-    The model gets t and the step's length, (B, 2), and returns the mean velocity over the step. So Euler's method is
-    exact.
-    """
+    """The trajectory of MeanFlow. A ``point`` is t, (B,). The model gets t and the step's length, (B, 2), and returns
+    the mean velocity over the step. So Euler's method is exact."""
 
     def __init__(self, times: Tensor):
         super().__init__(times, times)
@@ -94,12 +85,9 @@ class MeanFlowTrajectory(FlowTrajectory):
 
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
-    """Improved MeanFlow.
-
-    mean, std: parameters of the normal distribution of logit(t) and logit(r). share: fraction of samples with r < t;
-    the others have r = t. guidance: w in the module's docstring; 1 means no guidance. power: a sample's gradient is
-    divided by its squared error to this power; 0 gives the mean squared error.
-    """
+    """Improved MeanFlow. mean, std: of the normal logits of t and r. share: fraction of samples with r < t; the others
+    have r = t. guidance: w in the module's docstring; 1 means none. power: a sample's gradient is divided by its
+    squared error to this power."""
 
     name: ClassVar[str] = "meanflow"
     preview_sampler: ClassVar[str] = "euler"

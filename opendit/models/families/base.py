@@ -1,31 +1,124 @@
 """Data classes that describe families of public models.
 
-Each other family file of this package describes one family in the form that diffusers publishes: the conversion of
-``config.json`` to a specification of blocks, the names of the weights, the conditions, the latents, and the sampling
-settings. None of the files needs diffusers. ``opendit.encoders`` and ``opendit.checkpoint`` read the descriptions when
-they load a folder.
+A family's file holds data: the conversion of ``config.json`` to a :class:`NetworkSpec`, the names of the weights, the
+conditions, the latents, and the sampling settings. None of the files needs diffusers. ``opendit.encoders`` and
+``opendit.checkpoint`` read the descriptions when they load a folder.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from opendit.models.blocks import BlockSpec
+from opendit.models.positions import Rotary
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """The embedding of the text encoder's tokens (of ``width``) in the network.
+
+    layers: "linear"; "norm" (RMSNorm and linear); "mlp" (two linear layers and GELU); or "none". multiple: captions are
+    padded with learned tokens to a multiple of it. pooled: width of the pooled vector, whose embedding is added to the
+    time's; 0 for none. picture: width of a picture's tokens, to which blocks attend in addition; in a condition, they
+    replace the pooled vector. masked: True if attention excludes the padding of captions in the joint sequence.
+    """
+
+    width: int
+    layers: Literal["linear", "norm", "mlp", "none"] = "linear"
+    multiple: int = 1
+    pooled: int = 0
+    picture: int = 0
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Consecutive blocks with the same specification."""
+
+    count: int
+    block: BlockSpec
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """The specification of a network.
+
+    Attributes:
+        channels: Number of channels of the latents.
+        patch: Patch size, (frames, rows, columns) or (rows, columns).
+        stacks: The blocks, as stacks of equal blocks.
+        text: Embedding of captions.
+        rotary: Rotary positions.
+        channels_last: Order of a patch's values in the network's input and in its output: True if the channels come
+            after the patch's axes, False if they come before.
+        convolution: True if the weight of the patch embedding has a convolution's shape.
+        order: Order of the streams in the joint sequence; () if captions are not in the sequence and blocks use
+            cross-attention.
+        media_refiner: Blocks that process only the media's tokens, before the streams are joined.
+        text_refiner: Blocks that process only the captions' tokens, before the streams are joined.
+        time_width: Width of the time's embedding and of the blocks' condition; 0 if equal to the blocks' width.
+        time_hidden: Width between the two layers of the time's embedding.
+        frequencies: Width of the time's sinusoids.
+        reversed_time: True if the network's time is 1000 - t and the network predicts data - noise.
+        time_unit: Divisor of the times before they are embedded.
+        time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding
+            serves as the modulation that all blocks share.
+        guidance: True if the scale of guidance is embedded and added to the time's embedding.
+        shared: Number of modulation vectors shared by all blocks; 0 for none.
+        final: Names of the vectors of the final layer's modulation, in their order.
+        final_table: True if the final layer's modulation is a learned table plus the time's embedding.
+        final_rank: Rank of the final layer's modulation, which is added to the first of the ``shared`` vectors; None
+            for a full-rank modulation that is not added to them.
+        table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches, whose positions range from 0 to
+            ``unit``. A picture uses the positions in the middle of the table. None without such a table.
+        media_multiple: Media are padded with learned tokens to a multiple of this number.
+        given: Number of channels after the latents, for models conditioned on the first frame: the repeated mask, and
+            the latents of a clip that is grey after its first frame.
+        zeros: Number of zero channels after the ``given`` channels. Their weights have no effect.
+        bias: True if the layers outside of the blocks have biases. The blocks' options set the biases of blocks.
+    """
+
+    channels: int
+    patch: tuple[int, ...]
+    stacks: tuple[Stack, ...]
+    text: TextEmbedding
+    rotary: Rotary
+    channels_last: tuple[bool, bool] = (False, False)
+    convolution: bool = False
+    order: tuple[str, ...] = ()
+    media_refiner: Stack | None = None
+    text_refiner: Stack | None = None
+    time_width: int = 0
+    time_hidden: int | None = None
+    frequencies: int = 256
+    reversed_time: bool = False
+    time_unit: float = 1.0
+    time_normed: bool = False
+    guidance: bool = False
+    shared: int = 0
+    final: tuple[str, ...] = ("shift", "scale")
+    final_table: bool = False
+    final_rank: int | None = None
+    table: tuple[int, int] | None = None
+    media_multiple: int = 1
+    given: int = 0
+    zeros: int = 0
+    bias: bool = True
+
+    @property
+    def block(self) -> BlockSpec:
+        return self.stacks[0].block
+
+    @property
+    def blocks(self) -> list[BlockSpec]:
+        return [stack.block for stack in self.stacks for _ in range(stack.count)]
+
 
 @dataclass(frozen=True)
 class Match:
-    """A set of OpenDiT's weights and the set of published weights with the same values.
-
-    The tensors ``ours``, concatenated along ``dim``, equal the tensors ``theirs``, concatenated along ``dim``. For
-    example, published weights of q, k and v match one qkv weight, and one published projection of attention and MLP
-    matches two weights. In names, ``*`` is a placeholder for the number of a block.
-
-    Attributes:
-        ours: Names of OpenDiT's parameters.
-        theirs: Published names.
-        dim: Dimension of the concatenation.
-        blocks: Numbers of OpenDiT's blocks to put in place of ``*``; None for names without ``*``.
-        offset: OpenDiT's number of a block minus its published number.
-    """
+    """OpenDiT's weights ``ours`` and published weights ``theirs`` that hold the same values, if each are concatenated
+    along ``dim``: published weights of q, k and v match one qkv weight. In names, ``*`` is a placeholder for the number
+    of a block, which runs over ``blocks``. ``offset`` is OpenDiT's number of a block minus its published number."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -34,7 +127,6 @@ class Match:
     offset: int = 0
 
     def names(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return the pairs (ours, theirs) of names, one pair for each block."""
         if self.blocks is None:
             return [(self.ours, self.theirs)]
         return [
@@ -58,17 +150,8 @@ def layers(
     blocks: range | None = None,
     offset: int = 0,
 ) -> list[Match]:
-    """Match all parameters of layers.
-
-    Args:
-        names: Names of OpenDiT's layers -> names of published layers. Several published layers are concatenated along
-            dimension 0.
-        kinds: Names of the parameters of each layer.
-        ours: Prefix of all names of OpenDiT's layers.
-        theirs: Prefix of all published names.
-        blocks: See :class:`Match`.
-        offset: See :class:`Match`.
-    """
+    """Match all parameters (``kinds``) of layers: OpenDiT's name -> published name, or several, which are concatenated
+    along dimension 0. ``ours`` and ``theirs`` are prefixes of all names. blocks, offset: see :class:`Match`."""
     found = []
     for own, published in names.items():
         parts = (published,) if isinstance(published, str) else published
@@ -101,16 +184,9 @@ class Text:
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """The latents of a family.
-
-    Attributes:
-        vae: Name of the VAE's class in diffusers. Shift and scale are read from the VAE's ``config.json``.
-        normalised: Normalisation of the VAE's output z. "scalar": (z - shift_factor) * scaling_factor. "channel":
-            (z - latents_mean) / latents_std for each channel. "batch": by the statistics of the VAE's batch norm.
-        video: True if the latents have frames.
-        downscale: Pixels per latent value along a side.
-        frames_downscale: Frames per latent frame, for latent frames after the first.
-    """
+    """The latents of a family: the VAE's class in diffusers, whether latents have frames, and pixels per latent value
+    along a side and along time (after the first frame). normalised: "scalar": (z - shift_factor) * scaling_factor.
+    "channel": (z - latents_mean) / latents_std. "batch": by the statistics of the VAE's batch norm."""
 
     vae: str
     normalised: Literal["scalar", "channel", "batch"]
@@ -138,18 +214,11 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Variant:
-    """Models of a family that a setting of ``model_index.json`` distinguishes from the family's usual models.
+    """Models of a family that ``setting`` of ``model_index.json`` distinguishes from the family's usual models.
 
-    Attributes:
-        setting: Setting of ``model_index.json`` that is on for these models.
-        image_size, frames, steps: See :class:`Family`.
-        scale: Default scale of guidance.
-        downscale: Pixels per latent value along a side.
-        fps: Frames per second of the clips.
-        given_frames: Conditioning frames that are inserted in place ("first"); see opendit.models.given_frames.
-        architecture: See :class:`Family`; "" for the family's.
-        experts: True if the pipeline has two networks. The value of ``setting`` is then the time in [0, 1] at and above
-            which the first network is used.
+    given_frames: conditioning frames that are inserted in place ("first"). architecture: "" for the family's. experts:
+    True if the pipeline has two networks; the value of ``setting`` is then the time in [0, 1] from which the first one
+    is used.
     """
 
     setting: str
@@ -165,7 +234,6 @@ class Variant:
 
     @property
     def latent_size(self) -> tuple[int, ...]:
-        """The default size of the latents, (frames, rows, columns)."""
         return (self.frames - 1) // 4 + 1, *(side // self.downscale for side in self.image_size)
 
 
@@ -236,6 +304,5 @@ class Family:
         return next((variant for variant in self.variants if (index or {}).get(variant.setting)), None)
 
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Return True if a network with this ``config.json`` belongs to the family."""
         same = all(config.get(key, value) == value for key, value in self.when.items())
         return config.get("_class_name") == self.network and same

@@ -7,13 +7,23 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a CosmosTransformer3DModel for text to image."""
     heads, size, channels = values["num_attention_heads"], values["attention_head_dim"], values["in_channels"]
     only = {
         "out_channels": channels,  # unlike the input, the output has no channel for conditioning frames
@@ -101,7 +111,6 @@ OF_BLOCK = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="transformer_blocks.*.", blocks=blocks)
     return (*layers(AROUND, WEIGHT), *layers(OF_BLOCK, WEIGHT, **where))

@@ -7,15 +7,25 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 STREAMS = ("text", "media")
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a Flux2Transformer2DModel."""
     channels, axes = values["in_channels"], tuple(values.get("axes_dims_rope", (32, 32, 32, 32)))
     if values.get("patch_size", 1) != 1:
         raise ValueError("patch_size: only 1, of latents that are packed by 2 x 2, is known")
@@ -83,7 +93,6 @@ OF_SINGLE = {"attn.q_norm": "attn.norm_q", "attn.k_norm": "attn.norm_k"}
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     double, single = spec.stacks[0].count, spec.stacks[1].count
     found = layers(AROUND, WEIGHT)
     embedders = {"t_embedder": "timestep_embedder"} | (

@@ -5,15 +5,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 FRAMES_A_SECOND = 25  # frame rate that the pipeline assumes
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of an LTXVideoTransformer3DModel."""
     channels, heads, size = values["in_channels"], values["num_attention_heads"], values["attention_head_dim"]
     width = heads * size
     only = {
@@ -83,7 +93,6 @@ NORMS = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="transformer_blocks.*.", blocks=blocks)
     table = ("blocks.*.adaLN_modulation.table",), ("transformer_blocks.*.scale_shift_table",)

@@ -7,13 +7,23 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a Lumina2Transformer2DModel."""
     channels, width, heads = values["in_channels"], values["hidden_size"], values["num_attention_heads"]
     shared, eps = values["num_kv_heads"] or heads, values.get("norm_eps", 1e-5)
     axes = tuple(values["axes_dim_rope"])
@@ -85,7 +95,6 @@ STACKS = {"blocks": "layers", "media_refiner": "noise_refiner", "text_refiner": 
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     found = layers(AROUND) + layers({"text_embedder.norm": "time_caption_embed.caption_embedder.0"}, WEIGHT)
     stacks = {"blocks": spec.stacks[0], "media_refiner": spec.media_refiner, "text_refiner": spec.text_refiner}
     for ours, stack in stacks.items():

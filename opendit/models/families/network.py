@@ -16,23 +16,19 @@ from opendit.models.attention import (
     Attention,
     CrossAttention,
     SequenceShards,
-    StreamShards,
     TokenGrid,
     local_attention,
     of_rows,
 )
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, make_block, run_blocks
-from opendit.models.conditioning import Condition, TextCondition
+from opendit.models.conditioning import Condition, TextCondition, beside, in_place
 from opendit.models.dit import DiT
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import NetworkSpec, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
-from opendit.models.given_frames import beside, in_place
-from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
-from opendit.models.interleaved import Interleaved
+from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, canonical_name, initialize
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
-from opendit.models.parameter_names import canonical_name
-from opendit.models.positions import grid_coordinates, sincos_positions
-from opendit.models.segments import PlacedSegments, Segments, Varlen
+from opendit.models.positions import grid_coordinates, media_places, sincos_positions, text_places
+from opendit.models.segments import Interleaved, PlacedSegments, Segments, Varlen
 
 
 class PatchLinear(nn.Module):
@@ -62,7 +58,6 @@ class PatchLinear(nn.Module):
         return x.permute(0, *order).flatten(1 + axes).flatten(1, axes)
 
     def project(self, patches: Tensor) -> Tensor:
-        """Project patches (B, N, C * prod(patch)) to tokens (B, N, D)."""
         if self.zeros:
             patches = nn.functional.pad(patches, (0, self.zeros * math.prod(self.patch)))
         return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
@@ -223,9 +218,8 @@ class PublicDiT(DiT):
 
     def _positions_in_middle(self, coordinates: Tensor, grid: tuple[int, ...] | Tensor) -> Tensor:
         """Return the positions (1, N, D) of patches at coordinates (N, 2). grid: the size (2,) of the pictures' grid,
-        or the size (N, 2) of the grid that each patch belongs to.
-
-        Raises ValueError for pictures that are larger than the table."""
+        or the size (N, 2) of the grid that each patch belongs to. Raises ValueError for pictures that are larger than
+        the table."""
         side, unit = cast(tuple[int, int], self.config.spec.table)
         sides = torch.as_tensor(grid, device=coordinates.device)
         if int(sides.max()) > side:
@@ -249,9 +243,7 @@ class PublicDiT(DiT):
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
         """If rotations cover the channels of all heads, select the tokens and heads whose queries this rank projects.
-
-        Rotations that all heads share are returned unchanged, because ranks apply these after the exchange of heads.
-        """
+        Rotations that all heads share are returned unchanged, because ranks apply these after the exchange of heads."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
@@ -328,19 +320,9 @@ class PublicDiT(DiT):
     # ----------------------------------------------------------------------------------------------------- one forward
 
     def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
-        """Predict the velocity, noise - data, of noised latents.
-
-        Args:
-            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
-            t: (B,) times in [0, 1000], where 1000 is pure noise. With conditioning frames in place, (B, T), one time
-                per frame; see ``times_of_frames``.
-            y: a TextCondition.
-            segments: The segments of a pack. x then has its patches (N, C, *patch), t and y have one row per segment,
-                and the result is patches.
-
-        Raises:
-            ValueError: the patch does not divide a side, or the model can't take packs.
-        """
+        """Predict the velocity, noise - data, of noised latents; see :meth:`DiT.forward`. t: (B,) times in [0, 1000],
+        where 1000 is pure noise; with conditioning frames in place, (B, T), see ``times_of_frames``. y: a
+        TextCondition."""
         c, context = self.condition(t, y)
         if segments is not None:
             return self._predict_pack(x, self.modulations(c), context, segments)
@@ -392,7 +374,7 @@ class PublicDiT(DiT):
             return media, grid
         text, _ = _of_context(context)
         if grid.shards is not None:
-            text = cast(StreamShards, grid.shards).take_stream(spec.order.index("text"), text)
+            text = grid.shards.take_stream(spec.order.index("text"), text)
         parts = {"text": text, "media": media}
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
@@ -460,13 +442,12 @@ class PublicDiT(DiT):
         return torch.arange(batch, device=self.device)[:, None] * sizes[0] + frames
 
     def leave(self, x: Tensor, m: Modulation, grid: TokenGrid) -> Tensor:
-        """Compute the prediction (B, C, ...) from the tokens (B, N, D) after the last block."""
         spec = self.config.spec
         if spec.order:
             x = x.split(grid.streams, dim=1)[spec.order.index("media")]
         y = self.final_layer(x, cast(Tensor, m), of_rows(grid))
         if grid.shards is not None:
-            joint = cast(StreamShards, grid.shards)
+            joint = grid.shards
             y = joint.gather_stream(spec.order.index("media"), y) if spec.order else joint.gather(y)
         y = self.unpatchify(y[:, : math.prod(grid.sizes)], grid.sizes)
         return -y if spec.reversed_time else y
@@ -519,11 +500,9 @@ class PublicDiT(DiT):
         return -y if spec.reversed_time else y
 
     def _joint_pack(self, segments: Segments, text: Tensor, keys: Tensor) -> "JointPack":
-        """Return the layout of a pack whose sequence contains the captions, text (S, L, D).
-
-        keys: (S, L) bool, True for the captions' tokens that are in the sequence; (S, 0) if all tokens are. If captions
-        have unequal lengths, this method waits for the device.
-        """
+        """Return the layout of a pack whose sequence contains the captions, text (S, L, D). keys: (S, L) bool, True for
+        the captions' tokens that are in the sequence; (S, 0) if all tokens are. If captions have unequal lengths, this
+        method waits for the device."""
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
         own = keys.sum(1) if keys.shape[1] else None
@@ -576,15 +555,9 @@ class PublicDiT(DiT):
 
 @dataclass(frozen=True, eq=False)
 class JointPack:
-    """The layout of a pack whose sequence contains a caption for each sample.
-
-    Attributes:
-        grid: Grid of all tokens.
-        alone: Grid of the media's tokens.
-        filled: Order of the media's tokens and of the learned tokens that pad them; None without learned tokens.
-        padded: Order of the captions' tokens and their padding; None without padding.
-        sample_of_row: (n,), the sample of each media token.
-    """
+    """The layout of a pack whose sequence contains a caption for each sample: the grids of all tokens and of the
+    media's tokens, the order of media and of the learned tokens that pad them, the order of captions and their padding
+    (None without padding), and the sample (n,) of each media token."""
 
     grid: TokenGrid
     alone: TokenGrid
@@ -593,37 +566,8 @@ class JointPack:
     sample_of_row: Tensor
 
     def without_padding(self, text: Tensor) -> Tensor:
-        """Return the tokens (1, n, D) of captions (S, L, D), without padding."""
         tokens = text.flatten(0, 1).unsqueeze(0)
         return tokens if self.padded is None else self.padded.split(tokens)[0]
-
-
-def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
-    """Return the rotary coordinates (n, axes) float64 of media tokens.
-
-    places: (n, 2 or 3), the tokens' coordinates in the grid. sides: (2,) or (n, 2), number of rows and columns of the
-    grid. For ``rotary.text`` "count", the caller must add the offset that follows from the caption's length.
-    """
-    axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
-    if rotary.text == "diagonal":
-        places[:, -2:] -= sides - sides // 2
-    # With three coordinates and two axes, the padding is negative and removes the frame.
-    places = nn.functional.pad(places, (axes - places.shape[1], 0))
-    return nn.functional.pad(places, (0, len(rotary.channels) - axes))
-
-
-def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
-    """Return the rotary coordinates (length, axes) or (S, length, axes) float64 of captions' tokens. sides: (2,) or
-    (S, 2), number of rows and columns of the media."""
-    index = torch.arange(length, device=sides.device, dtype=torch.float64)
-    at = index.new_zeros(length, len(rotary.channels))
-    if rotary.text == "count":
-        at[:, 0] = index + rotary.first
-    elif rotary.text == "last":
-        at[:, -1] = index
-    elif rotary.text == "diagonal":
-        at = at + (index + (sides // 2).amax(-1, keepdim=True)).unsqueeze(-1)
-    return at
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:
@@ -640,5 +584,4 @@ def _parts_of(modules: Any) -> Iterable[Any]:
 
 
 def _round_up(numbers: Any, multiple: int) -> Any:
-    """Round ``numbers``, a tensor or an integer, up to multiples of ``multiple``."""
     return (numbers + multiple - 1) // multiple * multiple

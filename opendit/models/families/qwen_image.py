@@ -6,15 +6,25 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 STREAMS = ("text", "media")
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a QwenImageTransformer2DModel for text to image."""
     for key, models in {
         "zero_cond_t": "models that are given pictures (Qwen-Image-Edit)",
         "use_additional_t_cond": "models of layers (Qwen-Image-Layered)",
@@ -77,7 +87,6 @@ NORMS = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     found = layers(AROUND) + layers({"text_embedder.norm": "txt_norm"}, WEIGHT)
     for stream in STREAMS:
         blocks = range(spec.stacks[0].count)

@@ -6,14 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.families.flux import NORMS, OF_STREAM, STREAMS
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of an SD3Transformer2DModel with one attention per block."""
     heads, size, count = values["num_attention_heads"], values["attention_head_dim"], values["num_layers"]
     channels, width = values["in_channels"], heads * size
     if values.get("dual_attention_layers"):
@@ -67,7 +77,6 @@ READ = ("attn.qkv", "adaLN_modulation.1")
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     updated, read = (stack.count for stack in spec.stacks)
     found = layers(AROUND)
     for stream in STREAMS:

@@ -12,13 +12,24 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, Variant, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    Variant,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a WanTransformer3DModel for text to video or image to video."""
     if values.get("pos_embed_seq_len") is not None:
         raise ValueError("pos_embed_seq_len: models that are given the last frame as well are not known")
     channels, patch = values.get("out_channels") or values["in_channels"], tuple(values["patch_size"])
@@ -106,7 +117,6 @@ OF_PICTURES = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="blocks.*.", blocks=blocks)
     pictures: list[Match] = []

@@ -7,15 +7,25 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
-from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.base import (
+    WEIGHT,
+    Family,
+    Guidance,
+    LatentSpace,
+    Match,
+    NetworkSpec,
+    Stack,
+    Text,
+    TextEmbedding,
+    layers,
+)
 from opendit.models.layers import Options
+from opendit.models.positions import Rotary
 
 MULTIPLE = 32  # Pictures and captions are padded with learned tokens to a multiple of this number.
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a ZImageTransformer2DModel."""
     if (values.get("all_patch_size"), values.get("all_f_patch_size")) not in (((2,), (1,)), ([2], [1]), (None, None)):
         raise ValueError("all_patch_size, all_f_patch_size: only one patch of 2 x 2 in one frame is known")
     if values.get("siglip_feat_dim") is not None:
@@ -85,7 +95,6 @@ STACKS = {"blocks": "layers", "media_refiner": "noise_refiner", "text_refiner": 
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the matches of all weights."""
     found = layers(AROUND) + layers({"text_embedder.norm": "cap_embedder.0"}, WEIGHT)
     found.append(Match(("text_embedder.filling",), ("cap_pad_token",)))
     found.append(Match(("x_embedder.filling",), ("x_pad_token",)))

@@ -1,33 +1,118 @@
 """Adapters for Colossal-AI: corrections, the ZeRO optimizer, and plugins. Only these modules import colossalai.
 
-Colossal-AI is neither imported nor changed before :func:`load` is called.
+Colossal-AI is neither imported nor changed before :func:`load` is called. :func:`prepare` makes Colossal-AI 0.5.0
+importable without its pinned dependencies, and runnable on a CPU with gloo.
 """
 
-from importlib.util import find_spec
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import warnings
 from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 HOW_TO_INSTALL = "run `bash install.sh`, or `pip install --no-deps colossalai==0.5.0`"
 
 
 def check_installed() -> None:
-    """Raise ValueError, with the command that installs Colossal-AI, if it is not installed. This does not import
-    Colossal-AI."""
-    if find_spec("colossalai") is None:
+    if importlib.util.find_spec("colossalai") is None:
         raise ValueError(
             f"training needs Colossal-AI, which is not installed: {HOW_TO_INSTALL} (sampling does without)"
         )
 
 
 def load() -> ModuleType:
-    """Import Colossal-AI, apply the corrections, and return the module opendit.parallel.colossal.plugins.
-
-    Raises:
-        ImportError: Colossal-AI can't be imported. The message has the command that installs it.
-    """
-    from opendit.parallel.colossal import compat
-
-    compat.prepare()  # the following imports work only after this call
+    """Import Colossal-AI, apply the corrections, and return the module opendit.parallel.colossal.plugins. Raises
+    ImportError: Colossal-AI can't be imported. The message has the command that installs it."""
+    prepare()  # the following imports work only after this call
     from opendit.parallel.colossal import plugins
 
     plugins.register()
     return plugins
+
+
+_OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook that provides placeholders for packages. Colossal-AI imports these packages in files that this
+    project never uses."""
+
+    def __init__(self, names: list[str]):
+        self.names = names
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _placeholder
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def _placeholder(name: str) -> type[Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+@functools.cache
+def prepare() -> None:
+    """Import Colossal-AI and apply the corrections that all plugins need. Further calls do nothing."""
+    _import_colossalai()
+    # Gemini causes this warning, because it reads storage sizes with TypedStorage.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    from colossalai.zero.gemini import gemini_ddp
+
+    # Gemini would cast every float input, including timesteps, to half precision. The models of this project cast
+    # inputs themselves.
+    gemini_ddp._cast_float = lambda value, dtype: value
+
+
+@contextlib.contextmanager
+def _nothing_compiled():
+    """Disable torch.compile inside this context. Colossal-AI decorates functions of its FP8 communication with
+    torch.compile. This project never calls these functions, and the decoration alone would import torch's compiler (1 s
+    of CPU time)."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **options: function or (lambda function: function)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+def _import_colossalai() -> None:
+    # Also hide optional packages that are installed: otherwise peft would take the placeholder of bitsandbytes for the
+    # package.
+    hidden = [n for n in _OPTIONAL if n not in sys.modules]
+    # Colossal-AI's pipeline code calls this function, which new versions of torch lack
+    if not hasattr(dist, "is_hccl_available"):
+        incomplete: Any = dist
+        incomplete.is_hccl_available = lambda: False
+    finder = _StandIn(hidden)
+    sys.meta_path.insert(0, finder)
+    try:
+        with _nothing_compiled(), warnings.catch_warnings():  # hides warnings about optional packages
+            warnings.simplefilter("ignore")
+            import colossalai.booster.plugin
+            import colossalai.nn.optimizer  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"Colossal-AI could not be imported ({error}); {HOW_TO_INSTALL}") from error
+    finally:
+        sys.meta_path.remove(finder)
+        # Remove placeholders, because diffusers and transformers look for peft in sys.modules.
+        for name in [m for m in sys.modules if m.partition(".")[0] in hidden]:
+            del sys.modules[name]

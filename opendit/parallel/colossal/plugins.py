@@ -1,78 +1,250 @@
-"""Training with Colossal-AI: optimizers, the Booster, corrections of Gemini, and FSDP2 as a plugin.
+"""Training with Colossal-AI: the Booster, and corrections of Gemini and DDP.
 
 Import this module with ``opendit.parallel.colossal.load()``, which makes the imports below work.
 """
 
 import warnings
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from colossalai import accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 from colossalai.amp.naive_amp.mixed_precision_mixin import BF16MixedPrecisionMixin
 from colossalai.booster import Booster
 from colossalai.booster.plugin import (
     GeminiPlugin,
     LowLevelZeroPlugin,
-    Plugin,
     TorchDDPPlugin,
     low_level_zero_plugin,
 )
+from colossalai.zero import LowLevelZeroOptimizer
 from colossalai.zero.gemini import gemini_optimizer
-from torch import nn
+from colossalai.zero.gemini.chunk import chunk as gemini_chunk
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
 
-from opendit.kernels.common import kernels_available
-from opendit.models.dit import DiT
-from opendit.parallel.apply import Sharding, apply_shards, float8_weights
-from opendit.parallel.colossal.zero import ZeroOptimizer
-from opendit.parallel.float8_gather import Float8Shards
-from opendit.parallel.host_shards import hosted_parameters, move_to_host
-from opendit.parallel.mesh import Mesh
-from opendit.parallel.optimizer import FusedAdamW, LossScale, ShardedOptimizer
+from opendit.parallel.muon import Muon
+from opendit.parallel.optimizer import FusedAdamW, OnePassAdamW
 from opendit.parallel.tensor import ReplicatedGradients
 
-__all__ = ["FSDPPlugin", "boost", "boost_with", "build_optimizer", "register"]
+ALIGNMENT = 8  # every shard in a bucket begins at a multiple of this number of elements, which is 16 bytes
+GATHER_BYTES = 128 << 20  # minimum number of bytes of working weights that are gathered together
 
-# ------------------------------------------------------------------------------------------ optimizers
 
+class ZeroOptimizer(LowLevelZeroOptimizer):
+    """ZeRO-2 optimizer with few passes over memory. The host never waits for the device, except once per step in fp16.
 
-def build_optimizer(
-    module: nn.Module,
-    plugin: str,
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eight_bits: bool = False,
-) -> tuple[torch.optim.Optimizer, str]:
-    """Return the optimizer for ``plugin``, and a line that names the optimizer and the reason for it.
+    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, and waits for the device after
+    every backward pass. It copies gradients and weights into buckets and back, even on a single rank. In contrast,
+    here:
 
-    Under zero2 and fsdp, OnePassAdamW computes the steps, and uses only the settings and state of this optimizer.
+    - On one rank nothing is reduced, and the step reads ``p.grad``.
+    - On several ranks, buckets of gradients are reduce-scattered during the backward pass, and a rank keeps only its
+      shard.
+    - :class:`OnePassAdamW` updates one bucket of parameters after another. The working weights of a bucket are
+      gathered, in place, while the next bucket is updated.
+
+    ``grad_norm`` (float64, unscaled and before clipping) and ``finite`` (bool) are results of the last step, 0-dim on
+    the device.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
-    optimizer = FusedAdamW(trained, eight_bits, **settings)
-    moments = ", moments in 8 bits between steps" if eight_bits else ""
-    if plugin not in ("zero2", "fsdp"):
-        return optimizer, f"torch's fused AdamW{moments}"
-    available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
-    return optimizer, f"{kind}{moments} ({why})"
+
+    grad_norm: Tensor
+    finite: Tensor
+    replicated: ReplicatedGradients | None = None
+    muon: Muon | None = None
+    pg_to_param_list: dict[dist.ProcessGroup, list[nn.Parameter]]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        ((self._group, self._params),) = self.pg_to_param_list.items()
+        self._params = [p for p in self._params if p.requires_grad]
+        self.masters: list[Tensor] = [self.working_to_master_param[id(p)] for p in self._params]
+        self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        # This rank's part of every working weight, including the padding at the end of the last ranks' parts.
+        self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
+        self._working = [w.view(self._world, -1)[self._rank] for w in self._padded]
+        self._shards: dict[int, Tensor] = {}  # this rank's gradient shards, by the id of the parameter
+        self._bucket: list[nn.Parameter] = []
+        self._in_flight: list[tuple[Any, list[nn.Parameter], Tensor]] = []
+        self._adamw = OnePassAdamW(cast(Any, self.optim), self.masters, self.own_sizes(), self._working)
+        if self._world == 1:
+            for hook in self.grad_handles:
+                hook.remove()
+
+    # ---------------------------------------------------------------- gradients
+
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        """Add the gradients of a loss to the accumulated gradients. In fp16, the loss is first scaled, without reading
+        the scale on the host."""
+        scaler = self.scaler
+        scaled = loss if scaler is None else loss * scaler.scale.view(())
+        scaled.backward(inputs=inputs, retain_graph=retain_graph)
+        self._reduce_bucket()
+        self._collect(keep=0)
+
+    def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """Run a backward pass that starts from ``output`` with its scaled gradient, ``gradient``. Add the resulting
+        gradients."""
+        torch.autograd.backward(output, gradient)
+        self._reduce_bucket()
+        self._collect(keep=0)
+
+    def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
+        self._bucket.append(param)
+        if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
+            self._reduce_bucket()
+            self._collect(keep=1)
+
+    def _reduce_bucket(self) -> None:
+        """Start to average the gradients of the bucket over all ranks. Each rank receives a shard."""
+        if not self._bucket:
+            return
+        rows = []
+        for param in self._bucket:
+            grad = _padded(cast(Tensor, param.grad).reshape(-1), self.get_param_padding_size(param)).view(
+                self._world, -1
+            )
+            rows.append(_padded(grad, -grad.shape[1] % ALIGNMENT))
+            param.grad = None
+        flat = torch.cat(rows, dim=1).div_(self._world)
+        shard = flat.new_empty(flat.shape[1])
+        work = dist.reduce_scatter_tensor(shard, flat.view(-1), group=self._group, async_op=True)
+        self._in_flight.append((work, self._bucket, shard))
+        self._bucket = []
+
+    def _collect(self, keep: int) -> None:
+        """Store the gradient shards of all reductions except the last ``keep``. Only the device waits for the
+        reductions, not the host."""
+        while len(self._in_flight) > keep:
+            work, params, received = self._in_flight.pop(0)
+            work.wait()
+            widths = [self.working_to_master_param[id(p)].numel() for p in params]
+            shards = received.split([width + -width % ALIGNMENT for width in widths])
+            for param, shard, width in zip(params, shards, widths, strict=True):
+                if id(param) in self._shards:  # not the first micro-batch of the step
+                    self._shards[id(param)] += shard[:width]
+                else:
+                    self._shards[id(param)] = shard[:width]
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """Return this rank's gradients of the backward passes since the last step, in the order of the parameters."""
+        if self._world == 1:
+            return [p.grad for p in self._params]
+        return [self._shards.get(id(p)) for p in self._params]
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        for param, gradient in zip(self._params, gradients, strict=True):
+            if self._world == 1:
+                param.grad = gradient
+            elif gradient is not None:
+                self._shards[id(param)] = gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._shards.clear()
+        for param in self._params:
+            param.grad = None
+
+    # ---------------------------------------------------------------- the step
+
+    def attach_averages(
+        self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> None:
+        """Make every later step also update these averages of this rank's shards without padding; see
+        :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
+        self._adamw.attach_averages(averages, decays, updates)
+
+    def step(self, closure: Any = None) -> None:
+        """Clip, update masters, moments, averages and working weights, and clear the gradients. If a gradient of any
+        rank is not finite, nothing is changed."""
+        self._adamw.counted = self.replicated and self.replicated.counted
+        fused, scaler, gradients = self._adamw.fused(), self.scaler, self.gradients
+        if self.replicated is not None:
+            self.replicated.sum(gradients)
+        grads = zip(gradients, fused.masters, strict=True)
+        total = fused.square_sum([g if g is None or self._world == 1 else g[: m.numel()] for g, m in grads])
+        if self._world > 1:
+            dist.all_reduce(total, group=self._group)
+        if self.replicated is not None:
+            self.replicated.total(total)
+        scale = 1.0 if scaler is None else scaler.scale
+        self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip_grad_norm)
+        if self.muon is not None:
+            self.muon.direct(fused)
+        settings = self.optim.param_groups[0]
+        gathers = []
+        for start, stop in self._buckets():
+            fused.update(lr=settings["lr"], weight_decay=settings["weight_decay"], start=start, stop=stop)
+            gathers += self._start_gather(start, stop)
+        for work in gathers:
+            work.wait()
+        self.zero_grad()
+        if scaler is not None:
+            scale = scaler._scale
+            scaler.update(not self.finite.item())
+            scaler._scale = scale.copy_(scaler._scale)  # keep the address of the scale, because CUDA graphs read it
+
+    @property
+    def scaler(self) -> Any:
+        return getattr(self.mixed_precision_mixin, "grad_scaler", None)
+
+    def own_sizes(self) -> list[int]:
+        widths = [master.numel() for master in self.masters]
+        pairs = zip(self._params, widths, strict=True)
+        return [min(max(p.numel() - self._rank * width, 0), width) for p, width in pairs]
+
+    # ---------------------------------------------------------------- working weights
+
+    def _buckets(self) -> list[tuple[int, int]]:
+        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights each. On one
+        rank, return a single range."""
+        edges, size = [0], 0
+        for i, working in enumerate(self._padded, start=1):
+            size += working.numel() * working.element_size()
+            if (size >= GATHER_BYTES and self._world > 1) or i == len(self._padded):
+                edges.append(i)
+                size = 0
+        return list(zip(edges, edges[1:], strict=False))
+
+    def _start_gather(self, start: int, stop: int) -> list[Any]:
+        """Start to gather the parts that other ranks hold of the working weights ``start`` to ``stop`` - 1, in
+        place."""
+        if self._world == 1:
+            return []
+        with dist._coalescing_manager(group=self._group, async_ops=True) as work:
+            for whole, part in zip(self._padded[start:stop], self._working[start:stop], strict=True):
+                dist.all_gather_into_tensor(whole, part, group=self._group)
+        return [work]
+
+    @torch.no_grad()
+    def gather_working_params(self) -> None:
+        torch._foreach_copy_(self._working, self.masters)
+        for work in self._start_gather(0, len(self._padded)):
+            work.wait()
+
+
+def _padded(rows: Tensor, more: int) -> Tensor:
+    """Pad each of ``rows`` with ``more`` zeros at its end. Return ``rows`` itself, without a copy, if ``more`` is 0."""
+    return functional.pad(rows, (0, more)) if more else rows
 
 
 def register() -> None:
-    """Make Colossal-AI's plugins accept the optimizers of this project."""
     gemini_optimizer._AVAIL_OPTIM_LIST.add(FusedAdamW)
     low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
+    if not torch.cuda.is_available():
+        _stand_in_for_a_gpu()
 
 
 # ------------------------------------------------------------------------------------------ Gemini
 
 
 class _FiniteBF16(BF16MixedPrecisionMixin):
-    """Precision mixin for bf16 without loss scaling. All ranks skip a step if a gradient of any rank is not finite.
-
-    In every precision, Gemini counts the gradient chunks that are not finite, but it reads the count only in fp16.
-    """
+    """Precision mixin for bf16 without loss scaling. All ranks skip a step if a gradient of any rank is not finite. In
+    every precision, Gemini counts the gradient chunks that are not finite, but it reads the count only in fp16."""
 
     def __init__(self, manager):
         self.manager = manager
@@ -101,17 +273,12 @@ def boost(
     initial_scale: float = 2.0**16,
     bucket: int | None = None,
 ) -> tuple[Any, Any]:
-    """Wrap ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and return both.
+    """Wrap ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and return both. The module's parameters
+    become the plugin's working weights on this process's device.
 
-    The module's parameters become the plugin's working weights on this process's device.
-
-    Args:
-        grad_clip: bound of the gradient norm; 0 for none. ``ddp`` ignores ``grad_clip`` and ``precision``, because its
-            engine casts and clips.
-        accumulate: True if a step has several micro-batches.
-        group: ranks over which zero2 and ddp average gradients, and zero2 divides state; None for all ranks.
-        initial_scale: initial loss scale in fp16.
-        bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
+    grad_clip: bound of the gradient norm; 0 for none. The engine of ddp itself casts and clips. accumulate: True if a
+    step has several micro-batches. group: ranks over which zero2 and ddp average gradients, and zero2 divides state.
+    bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
     """
     on_gpu = torch.cuda.is_available()
     built: Any  # Any, because each plugin has different arguments
@@ -154,7 +321,9 @@ def boost(
         built.zero_optim_kwargs["dp_process_group"] = group
     elif group is not None:
         built.ddp_kwargs["process_group"] = group
-    model, boosted = boost_with(built, module, optimizer)
+    with warnings.catch_warnings():  # torch warns about DDP arguments that TorchDDPPlugin passes
+        warnings.simplefilter("ignore")
+        model, boosted, *_ = cast(Any, Booster(plugin=built).boost(module, optimizer))
     if plugin == "gemini" and precision == "bf16":
         boosted.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
     if plugin == "ddp":
@@ -162,22 +331,12 @@ def boost(
     return model, boosted
 
 
-def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Wrap a module and its optimizer with Colossal-AI's Booster and this plugin. Return both."""
-    with warnings.catch_warnings():  # torch warns about DDP arguments that TorchDDPPlugin passes
-        warnings.simplefilter("ignore")
-        boosted = Booster(plugin=plugin).boost(module, optimizer)
-    return boosted[0], boosted[1]
-
-
 def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Let torch arrange its gradient buckets before the first step.
+    """Let torch arrange its gradient buckets before the first step, by a backward pass with zero gradients.
 
-    After the first backward pass, torch rearranges the buckets in the order in which gradients became ready. The
-    arrangement determines the order in which gradients are summed over more than two ranks. So the first step of a
-    resumed run would round differently. To prevent that, this function runs a first backward pass with zero gradients.
-    Autograd processes the sum below from its end. So the buckets begin with the last layers, whose gradients are also
-    ready first in a real pass.
+    After the first backward pass, torch rearranges the buckets in the order in which gradients became ready, which
+    determines the order of sums over more than two ranks. So the first step of a resumed run would round differently.
+    Autograd processes the sum below from its end. So the buckets begin with the last layers, as in a real pass.
     """
     params = [p for p in ddp.parameters() if p.requires_grad]
     ddp.reducer.prepare_for_backward([])
@@ -185,101 +344,77 @@ def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
     ddp.zero_grad(set_to_none=True)
 
 
-class FSDPPlugin(Plugin):
-    """Plugin of Colossal-AI's Booster for torch's FSDP2. It shards a model with
-    :func:`opendit.parallel.apply.apply_shards`, and wraps the optimizer in a :class:`ShardedOptimizer`.
+# ------------------------------------------------------------------------------------------ on a CPU
 
-    If no other rank has the same weights, the plugin does not shard the weights, because ``fully_shard`` would copy
-    every weight and gradient in every step. The working weights are then in ``sharding.dtype``, with separate fp32
-    masters, as under zero2.
 
-    Args:
-        mesh: mesh of the run.
-        sharding: settings of ``fully_shard``.
-        grad_clip, offload, replicated: see :class:`ShardedOptimizer`.
-        loss_scale: loss scale for training in fp16; None in other precisions.
-    """
+def _stand_in_for_a_gpu() -> None:
+    accelerator.set_accelerator(_CpuAsCuda())
+    _keep_chunks_in_one_memory()
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        sharding: Sharding,
-        *,
-        grad_clip: float,
-        loss_scale: LossScale | None = None,
-        offload: str = "none",
-        replicated: ReplicatedGradients | None = None,
-    ):
-        self.mesh, self.sharding, self.grad_clip = mesh, sharding, grad_clip
-        self.loss_scale, self.offload, self.replicated = loss_scale, offload, replicated
 
-    def configure(
-        self,
-        model: DiT,
-        optimizer: FusedAdamW | None = None,
-        criterion: Any = None,
-        dataloader: Any = None,
-        lr_scheduler: Any = None,
-    ) -> tuple[Any, ...]:
-        float8 = sharded = None
-        if self.mesh.dims.size("loss") > 1:
-            apply_shards(model, self.mesh, self.sharding)
-            if self.sharding.hosted:
-                move_to_host(model, hosted_parameters(model, self.sharding.hosted), self.mesh.device)
-            # Allocate the other shards; the engine sets the values.
-            model._apply(lambda each: torch.empty_like(each, device=self.mesh.device) if each.is_meta else each)
-            if self.sharding.gather_float8 and (names := float8_weights(model)):
-                float8 = Float8Shards(model, names, self.sharding.dtype, self.mesh.group("fsdp"))
-        else:
-            model.to(self.mesh.device)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(self.sharding.dtype)
-        if optimizer is not None:
-            trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            sharded = ShardedOptimizer(
-                optimizer,
-                trained,
-                self.mesh.group("fsdp"),
-                grad_clip=self.grad_clip,
-                loss_scale=self.loss_scale,
-                offload=self.offload,
-                device=self.mesh.device,
-                float8=float8,
-                replicated=self.replicated,
-            )
-        return model, sharded, criterion, dataloader, lr_scheduler
+class _Idle:
+    def __enter__(self):
+        return self
 
-    def control_device(self) -> bool:
-        return True
+    def __exit__(self, *exc):
+        return None
 
-    def control_precision(self) -> bool:
-        return True
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
 
-    def control_checkpoint_io(self) -> bool:
-        return False  # opendit/checkpoint, not the plugin, writes checkpoints
 
-    def supported_devices(self) -> list[str]:
-        return ["cuda", "cpu"]
+class _CpuAsCuda(CpuAccelerator):
+    """Accelerator that is the CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini require."""
 
-    def supported_precisions(self) -> list[str]:
-        return ["fp16", "bf16", "fp32"]
+    def __init__(self):
+        super().__init__()
+        self._name = "cuda"
 
-    def support_no_sync(self) -> bool:
-        return False  # the engine's micro_batch(), not the plugin, controls reductions
+    def synchronize(self, device=None):
+        return None
 
-    def support_lora(self) -> bool:
-        return False  # opendit/models/lora.py, not the plugin, adds LoRA
+    def empty_cache(self):
+        return None
 
-    def get_checkpoint_io(self) -> NoReturn:
-        raise NotImplementedError("checkpoints are written by opendit.checkpoint")
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
 
-    def no_sync(self, model: Any, optimizer: Any) -> NoReturn:
-        raise NotImplementedError("the engine's micro_batch() steers reductions")
+    manual_seed_all = manual_seed
 
-    def enable_lora(
-        self, model: Any, pretrained_dir: Any, lora_config: Any, bnb_quantization_config: Any = None
-    ) -> NoReturn:
-        raise NotImplementedError("opendit.models.lora adds LoRA before the Booster")
+    def current_device(self):
+        return 0
 
-    def prepare_dataloader(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("opendit.data reads the samples")
+    def device_count(self):
+        return 1
+
+    def memory_allocated(self, device=None):
+        return 0
+
+    max_memory_allocated = memory_allocated
+
+    def _idle(self, *args, **kwargs):
+        return _Idle()
+
+    Stream = Event = current_stream = default_stream = stream = cast(Any, _idle)
+
+    def set_stream(self, stream_):
+        return None
+
+
+def _keep_chunks_in_one_memory() -> None:
+    """Prevent Gemini from moving shards between "cuda" and "cpu", which are the same memory on a CPU. A shard stays a
+    "cuda" shard."""
+    chunk: Any = gemini_chunk.Chunk
+    close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
+
+    def close_chunk(self):
+        self.shard_device = torch.device("cuda")  # only a name; nothing is allocated on this device
+        close(self)
+
+    def shard_move(self, device, force_copy=False, non_blocking=False):
+        if not self.optim_sync_flag:
+            paired_move(self, non_blocking=non_blocking)
+            self.optim_sync_flag = True
+
+    gemini_chunk.Chunk.close_chunk = close_chunk
+    gemini_chunk.Chunk.shard_move = shard_move

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from opendit.kernels.eight_bit_moments import set_values, to_values
-from opendit.parallel.engines.base import BoosterEngine, StepResult
+from opendit.parallel.engines import BoosterEngine, StepResult
 from opendit.parallel.layout import Layout, Shard, flat_cut
 from opendit.parallel.muon import Muon
 
@@ -99,7 +99,6 @@ class DDPEngine(BoosterEngine):
         pass  # _step reads self.muon
 
     def _step_muon(self, muon: Muon) -> None:
-        """Update the matrices with Muon, and clear their gradients so that AdamW skips them."""
         stepped = {name: p for name, p in self._params.items() if name in muon.names and p.grad is not None}
         states = {name: self.adam.init_state(p) for name, p in stepped.items()}
         (settings,) = self.adam.param_groups

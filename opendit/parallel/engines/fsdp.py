@@ -6,63 +6,68 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from opendit.kernels.eight_bit_moments import EightBits
-from opendit.parallel.colossal import load
-from opendit.parallel.engines.base import OnePassEngine, StepResult
+from opendit.parallel.engines import OnePassEngine, Settings, StepResult
+from opendit.parallel.fsdp import Float8Shards, apply_shards, float8_weights, hosted_parameters, move_to_host
 from opendit.parallel.layout import Layout, dim_cut, flat_cut
 from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(OnePassEngine):
     """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every parameter and of its gradient, moments
-    and averages, in fp32.
-
-    When a unit of the model's plan is called, its weights are gathered in the precision of the forward pass. Each of
+    and averages, in fp32. Weights of a called unit are gathered in the precision of the forward pass. Each of
     ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in full, as under
-    zero2.
-    """
+    zero2."""
 
     plugin = "fsdp"
     optimizer: ShardedOptimizer
 
-    def _wrap(self, module, settings):
-        colossal, mesh = load(), self.mesh
+    def _wrap(self, module: Any, settings: Settings) -> tuple[Any, Any, Any, str]:
+        mesh = self.mesh
         self.whole = mesh.dims.size("loss") == 1
         self.no_graph = "" if self.whole else "FSDP2 gathers and frees weights from the host (--plugin fsdp)"
         self._sharding = replace(settings.sharding, dtype=self.dtype)
         self._frozen_group = mesh.group("fsdp")
         self._accumulates = settings.grad_accumulation > 1 and not self.whole
-        adam, name = colossal.build_optimizer(
-            module,
-            self.plugin,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            betas=settings.betas,
-            eight_bits=settings.eight_bits,
-        )
-        plugin = colossal.FSDPPlugin(
-            mesh,
-            self._sharding,
+        adam, name = self._adamw(module, settings)
+        float8 = None
+        if self.whole:  # fully_shard would copy every weight and gradient in every step
+            module.to(mesh.device)
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(self.dtype)
+        else:
+            apply_shards(module, mesh, self._sharding)
+            if self._sharding.hosted:
+                move_to_host(module, hosted_parameters(module, self._sharding.hosted), mesh.device)
+            # Allocate the other shards; ``set_master`` and ``_fill_frozen`` set the values.
+            module._apply(lambda each: torch.empty_like(each, device=mesh.device) if each.is_meta else each)
+            if self._sharding.gather_float8 and (names := float8_weights(module)):
+                float8 = Float8Shards(module, names, self.dtype, mesh.group("fsdp"))
+        optimizer = ShardedOptimizer(
+            adam,
+            {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad},
+            mesh.group("fsdp"),
             grad_clip=settings.grad_clip,
             loss_scale=LossScale(mesh.device) if self.precision == "fp16" else None,
+            device=mesh.device,
             offload=settings.offload,
+            float8=float8,
             replicated=self.replicated,
         )
-        model, optimizer = colossal.boost_with(plugin, module, adam)
         # Hide FSDP2's warning that an output that is a view must not be changed in place. No code here changes outputs.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        return model, optimizer, adam, name
+        return module, optimizer, adam, name
 
     def _locate(self):
         self.layout = self._rows(self.shapes)
         self._optimizer_keys = dict(self.optimizer.masters)
 
     def _rows(self, names) -> Layout:
-        """Return the layout of the shards that ``fully_shard`` makes of these parameters."""
         dims, cuts = self.mesh.dims, {}
         for name in names:
             shape, division = self._local_shapes[name], self._division(name)

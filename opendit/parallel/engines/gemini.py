@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.eight_bit_moments import EightBits
-from opendit.parallel.engines.base import BoosterEngine, StepResult
+from opendit.parallel.engines import BoosterEngine, StepResult
 from opendit.parallel.layout import Cut, Layout
 
 

@@ -1,10 +1,10 @@
-"""Engine of --plugin zero2: Colossal-AI's plugin with the optimizer of opendit/parallel/colossal/zero.py."""
+"""Engine of --plugin zero2: Colossal-AI's plugin with the optimizer of opendit/parallel/colossal/plugins.py."""
 
 from typing import cast
 
 from torch import Tensor
 
-from opendit.parallel.engines.base import BoosterEngine, OnePassEngine, StepResult
+from opendit.parallel.engines import BoosterEngine, OnePassEngine, StepResult
 
 
 class Zero2Engine(OnePassEngine, BoosterEngine):

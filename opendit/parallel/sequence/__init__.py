@@ -2,27 +2,30 @@
 docs/sequence_parallel.md.
 """
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.common.torch_utils import not_compiled
 from opendit.config.components import ParallelFlags
 from opendit.config.names import AXIAL, BYTES, OWN_ATTENTION
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
 from opendit.models.dit import DiTConfig
-from opendit.models.experts import ExpertMlp, Routing
+from opendit.models.experts import ExpertMlp, Routing, add_rows, rows_by_expert
 from opendit.models.layers import Attend
-from opendit.parallel.collectives import Group, gather_tokens, join, take_tokens
+from opendit.parallel.collectives import Counts, Exchange, Group, gather_tokens, join, start_gather, take_tokens
 from opendit.parallel.hardware import H200
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.axial import AllToAll, DirectExchange, shared_grid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.fastseq import DirectFastSeq, FastSeq
 from opendit.parallel.sequence.peer_memory import connect
-from opendit.parallel.sequence.routing import RoutingByRanks
-from opendit.parallel.sequence.streams import SharedStreams
 from opendit.parallel.sequence.ulysses import DirectUlysses, UlyssesRing
 
 Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
@@ -33,15 +36,9 @@ class SequenceParallel:
     """Sequence parallelism of a model: the argument of ``model.use(sequence=...)``. Build it with
     :func:`sequence_parallel`.
 
-    A strategy has the method ``attention(q, k, v, attend, length)``, or, if its ``takes_projection`` is True,
-    ``project_and_attend(x, qkv, heads, attend, length, float8)``. :class:`SharedSequence` calls these to implement its
-    methods of the same names, for sequences of ``length`` tokens.
-
-    Attributes:
-        group: ranks that share sequences.
-        plan: the chosen strategy, and the reason for it.
-        strategy: strategy for attention to all tokens; None if the model has no such attention.
-        axial: exchange for attention along the axes of the tokens' grid; None if the model has no such attention.
+    ``strategy`` computes attention to all tokens, and ``axial`` exchanges tokens for attention along the axes of their
+    grid; each is None if the model has no such attention. A strategy has the method ``attention(q, k, v, attend,
+    length)``, or, if its ``takes_projection`` is True, ``project_and_attend(x, qkv, heads, attend, length, float8)``.
     """
 
     group: Group
@@ -68,11 +65,8 @@ class SequenceParallel:
 @dataclass(frozen=True)
 class SharedSequence:
     """This rank's shard of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
-    padding at the end, or only padding.
-
-    Layers process padding tokens, with arbitrary values. Padding is removed before every attention and from the result,
-    and its gradient is exactly zero.
-    """
+    padding at the end, or only padding. Layers process padding tokens, with arbitrary values. Padding is removed before
+    every attention and from the result, and its gradient is exactly zero."""
 
     sequence: SequenceParallel
     length: int
@@ -81,59 +75,45 @@ class SharedSequence:
 
     @property
     def rows(self) -> int:
-        """Number of tokens per rank, including padding."""
         return -(-self.length // self.sequence.group.size)
 
     @property
     def first(self) -> int:
-        """Index of this rank's first token."""
         return self.rows * self.sequence.group.rank
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens (B, rows, F) of all tokens (B, length, F), with zeros for padding."""
         return take_tokens(x, self.rows, self.sequence.group)
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return the rows (rows, F) of a table (length, F) for this rank's tokens."""
         return self.take(table.unsqueeze(0)).squeeze(0)
 
     @property
     def takes_projection(self) -> bool:
-        """True if the strategy computes q, k, v itself."""
         return self.sequence.strategy is not None and self.sequence.strategy.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Return the attention output (B, rows, D) of this rank's queries q (B, H, rows, d) over the keys and values of
-        all ranks. k, v: (B, kv_heads, rows, d) of this rank's tokens."""
         return cast(UlyssesRing, self.sequence.strategy).attention(q, k, v, attend, self.length)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Return the attention output of x (B, rows, D) over all tokens. ``qkv`` is the layer that projects x to q, k,
-        v. float8: compute the projection in float8."""
         strategy = cast("FastSeq | DirectFastSeq | DirectUlysses", self.sequence.strategy)
         return strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, rows, F) of all ranks with :func:`gather_tokens`. Return all tokens (B, length, F)."""
         return gather_tokens(x, self.length, self.group)
 
     def join(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, rows, F) of all ranks with :func:`join`. Return all tokens (B, length, F)."""
         return join(x, 1, self.group)[:, : self.length]
 
     def of_length(self, length: int) -> "SharedSequence":
-        """Return this rank's shard of a sequence of another length."""
         return SharedSequence(self.sequence, length)
 
     @property
     def group(self) -> Group:
-        """Ranks that share the sequence."""
         return self.sequence.group
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """Start ``mlp`` on this rank's tokens y. Its experts choose among the tokens of all ranks."""
         return RoutingByRanks(mlp, y, self)
 
 
@@ -156,18 +136,12 @@ def sequence_parallel(
     direct: bool = True,
 ) -> SequenceParallel | None:
     """Build the strategy ``kind`` for this rank's sequence group; return None if the group has only one rank.
-    Collective over all ranks.
+    Collective.
 
-    Args:
-        mesh: mesh of the run.
-        kind: auto, fastseq, ulysses, ring or usp.
-        shape: shape of the model's sequences, from which auto chooses. Sequences of other lengths work, too.
-        keep_gathered: see :class:`FastSeq`.
-        groups: see :class:`DirectUlysses`; None to choose with the cost model.
-        direct: use symmetric memory if possible. False for collectives.
-
-    Raises:
-        ValueError: this kind, or this number of groups, does not work with the model's number of heads.
+    ``auto`` chooses by ``shape``, the shape of the model's sequences; those of other lengths work, too. keep_gathered:
+    see :class:`FastSeq`. groups: see :class:`DirectUlysses`; None to choose with the cost model. direct: use symmetric
+    memory if possible. Raises ValueError if this kind, or this number of groups, does not work with the model's number
+    of heads.
     """
     if mesh.sp_size == 1:
         return None
@@ -207,19 +181,9 @@ def sequence_shape(
     tensor_parallel: int = 1,
     lora: bool = False,
 ) -> Shape:
-    """Return the shape from which --sequence_parallel_type auto chooses a strategy.
-
-    Args:
-        parallel, attention, precision: flags of the run.
-        config: configuration of the model.
-        samples: number of samples in a micro-batch.
-        size: size of the latents; None for the size in ``config``.
-        tensor_parallel: number of ranks that divide the layers.
-        lora: True if the layers have LoRA additions.
-
-    Raises:
-        ValueError: the model does not support this type of sequence parallelism.
-    """
+    """Return the shape from which --sequence_parallel_type auto chooses a strategy, for ``samples`` samples in a
+    micro-batch with latents of ``size`` (None: the configuration's). Raises ValueError if the model does not support
+    the asked type."""
     if parallel.sequence_parallel_size > 1:
         config.check_sequence_parallel(parallel.sequence_parallel_type)
     return Shape(
@@ -232,3 +196,231 @@ def sequence_shape(
         plain=not lora and config.plain_projections,
         axial=config.axial_attention,
     )
+
+
+# ------------------------------------------------------------------------------------------ captions in the sequence
+#
+# Sequences of two streams, caption tokens and media tokens. Each stream is divided evenly among the ranks, so every
+# rank has the same number of tokens of a stream. A stream's layers process only tokens of this stream. For attention,
+# the tokens of all ranks are arranged in the order of the sequence, without padding.
+
+
+@dataclass(frozen=True)
+class SharedStreams:
+    """This rank's shards of a sequence of several streams: ``parts`` and numbers of tokens of every stream.
+
+    ``exchange`` is the method of a strategy that computes attention. Its arguments are q, k, v (B, H, rows, d) of this
+    rank's tokens, ``attend``, and the number of tokens of all ranks, including padding. None if projections return the
+    tokens of all ranks.
+    """
+
+    parts: tuple[Any, ...]
+    lengths: tuple[int, ...]
+    ranks: int
+    exchange: Callable[[Tensor, Tensor, Tensor, Attend, int], Tensor] | None
+
+    takes_projection = False
+    axial = False
+
+    @property
+    def rows_of_streams(self) -> tuple[int, ...]:
+        return tuple(part.rows for part in self.parts)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.rows_of_streams)
+
+    def take_stream(self, number: int, x: Tensor) -> Tensor:
+        return self.parts[number].take(x)
+
+    def gather_stream(self, number: int, x: Tensor) -> Tensor:
+        return self.parts[number].gather(x)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """Return the attention output of q, k, v (B, H, n, d). These hold the n tokens of this rank, or the tokens of
+        all ranks if the projections gather tokens."""
+        order = self._order(q.device)
+
+        def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            output = attend(*(part.index_select(2, order) for part in (q, k, v)))
+            return output.new_zeros(*q.shape[:2], self.ranks * self.rows, q.shape[3]).index_copy(2, order, output)
+
+        if self.exchange is None:
+            return in_order(q, k, v).transpose(1, 2).flatten(2)
+        return self.exchange(q, k, v, in_order, self.ranks * self.rows)
+
+    def attention_of_streams(self, projected: Sequence[tuple[Tensor, ...]], attend: Attend) -> Sequence[Tensor]:
+        """Return the attention output (B, n, H d) of every stream from the q, k, v (B, n, H, d) of every stream."""
+        if self.exchange is not None:
+            q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
+            return self.attention(q, k, v, attend).split(self.rows_of_streams, dim=1)
+        cut = [[x[:, :length] for x in parts] for parts, length in zip(projected, self.lengths, strict=True)]
+        q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*cut, strict=True))
+        outputs = attend(q, k, v).transpose(1, 2).flatten(2).split(self.lengths, dim=1)
+        return [
+            F.pad(output, (0, 0, 0, parts[0].shape[1] - output.shape[1]))
+            for output, parts in zip(outputs, projected, strict=True)
+        ]
+
+    def _order(self, device: torch.device) -> Tensor:
+        """Return, for every token of the sequence, its index in the concatenation of all ranks' tokens."""
+        found, start = [], 0
+        for length, rows in zip(self.lengths, self.rows_of_streams, strict=True):
+            at = torch.arange(length, device=device)
+            found.append(at // rows * self.rows + start + at % rows)
+            start += rows
+        return torch.cat(found)
+
+
+# ------------------------------------------------------------------------------------------ experts over several ranks
+#
+# Expert-choice routing (EC-DiT): experts choose tokens, which are sent to the experts' ranks. An expert takes the k
+# tokens of a sample with the highest affinity to the expert, regardless of the ranks that have these tokens. Ranks that
+# share a sequence gather the affinities (B x N x E numbers, without a gradient), so that every rank knows all choices.
+# The weight of a chosen token is its affinity, whose gradient is computed on the token's own rank. Only chosen tokens
+# are sent:
+#
+#     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
+#
+# Every expert takes the same number of tokens of a sample. If each rank has whole samples, all sizes are therefore
+# known in advance. If ranks share a sequence, a rank may have any number of an expert's k tokens. In this case, the
+# host reads the number from the device while the device computes the shared MLP.
+
+
+class RoutingByRanks:
+    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D). ``mlp`` has this
+    rank's experts if a group of ranks divides the ``experts`` evenly, otherwise all. ``shared`` is this rank's shard of
+    the sequence; None if y has all tokens of its samples."""
+
+    @not_compiled
+    def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence | None = None, experts: Group | None = None):
+        self._mlp, self._y, self._group = mlp, y, experts or Group(None, 0, 1)
+        self.travels = self._group.size > 1
+        self._pending = None if shared is None else _Pending(mlp, y, shared, self._group)
+        if shared is None:
+            chosen = _choose_here(mlp, y)
+            self._send(chosen, [chosen.counts] * self._group.size)
+
+    @not_compiled
+    def compute(self) -> None:
+        if self._pending is not None:
+            self._send(*self._pending.chosen())
+        arrived, experts = self._out.finish(), len(self._arriving[0])
+        places, most = _places(self._arriving, arrived.device)
+        stacked = _Spread.apply(arrived, places, experts * most)
+        out = self._mlp.experts(stacked.view(experts, most, arrived.shape[1])).flatten(0, 1)
+        self._back = Exchange(self._group, self._counts.back).start(_Collect.apply(out, places))
+
+    @not_compiled
+    def result(self) -> Tensor:
+        return add_rows(self._back.finish(), self._chosen.weights, self._chosen.rows, self._y)
+
+    def _send(self, chosen: "Chosen", counts: Sequence[Sequence[int]]) -> None:
+        """Start to send the chosen tokens to their experts. ``counts[r][e]`` is the number of rank r's tokens that
+        expert e takes."""
+        share = len(chosen.counts) // self._group.size
+        sent = tuple(sum(chosen.counts[first : first + share]) for first in range(0, len(chosen.counts), share))
+        own = slice(self._group.rank * share, (self._group.rank + 1) * share)
+        self._arriving = tuple(tuple(of_rank[own]) for of_rank in counts)
+        self._counts, self._chosen = Counts(sent, tuple(map(sum, self._arriving))), chosen
+        self._out = Exchange(self._group, self._counts).start(self._y.flatten(0, 1)[chosen.rows])
+
+
+# ------------------------------------------------------------------------------------------------------------ choices
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens of this rank that experts have chosen, expert by expert: (M,) indices among the flattened tokens (B n),
+    (M,) weights, and the number of each expert."""
+
+    rows: Tensor
+    weights: Tensor
+    counts: tuple[int, ...]
+
+
+def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
+    weight, token = mlp.choose(mlp.affinities(y))
+    rows = rows_by_expert(token, y.shape[1])
+    return Chosen(rows.flatten(), weight.transpose(0, 1).flatten(), (rows.shape[1],) * len(rows))
+
+
+class _Pending:
+    """Choices of experts among the tokens of several ranks, before the host knows how many chosen tokens are on this
+    rank."""
+
+    def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence, group: Group):
+        own, first = mlp.affinities(y), shared.group.rank * shared.rows
+        gathered = start_gather(own.detach(), shared.group).wait().transpose(0, 1).flatten(1, 2)[:, : shared.length]
+        _, token = mlp.choose(gathered[..., mlp.held] if group.size == 1 else gathered)
+        place = token - first
+        here = (place >= 0) & (place < y.shape[1])
+        self._here = here.transpose(0, 1).flatten(1)  # (E, B k)
+        self._rows = rows_by_expert(place, y.shape[1]).flatten()
+        self._own = own[..., mlp.held] if group.size == 1 else own
+        counts = self._here.sum(1)
+        self._counts = counts.unsqueeze(0) if group.size == 1 else start_gather(counts, group).wait()
+        self._rank, self._copied = group.rank, None
+        if counts.is_cuda:
+            self._counts = self._counts.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def chosen(self) -> tuple[Chosen, list[list[int]]]:
+        """Wait for the counts. Return this rank's chosen tokens, and the counts: for every rank of the group, the
+        number of its tokens that each expert has chosen."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        counts = self._counts.tolist()
+        picked = torch.argsort(self._here.flatten().byte(), descending=True, stable=True)[: sum(counts[self._rank])]
+        rows, expert = self._rows[picked], picked // self._here.shape[1]
+        weights = self._own.flatten().gather(0, rows * self._own.shape[-1] + expert)
+        return Chosen(rows, weights, tuple(counts[self._rank])), counts
+
+
+# ------------------------------------------------------------------------------------------------------ rows by expert
+
+
+@functools.lru_cache(maxsize=32)  # a cache, because ranks with whole samples always pass the same arguments
+def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
+    """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
+    by expert for each rank. Return these indices and the stack's number of rows, which is the largest number of rows of
+    any expert."""
+    most = max(map(sum, zip(*arriving, strict=True)))
+    bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
+    for of_rank in arriving:
+        for expert, count in enumerate(of_rank):
+            bases.append(expert * most + filled[expert] - arrived)
+            lengths.append(count)
+            filled[expert] += count
+            arrived += count
+    place = torch.tensor(bases).repeat_interleave(torch.tensor(lengths)).add_(torch.arange(arrived))
+    return (place.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else place), most
+
+
+class _Spread(torch.autograd.Function):
+    """Scatters the rows of x (M, D) to distinct ``places`` (M,) of a zero tensor (rows, D)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, rows: int):
+        ctx.save_for_backward(places)
+        return x.new_zeros(rows, x.shape[1]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing would
+    accumulate rows, which is unnecessary for distinct places."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor):
+        ctx.save_for_backward(places)
+        ctx.rows = len(x)
+        return x[places]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, ctx.saved_tensors[0], grad), None

@@ -32,7 +32,7 @@ all other parts, during the products and attention of the parts that have arrive
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +56,9 @@ Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's shard of a grid of T x S tokens, which are ordered by frame.
-
-    Attributes:
-        group: ranks that share the grid.
-        sizes: (T, S).
-        home: axis that is divided among the ranks in most of the model. FRAMES: every rank has some frames with all
-            places. PLACES: every rank has some places with all frames.
-    """
+    """A rank's shard of a grid of T x S tokens, ``sizes``, which are ordered by frame. ``home`` is the axis that is
+    divided in most of the model: with FRAMES every rank has some frames with all places, with PLACES some places with
+    all frames."""
 
     group: Group
     sizes: tuple[int, int]
@@ -71,7 +66,6 @@ class GridShare:
 
     @property
     def away(self) -> int:
-        """The axis that is divided in the other layout."""
         return 1 - self.home
 
     def share(self, axis: int) -> int:
@@ -117,38 +111,29 @@ class GridShare:
         return Exchange(self.group).start(x.movedim(dim, 0))
 
     def collect(self, returned: list[Exchange]) -> Tensor:
-        """Wait until all parts from :meth:`send_back` have arrived. Return this rank's tokens (B, n, D)."""
         dim = 1 + self.away
         x = torch.cat([exchange.finish().movedim(0, dim) for exchange in returned], dim + 1).flatten(dim, dim + 1)
         return x.narrow(dim, 0, self.sizes[self.away]).flatten(1, 2)
 
 
 def padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """Pad x with zeros at the end of ``dim``, up to ``length``."""
     missing = length - x.shape[dim]
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
-
-
-class GridExchange(Protocol):
-    """Interface of exchanges that bring tokens to the other layout of a grid and back."""
-
-    def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` there, and bring the result (B, n,
-        D') back. ``lines`` are tokens of this rank's shard in that layout, and ``which`` is the slice of the divided
-        axis that they cover."""
-        ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
     """Exchange with collectives, in ``parts`` parts. While a rank computes q, k, v and attention of one part, or their
-    gradients, two other parts are in transit: the inputs of the next part and the outputs of the previous part."""
+    gradients, two other parts are in transit: the inputs of the next part and the outputs of the previous part.
+
+    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the other layout, calls ``attend(lines, which)`` there, and
+    brings the result (B, n, D') back. ``which`` is the slice of the divided axis that the tokens ``lines`` cover.
+    """
 
     parts: int = PARTS
 
     @not_compiled  # torch's compiler would change the order in which parts are sent and awaited
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """See :meth:`GridExchange.attend`."""
         returned, which = [], slice(0, 0)
         for lines in self._arriving(grid, x):
             which = slice(which.stop, which.stop + lines.shape[1] // grid.sizes[grid.home])
@@ -199,15 +184,12 @@ class SharedGrid:
     """Tokens of a grid that is divided among ranks, for a model with attention along the grid's axes. Implements
     :class:`opendit.models.attention.SequenceShards`.
 
-    Attributes:
-        grid: this rank's shard.
-        exchange: moves tokens from the division by frames to the division by places, and back.
-        full: the same tokens as a plain sequence, for attention to all tokens; None if the model has no such attention.
-            With ``full``, ``grid`` must be divided by frames.
+    ``exchange`` moves tokens from one division to the other, and back. ``full`` is the same tokens as a plain sequence,
+    for attention to all tokens; None without it. With ``full``, ``grid`` must be divided by frames.
     """
 
     grid: GridShare
-    exchange: GridExchange
+    exchange: "AllToAll | DirectExchange"
     full: SequenceShards | None = None
     _rotations: dict[tuple[int, int | None, int | None], Tensor] = field(
         default_factory=dict, compare=False, repr=False
@@ -217,16 +199,12 @@ class SharedGrid:
 
     @property
     def rows(self) -> int:
-        """Number of tokens per rank, including padding."""
         return math.prod(self.grid.local(self.grid.home))
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens (B, rows, F) of all tokens (B, T S, F), with zeros for padding."""
         return self.grid.own(x, self.grid.home).flatten(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather the tokens (B, rows, F) of all ranks. Return all tokens (B, T S, F), on every rank; see
-        :func:`gather_tokens`."""
         grid = self.grid
         if grid.home == FRAMES:
             return gather_tokens(x, math.prod(grid.sizes), grid.group)
@@ -242,8 +220,6 @@ class SharedGrid:
         attend: Callable[..., Tensor],
         rotary: Tensor | None,
     ) -> Tensor:
-        """Return the attention output (B, rows, D) of x (B, rows, D). Each token attends to the tokens along ``axis``:
-        0 for the tokens at the same place in all frames, 1 for the tokens of the same frame."""
         grid, divided = self.grid, 1 - axis
         if divided == grid.home:
             return attend(x, qkv, TokenGrid(grid.local(divided), self._rotary(rotary, divided)))
@@ -267,24 +243,21 @@ class SharedGrid:
 
     @property
     def takes_projection(self) -> bool:
-        """True if the strategy of attention to all tokens computes q, k, v itself."""
         return self.full is not None and self.full.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Attend to all tokens."""
         assert self.full is not None, "the model has attention to all tokens"
         return self.full.attention(q, k, v, attend)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Attend to all tokens."""
         assert self.full is not None, "the model has attention to all tokens"
         return self.full.project_and_attend(x, qkv, heads, attend, float8)
 
 
 def shared_grid(
-    group: Group, sizes: tuple[int, ...], exchange: GridExchange, full: SequenceShards | None
+    group: Group, sizes: tuple[int, ...], exchange: "AllToAll | DirectExchange", full: SequenceShards | None
 ) -> SharedGrid:
     """Return this rank's shard of a grid of frames, rows and columns. The grid is divided by frames, or by places if
     that needs less padding and the model has no attention to all tokens."""
@@ -303,7 +276,6 @@ class DirectExchange:
 
     @not_compiled  # a compiler can't see that other ranks read and write the buffers
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """See :meth:`GridExchange.attend`."""
         if grid.home != FRAMES or not isinstance(x, Tensor):
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])

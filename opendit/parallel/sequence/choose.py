@@ -31,15 +31,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A chosen strategy and the reason for it.
-
-    Attributes:
-        kind: name of the strategy.
-        reason: reason for the choice, for the run's log.
-        groups: number of groups of heads, see :class:`DirectUlysses`.
-        heads_over: number of ranks that share the heads in usp.
-        seconds: cost of a layer according to the cost model.
-    """
+    """A chosen strategy, the reason for it, its cost per layer, the number of groups of heads (see
+    :class:`DirectUlysses`), and the number of ranks that share the heads in usp."""
 
     kind: str
     reason: str
@@ -125,12 +118,9 @@ class _Costs:
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """Return the seconds of Ulysses with symmetric memory.
-
-        The transfers of one group (q, k, v, the attention output, and their gradients) do not overlap with computation.
-        Attention hides the transfers of the other groups. The attention output is copied once more, and a group of few
-        heads may leave multiprocessors idle.
-        """
+        """Return the seconds of Ulysses with symmetric memory. The transfers of one group (q, k, v, the attention
+        output, and their gradients) do not overlap with computation. Attention hides the transfers of the other groups.
+        The attention output is copied once more, and a group of few heads may leave multiprocessors idle."""
         s, m, P = self.shape, self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
@@ -182,17 +172,11 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """Choose how ``ranks`` ranks share sequences of ``shape``.
+    """Choose how ``ranks`` ranks share sequences of ``shape``. groups: number of groups of heads of Ulysses; None to
+    choose. hardware: that of the ranks; None for H200s.
 
-    Args:
-        kind: one of SEQUENCE_TYPES.
-        groups: number of groups of heads of Ulysses; None to choose with the cost model.
-        hardware: hardware of the ranks; None for H200s.
-
-    Raises:
-        ValueError: this kind needs a number of heads that is divisible by the number of ranks; the groups don't divide
-            a rank's heads; or several groups were requested without symmetric memory. For auto: no type of
-            ``shape.types`` is possible.
+    Raises ValueError if this kind needs a number of heads that is divisible by the number of ranks, the groups don't
+    divide a rank's heads or need symmetric memory, or, for auto, no type of ``shape.types`` is possible.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

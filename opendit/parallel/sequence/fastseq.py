@@ -54,13 +54,8 @@ from opendit.parallel.sequence.ulysses import Collect, Depart, Layer
 
 @dataclass(frozen=True)
 class FastSeq:
-    """FastSeq with collectives.
-
-    Attributes:
-        group: ranks that share sequences.
-        keep_gathered: keep the gathered input (N x D numbers per layer) for the backward pass instead of gathering it
-            again.
-    """
+    """FastSeq with collectives. ``keep_gathered`` keeps the gathered input (N x D numbers per layer) for the backward
+    pass instead of gathering it again."""
 
     group: Group
     keep_gathered: bool = False
@@ -71,7 +66,6 @@ class FastSeq:
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
-        """See :class:`opendit.models.attention.SequenceShards`."""
         projected, frozen = prepare_projection(x, qkv, float8), not qkv.weight.requires_grad
         gathered = None if self.keep_gathered and not frozen else _GatheredAgain(self.group)
         packed = own_heads(*projected, num_heads, Ring(self.group), gathered)
@@ -100,11 +94,9 @@ class _GatheredAgain:
         self._flight: Flight | None = None
 
     def start(self, shard: Tensor) -> None:
-        """Start to gather the shards (B, n, D) of all ranks."""
         self._flight = start_gather(shard, self.group)
 
     def take(self) -> Tensor:
-        """Wait for the gather. Return the gathered shards (P, B, n, D)."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the gather was started"
         return flight.wait()
@@ -136,15 +128,9 @@ def own_heads(
     ring: Ring,
     gathered: _GatheredAgain | None,
 ) -> Tensor:
-    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see products.py.
-
-    Args:
-        x: this rank's input (B, n, D).
-        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
-        num_heads: number of heads of all ranks.
-        ring: the ring of this group of ranks.
-        gathered: provides the input of all ranks in the backward pass; None to save that input in the forward pass.
-    """
+    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d). x (B, n, D) to
+    ``products`` are the fields of :class:`Projected`. ``gathered`` provides the input of all ranks in the backward
+    pass; None to save it."""
     if has_torch_function((weight, bias)):
         # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(
@@ -187,13 +173,7 @@ class _OwnHeads(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DirectFastSeq:
-    """FastSeq with symmetric memory.
-
-    Attributes:
-        memory: symmetric memory of the ranks that share sequences.
-        keep_gathered: keep the gathered input (N x D numbers per layer) for the backward pass instead of gathering it
-            again.
-    """
+    """FastSeq with symmetric memory. keep_gathered: see :class:`FastSeq`."""
 
     memory: PeerMemory
     keep_gathered: bool = False
@@ -205,7 +185,6 @@ class DirectFastSeq:
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
-        """See :class:`opendit.models.attention.SequenceShards`."""
         projected = prepare_projection(x, qkv, float8)
         layer = _Layer(self.memory, 1, num_heads, length, projected.x.shape)
         output = attend(*direct_heads(*projected, layer, self.keep_gathered))
@@ -234,7 +213,6 @@ class _Layer(Layer):
         return self.memory.rows(buffer, (B, self.length, D), dtype).of
 
     def gather(self, shard: Tensor) -> None:
-        """Start to copy this rank's inputs to all other ranks, one rank after the other."""
         self.held.append(shard)
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
@@ -282,14 +260,8 @@ class _Layer(Layer):
 def direct_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: _Layer, keep_gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks.
-
-    Args:
-        x: this rank's input (B, n, D).
-        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
-        layer: sizes and buffers of this call.
-        keep_gathered: keep the input of all ranks for the backward pass.
-    """
+    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks. x (B, n, D) to ``products`` are the
+    fields of :class:`Projected`; ``layer`` has the sizes and buffers of this call."""
     if has_torch_function((weight, bias)):
         # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(

@@ -48,13 +48,8 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class PeerRows:
-    """Views of all ranks' buffers.
-
-    Attributes:
-        of: ``of[p]`` is the view of rank p's buffer.
-        addresses: (P,) int64, addresses of the buffers, for kernels.
-        offset: bytes from the beginning of a buffer to the view.
-    """
+    """Views of all ranks' buffers: one tensor per rank, the buffers' addresses (P,) int64 for kernels, and the bytes
+    from the beginning of a buffer to the view."""
 
     of: list[Tensor]
     addresses: Tensor
@@ -78,10 +73,8 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 class PeerMemory:
     """The buffers of one group of ranks. Their size is that of the largest shape requested so far. All ranks must make
-    the same calls in the same order.
-
-    allocate: function that allocates a buffer, with the interface of :func:`allocate`.
-    """
+    the same calls in the same order. allocate: function that allocates a buffer, with the interface of
+    :func:`allocate`."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
@@ -100,7 +93,6 @@ class PeerMemory:
 
     @torch.inference_mode(False)  # training could not use a view that was created in inference mode
     def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PeerRows]:
-        """Return views of ``number`` consecutive parts of every rank's buffer."""
         key = (buffer, number, shape, dtype)
         if key not in self._views:
             size = torch.Size(shape).numel() * dtype.itemsize
@@ -156,12 +148,10 @@ class PeerMemory:
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 
     def exchange(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, push: bool) -> None:
-        """Exchange heads on the current stream; see :func:`opendit.kernels.exchange_heads.exchange_heads`."""
         shape = tuple(rows.of[0].shape)
         exchange_heads(heads, rows.addresses, shape, self.group.rank, first, push, offset=rows.offset)
 
     def send(self, rows: Tensor, heads: PeerRows, length: int) -> None:
-        """Send rows on the current stream; see :func:`opendit.kernels.exchange_heads.send_rows`."""
         send_rows(rows, heads.addresses, self.group.rank, length)
 
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:

@@ -45,7 +45,6 @@ class Products:
         return grad
 
     def columns(self, factor: Saved) -> Saved:
-        """Convert a factor to the form that :meth:`input_gradient` takes."""
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
@@ -122,14 +121,9 @@ def _float8(sent: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """Operands of a projection of x (B, n, D) that a strategy computes.
-
-    Attributes:
-        x: input as a tensor of the autograd graph. In float8 it has no values.
-        weight, bias: full weight (out, D), and bias (out,) or None, in the canonical layout.
-        sent: input (B, n, D) in the form that ranks send to each other. Only ``products`` can read it.
-        products: the products to compute with ``sent``.
-    """
+    """Operands of a projection of x (B, n, D) that a strategy computes: x as a tensor of the autograd graph (without
+    values in float8), the full weight (out, D) and bias (out,) or None, the input in the form that ranks ``sent`` to
+    each other, which only ``products`` can read, and these products."""
 
     x: Tensor
     weight: Tensor
@@ -157,7 +151,6 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write ``F.linear(x, weight, bias)`` of x (..., in) to ``out``, which must be contiguous."""
     out, x = out.view(-1, len(weight)), x.reshape(-1, x.shape[-1])
     if bias is None:
         torch.mm(x, weight.t(), out=out)

@@ -15,6 +15,7 @@ transfers the first group that attention reads and the last group that attention
 groups, during the attention of the groups that have arrived.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -38,7 +39,141 @@ from opendit.parallel.sequence.products import (
     tokens_by_rank,
     unpack,
 )
-from opendit.parallel.sequence.ring import ring_attention
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d). q, k, v have
+    this rank's tokens without padding. If k and v have fewer heads, neighbouring query heads share them, and only they
+    are sent. ``lengths`` holds n of every rank; the first rank's is the largest, and n may be 0."""
+    return _RingAttention.apply(q, k, v, ring, lengths)
+
+
+def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
+    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), which has the same shape on all ranks. Rows after the n-th are
+    uninitialised and never read."""
+    B, H, n, d = k.shape
+    packed = k.new_empty(2, B, rows, H, d)
+    packed[0, :, :n].copy_(k.transpose(1, 2))
+    packed[1, :, :n].copy_(v.transpose(1, 2))
+    return packed
+
+
+def _unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    k, v = packed[:, :, :length].transpose(2, 3).unbind(0)
+    return k, v
+
+
+def _of_shared(grad: Tensor, heads: int) -> Tensor:
+    """Add up the gradients of keys or values (B, H, n, d), one for each query head, over the query heads that share a
+    key-value head."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]):
+        kv, wide = _pack(k, v, lengths[0]), torch.promote_types(q.dtype, torch.float32)
+        out, lse = q.new_zeros(q.shape, dtype=wide), None
+        for source, block in ring.arriving(kv):
+            if not lengths[source] or not q.shape[2]:
+                continue
+            part, part_lse = attend_part(q, *for_every_head(q, *_unpack(block, lengths[source])))
+            out, lse = (part.to(wide), part_lse) if lse is None else merge(out, lse, part, part_lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.ring, ctx.lengths = ring, lengths
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        q, kv, out, lse = ctx.saved_tensors
+        ring, lengths = ctx.ring, ctx.lengths
+        dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        arriving = ring.arriving(kv)
+
+        def next_part() -> tuple[int, Tensor]:
+            """Return (the rank whose keys have arrived, the gradients of these keys and values from this rank's
+            queries)."""
+            source, block = next(arriving)
+            if not lengths[source] or not q.shape[2]:
+                return source, torch.zeros_like(block)
+            k, v = _unpack(block, lengths[source])
+            part, dk, dv = attend_part_backward(dout, q, *for_every_head(q, k, v), out, lse)
+            torch.add(dq, part, out=dq)  # dq.add_ would leave dq unchanged on Gemini's tensors
+            return source, _pack(_of_shared(dk, k.shape[1]), _of_shared(dv, k.shape[1]), lengths[0])
+
+        _, own = next_part()
+
+        def piece(rank: int) -> Tensor:
+            if rank == ring.group.rank:
+                return own
+            source, part = next_part()
+            assert source == rank  # keys arrive in the order in which the ring requests their gradients
+            return part
+
+        dk, dv = _unpack(ring.reduce_scatter(piece), lengths[ring.group.rank])
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def reference_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def reference_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = (q @ k.transpose(-1, -2) * scale - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+
+
+def _flash(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0
+
+
+def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention output (B, H, N, d) of q (B, H, N, d) over k, v (B, H, M, d), and the log-sum-exp of the
+    scores (B, H, N), which is fp32 for inputs of half precision."""
+    if _flash(q):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+        return out, lse
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    out, lse = reference_forward(q.float(), k.float(), v.float())
+    return out.to(q.dtype), lse
+
+
+def attend_part_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of attention to these keys. dq is only the term of q's gradient that comes from these keys.
+    ``out`` (B, H, N, d) and ``lse`` (B, H, N) must be the results over all keys."""
+    if _flash(q):
+        # These are the forward pass's seed and offset for dropout. Without dropout, they are not read.
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+        offset = torch.empty((), dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, seed, offset
+        )
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, False)
+    grads = reference_backward(*(t.float() for t in (dout, q, k, v, out, lse)))
+    dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+    return dq, dk, dv
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the results of attention to two parts of the keys. ``out`` (B, H, N, d), which is changed in place, and
+    ``lse`` (B, H, N) are fp32 or wider. Return the merged out and lse. out' = (e^lse out + e^part_lse part) / (e^lse +
+    e^part_lse), computed as an interpolation between out and part."""
+    weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
+    return out.lerp_(part.to(out.dtype), weight), torch.logaddexp(lse, part_lse)
 
 
 @dataclass(frozen=True)
@@ -52,7 +187,6 @@ class UlyssesRing:
     takes_projection: ClassVar[bool] = False
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention, length: int) -> Tensor:
-        """See :class:`opendit.models.attention.SequenceShards`."""
         rows, block = q.shape[2], q.shape[2] * self.heads.size
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
         mine, first = lengths[self.ring.rank], self.ring.rank * block
@@ -94,7 +228,6 @@ class DirectUlysses:
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
-        """See :class:`opendit.models.attention.SequenceShards`."""
         projected = prepare_projection(x, qkv, float8)
         layer = Layer(self.memory, self.groups, num_heads, length, projected.x.shape)
         parts, departed = project(*projected, layer), []
@@ -108,15 +241,10 @@ class DirectUlysses:
 class Layer:
     """Sizes of one attention call, and the state that its autograd nodes share until the exchanges are complete.
 
-    Attributes:
-        memory: symmetric memory of the ranks that share sequences.
-        groups: number of groups of a rank's heads.
-        num_heads: number of heads of all ranks.
-        length: number of tokens of all ranks, without padding.
-        shape: (B, n, D) of this rank's tokens.
-        held: tensors that copy engines read, which must stay in memory until they have been read.
-        arriving: maps a group to the event at which its heads have arrived.
-        doutput: maps a group to the gradient of its attention output, which may still be arriving.
+    ``groups`` is the number of groups of a rank's heads, ``length`` the number of tokens of all ranks, without padding,
+    and ``shape`` (B, n, D) that of this rank's tokens. ``held`` are tensors that copy engines read. ``arriving`` maps a
+    group to the event at which its heads have arrived, ``doutput`` to the gradient of its output, which may still be
+    arriving.
     """
 
     memory: PeerMemory
@@ -139,11 +267,9 @@ class Layer:
         return (self.memory.group.rank * self.groups + group) * number, number
 
     def pull(self, parts: int, like: Tensor, first_to_arrive: int) -> list[tuple[Tensor, ...]]:
-        """Read this rank's heads from all ranks' input buffers. Return the tensors of every group.
-
-        A kernel reads the group ``first_to_arrive`` at once, which delays attention. Copy engines read the other groups
-        during attention, in the order of their distance from that group.
-        """
+        """Read this rank's heads from all ranks' input buffers. Return the tensors of every group. A kernel reads the
+        group ``first_to_arrive`` at once, which delays attention. Copy engines read the other groups during attention,
+        in the order of their distance from that group."""
         rows, (B, _, D) = self.rows(Buffer.INPUT, parts, like.dtype), self.shape
         self.memory.ready(Buffer.INPUT)
         firsts, number = zip(*map(self.heads_of, range(self.groups)), strict=True)
@@ -171,12 +297,10 @@ class Layer:
         self.doutput.update(enumerate(found))
 
     def real(self, rank: int) -> int:
-        """Return the number of a rank's n tokens that are not padding."""
         n = self.shape[1]
         return min(max(self.length - rank * n, 0), n)
 
     def arrived(self, group: int) -> None:
-        """Make the current stream wait until a group of heads has arrived."""
         if group in self.arriving:
             self.memory.wait(self.arriving.pop(group))
 
@@ -219,7 +343,6 @@ class Layer:
         return joined
 
     def _slots(self, dtype: torch.dtype) -> list[PeerRows]:
-        """Return a slot (B, n, 1, h, d) of the output buffer for every group of heads, in the order of the heads."""
         (B, n, D), (_, number) = self.shape, self.heads_of(0)
         shape = (B, n, 1, number, D // self.num_heads)
         return self.memory.slots(Buffer.OUTPUT, self.num_heads // number, shape, dtype)
@@ -239,14 +362,8 @@ def unread(like: Tensor) -> Tensor:
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
 ) -> tuple[Tensor, ...]:
-    """Return q, k, v (B, h, N, d) of the first group of this rank's heads, then of the second, and so on. The tensors
-    may still be arriving.
-
-    Args:
-        x: this rank's input (B, n, D).
-        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
-        layer: sizes and buffers of this call.
-    """
+    """Return q, k, v (B, h, N, d) of the first group of this rank's heads, then of the second, and so on. They may
+    still be arriving. x (B, n, D) to ``products`` are the fields of :class:`Projected`."""
     parameters = (weight, bias)
     if has_torch_function(parameters):
         # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
@@ -306,11 +423,8 @@ class Depart(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Collects the attention output of all heads.
-
-    shard: tensor to gather again in the backward pass, after the gradient has been sent (fastseq.py); None to gather
-    nothing.
-    """
+    """Collects the attention output of all heads. shard: tensor to gather again in the backward pass, after the
+    gradient has been sent (fastseq.py); None to gather nothing."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.folder import PIPELINE_INDEX
 from opendit.encoders.pictures import one_line
 from opendit.models.configuration import DiTConfig
-from opendit.models.weights import Weights
+from opendit.models.zoo import Weights
 from opendit.sampling.model_loading import class_names
 
 NEWEST = "newest"

@@ -5,7 +5,7 @@ import torch
 
 from opendit.checkpoint.lora import PlacedLowRank, as_one, moved
 from opendit.models.families import FAMILIES
-from opendit.models.lora import A, B, Lora, add_lora
+from opendit.models.finetuning import A, B, Lora, add_lora
 from tests.models.families.oracles import ORACLES, difference, in_double_precision, inputs, is_read, ours
 
 

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.models import attention, layers
+from opendit.models import attention, layers, positions
 from opendit.models.blocks import Block, JointBlock
-from opendit.models.conditioning import TextCondition
+from opendit.models.conditioning import TextCondition, give, give_beside, times_of_frames, with_given
 from opendit.models.families import FAMILIES, network
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import PublicConfig, public_config
-from opendit.models.given_frames import give, give_beside, times_of_frames, with_given
 from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.positions import grid_coordinates, sincos_positions
 from opendit.models.zoo import config_from_dict
@@ -821,13 +820,13 @@ def _(model, patch, y):
         cos, sin = table.unsqueeze(-3).unbind(-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
-    patch.setattr(layers, "rotate", halves)
+    patch.setattr(positions, "rotate", halves)
 
 
 @wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2", "flux2", "ltx", "cosmos2")
 def _(model, patch, y):
-    rotate = layers.rotate
-    patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
+    rotate = positions.rotate
+    patch.setattr(positions, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
 
 
 def normalise_by_head(model: PublicDiT, patch: pytest.MonkeyPatch, pattern: str) -> None:
@@ -863,7 +862,7 @@ def _(model, patch, y):
 @wrong("queries and keys normalised after they are rotated", "flux", "z_image", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     def rotate_normalise(q, k, q_norm, k_norm, table, across):
-        return q_norm(layers.rotate(q, table)), k_norm(layers.rotate(k, table))
+        return q_norm(positions.rotate(q, table)), k_norm(positions.rotate(k, table))
 
     model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
-from opendit.models.interleaved import Interleaved
-from opendit.models.segments import Segments, pack_patches, unpack_patches
+from opendit.models.segments import Interleaved, Segments, pack_patches, unpack_patches
 from tests.models.families.oracles import ORACLES, by_our_names, captions, in_double_precision, ours
 from tests.models.families.test_oracles import difference
 

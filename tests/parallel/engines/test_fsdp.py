@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.models.conditioning import TextCondition
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.zoo import empty_model
-from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.models import test_zoo
 from tests.models.test_dit import randomised

@@ -8,20 +8,19 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from opendit.models.lora import Lora, add_lora
-from opendit.parallel.apply import Sharding
+from opendit.models.finetuning import Lora, add_lora
 from opendit.parallel.engines import build_engine
-from opendit.parallel.host_shards import hosted_parameters, managed_parameters
+from opendit.parallel.fsdp import Sharding, hosted_parameters, managed_parameters
+from opendit.parallel.host_memory import AHEAD
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.optimizer import local_part
-from opendit.parallel.streamed_blocks import AHEAD
 from opendit.training.memory import Setup, estimate, resolve_sharding
 from tests.parallel.engines.test_engines import loss_of
 from tests.parallel.engines.test_fsdp import CONFIG, build_model
 from tests.ranks import run_ranks
 
 WAYS = [(None, 1), (None, 99), (3, 1), (3, 99)]  # rank of LoRA, blocks
-# What FSDP2 calls the attributes that opendit/parallel/host_shards.py sets.
+# What FSDP2 calls the attributes that opendit/parallel/fsdp.py sets.
 SET = {"offload_to_cpu", "pin_memory", "_sharded_param_data", "sharded_param"}
 
 

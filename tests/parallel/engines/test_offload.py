@@ -14,9 +14,9 @@ from opendit.checkpoint.ema import EMA, WARMUP
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.names import OFFLOAD
-from opendit.models.lora import Lora, add_lora
-from opendit.parallel.apply import Sharding
+from opendit.models.finetuning import Lora, add_lora
 from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.fsdp import Sharding
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
 from tests.parallel.engines.test_engines import BETAS, CLIP, LR, loss_of

@@ -7,10 +7,7 @@ from dataclasses import replace
 
 from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
-from opendit.models.ecdit import ECDiTConfig
-from opendit.models.moviegen import MovieGenConfig
-from opendit.models.stdit import STDiTConfig
-from opendit.models.vdit import VDiTConfig
+from opendit.models.variants import ECDiTConfig, MovieGenConfig, STDiTConfig, VDiTConfig
 
 PICTURE = {"input_size": (6, 10), "patch_size": 2, "in_channels": 3, "hidden_size": 48, "depth": 2, "num_heads": 4}
 CLIP = PICTURE | {"input_size": (3, 2, 10), "patch_size": (1, 2, 2)}

@@ -14,7 +14,7 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.models.attention import TokenGrid
 from opendit.models.dit import DiT
 from opendit.models.zoo import build_model
-from opendit.parallel import overlapped_products
+from opendit.parallel import tensor as division
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
@@ -140,7 +140,7 @@ def test_output_and_every_gradient_are_those_of_one_process(size):
 def overlapped(mesh: Mesh, size: int) -> dict:
     tensor = init_mesh(dims=ParallelDims.fill(4, tp=size))
     memory = shared_memory(Group.of(tensor.group("tp")), early=size == 4)
-    with mock.patch.object(overlapped_products, "LEAST_TOKENS", 1), mock.patch.object(SharedMemory, "SIZE", 2**22):
+    with mock.patch.object(division, "LEAST_TOKENS", 1), mock.patch.object(SharedMemory, "SIZE", 2**22):
         with mock.patch.object(torch, "addmm", wraps=torch.addmm) as products:
             models = MODELS | (MEETS_FOUR if size == 4 else {})
             found = {name: compare(tensor, config, 2, memory=memory) for name, config in models.items()}

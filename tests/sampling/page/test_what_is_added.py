@@ -11,7 +11,7 @@ from PIL import Image
 import opendit
 from opendit.checkpoint.pretrained import read_config
 from opendit.diffusion.objectives import FlowObjective
-from opendit.models.lora import Lora
+from opendit.models.finetuning import Lora
 from opendit.sampling.page.__main__ import build_parser
 from opendit.sampling.page.catalog import NEWEST, Catalog, ModelCard
 from opendit.sampling.page.drawing import DrawingQueue, DrawingRequest

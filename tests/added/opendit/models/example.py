@@ -45,4 +45,3 @@ class Example(DiT):
 MEMORY = MemoryTerm("MLP", lambda config, execution: Kept(units=3 * config.mlp_ratio + 1))
 FLOPS = FlopTerm("MLP", lambda config: mlp_flops(config, matrices=3))
 OWN_PLAN = replace(PLAN.with_terms(MEMORY, FLOPS), rules=lambda config: rules(config) | mlp_rules(branches=2))
-ARCHITECTURE = ExampleConfig, Example, OWN_PLAN

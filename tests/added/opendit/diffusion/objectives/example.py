@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective, Prepared
-from opendit.diffusion.trajectory import Trajectory, for_each_sample
+from opendit.diffusion.samplers import Trajectory, for_each_sample
 
 SETTINGS = DESCRIPTIONS["example"].settings
 

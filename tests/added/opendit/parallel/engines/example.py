@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from opendit.parallel.engines.base import Engine, StepResult
+from opendit.parallel.engines import Engine, StepResult
 
 
 class PlainAdamW(torch.optim.AdamW):
