@@ -28,8 +28,7 @@ from opendit.encoders.pictures import to_bytes
 from opendit.encoders.vae import Codec, FrozenVAE, Tiles
 from opendit.encoders.video_vae import FrameCodec, frames_of
 from opendit.parallel.collectives import Group, start_gather
-from opendit.parallel.guidance import Replica
-from opendit.parallel.rendezvous import meet
+from opendit.parallel.mesh import Replica, meet
 from opendit.sampling.sample_cache import SampleCache, SamplingJob
 from opendit.sampling.sampling_run import SamplingRun
 

@@ -1,6 +1,6 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
-``opendit.diffusion.sampling.sample_latents`` implements the same algorithm in a few lines; the engine is faster.
+``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines; the engine is faster.
 :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size.
 """
 

@@ -33,9 +33,8 @@ from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models.conditioning import Condition
 from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
-from opendit.models.lora import A, Lora, lora_layers
-from opendit.models.weights import Weights
-from opendit.models.zoo import of_revision
+from opendit.models.finetuning import A, Lora, lora_layers
+from opendit.models.zoo import Weights, of_revision
 from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.experts import check_expert_parallel

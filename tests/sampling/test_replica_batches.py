@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from opendit.parallel.collectives import Group
-from opendit.parallel.guidance import Replica
+from opendit.parallel.mesh import Replica
 from opendit.sampling.output_pipeline import SharedQueue
 
 
