@@ -44,16 +44,13 @@ from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.encoders.text import MOST_TEXT_TOKENS
-from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.lora import check_lora
-from opendit.models.parameter_names import canonical_name
+from opendit.models.finetuning import Adaptation, adapt, check_lora, check_same_blocks
+from opendit.models.initialization import canonical_name
 from opendit.models.positions import sincos_position_table
-from opendit.models.weights import Weights
-from opendit.models.zoo import empty_model
+from opendit.models.zoo import Weights, empty_model
 from opendit.parallel.engines import Values
-from opendit.parallel.initial import InitialValues
-from opendit.parallel.layout import Layout, Shard
+from opendit.parallel.layout import InitialValues, Layout, Shard
 from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 

@@ -7,8 +7,7 @@ import torch
 
 from opendit.data import DataError
 from opendit.encoders.conditioner import CaptionConditioner, LabelConditioner, preview_labels
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import TextCondition, TextConfig
+from opendit.models.conditioning import TextCondition, TextConfig, encode_bytes
 
 CPU = torch.device("cpu")
 
