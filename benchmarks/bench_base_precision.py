@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_public import SUBJECTS
+from opendit.config.components import SpeedFlags
 from opendit.config.names import BASE_PRECISIONS
 from opendit.kernels.base_precision import base_layers, store_base
-from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
@@ -68,7 +69,7 @@ def model_of(config: Any, kind: str, dtype: torch.dtype, device: torch.device, f
         else:
             parameter.data.copy_(values)
     if device.type == "cuda" and dtype != torch.float32:
-        kernels = select_kernels(KernelSwitches(True, True, True, float8), device, dtype, 128, config.tokens)
+        kernels = select_kernels(SpeedFlags(True, True, True, float8), device, dtype, 128, config.tokens)
         model.use(ops=kernels.ops, attend=kernels.attend)
     return model.train()
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from benchmarks.bench_public import SUBJECTS, caption_of, milliseconds, products_of, tiny
 from benchmarks.random_folder import LAYERS, VALUES
 from benchmarks.results import add_flags, record
+from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import environment_world_size
-from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.kernels.select import select_kernels
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import PublicConfig, public_config
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
@@ -55,7 +56,7 @@ class Network:
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         self.y = caption_of(subject, self.config, device, dtype)
-        switches = KernelSwitches(True, True, True) if device.type == "cuda" else KernelSwitches()
+        switches = SpeedFlags(True, True, True) if device.type == "cuda" else SpeedFlags()
         kernels = select_kernels(switches, device, dtype, self.config.head_dim, self.config.tokens)
         sizes = self.config.tokens, self.config.hidden_size, self.config.num_heads
         shape = Shape(*sizes, 1, dtype.itemsize, ("ulysses",), plain=self.config.plain_projections)

@@ -50,12 +50,13 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.results import add_flags, record
 from opendit.checkpoint.matched import check_matched
+from opendit.config.components import SpeedFlags
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.diffusion.objectives.flow import FlowObjective, empirical_shift, published_schedule
 from opendit.diffusion.random import initial_noise
 from opendit.kernels.fp8 import keep_weights
 from opendit.kernels.recording import GraphRecorder
-from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.kernels.select import select_kernels
 from opendit.models.blocks import MLPS, BlockSpec
 from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
@@ -510,7 +511,7 @@ class Pair:
         weights = {k: v.to(dtype) for k, v in by_our_names(names, dict(self.theirs.named_parameters())).items()}
         self.y = caption_of(subject, self.config, device, dtype)
         on = device.type == "cuda"
-        self.switches = KernelSwitches(on, on, on)
+        self.switches = SpeedFlags(on, on, on)
         self.kernels = self.select(inference=True)
         self.model = with_weights(self.config, weights).use(ops=self.kernels.ops, attend=self.kernels.attend)
         self.plain = with_weights(self.config, weights).use()
@@ -519,7 +520,7 @@ class Pair:
         self.compiled = False
         self.recorded_work: list[Callable[[], Any]] = []
 
-    def select(self, inference: bool, switches: KernelSwitches | None = None) -> Any:
+    def select(self, inference: bool, switches: SpeedFlags | None = None) -> Any:
         config, bench = self.config, self.bench
         choose = switches or self.switches, bench.device, bench.dtype, config.head_dim, config.tokens
         return select_kernels(*choose, inference=inference)

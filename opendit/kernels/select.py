@@ -2,31 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from opendit.config.components import SpeedFlags
 from opendit.kernels.attention import LocalAttention, VarlenAttention, resolve_attention, resolve_varlen
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.operations import FLOAT8, INFERENCE, MODULATE, NORM, SPLIT, chosen
 from opendit.kernels.short_attention import ShortAttention, short_is_faster
 from opendit.models.layers import BlockOps, Kernel, modulate
-
-if TYPE_CHECKING:
-    from opendit.config.components import SpeedFlags
-
-
-@dataclass(frozen=True)
-class KernelSwitches:
-    """Switches for :func:`select_kernels`, for callers that have no flags."""
-
-    enable_modulate_kernel: bool = False
-    enable_layernorm_kernel: bool = False
-    enable_flashattn: bool = False
-    fp8: bool = False
-    attention: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -41,7 +27,7 @@ class KernelChoice:
 
 
 def select_kernels(
-    flags: "SpeedFlags | KernelSwitches",
+    flags: SpeedFlags,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,

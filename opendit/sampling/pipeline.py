@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from opendit.common.hub import fetched
 from opendit.config.checks import check_lora_weight, path_and_weight
+from opendit.config.components import SpeedFlags
 from opendit.config.names import BASE_PRECISIONS
 from opendit.config.sample import Approximations
 from opendit.diffusion.objectives.base import Objective
@@ -28,7 +29,7 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner, Publis
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
-from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import Condition, same_length
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
@@ -145,7 +146,7 @@ def load(
         if fp8:
             config.check_speed(True, "none")
         on = kernels and device.type == "cuda"
-        switches = KernelSwitches(on, on, on, fp8)
+        switches = SpeedFlags(on, on, on, fp8)
         chosen = select_kernels(switches, device, dtype, config.head_dim, config.tokens, inference=True)
         network.eval().requires_grad_(False)
         network.use(ops=chosen.ops, attend=chosen.attend)

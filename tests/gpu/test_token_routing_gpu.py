@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.config.components import TokenRoute
+from opendit.config.components import SpeedFlags, TokenRoute
 from opendit.diffusion.random import draw_kept_tokens
-from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiTConfig
 from opendit.models.segments import Segments
 from opendit.models.zoo import build_model
@@ -23,7 +23,7 @@ def compare(config, route, loss):
     for kernels, dtype in ((False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)):
         model = randomised(build_model(config, 0)).place("cuda", dtype)
         model.route = route.first, route.last
-        on = KernelSwitches(kernels, kernels, kernels, False)
+        on = SpeedFlags(kernels, kernels, kernels, False)
         chosen = select_kernels(on, torch.device("cuda"), dtype, config.head_dim, config.tokens)
         model.use(ops=chosen.ops, attend=chosen.attend)
         loss(model, dtype).backward()

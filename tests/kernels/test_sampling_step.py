@@ -5,6 +5,7 @@ Here in Triton's interpreter; tests/gpu/test_sampling_gpu.py runs the same on a 
 import pytest
 import torch
 
+from opendit.config.components import SpeedFlags
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective
 from opendit.diffusion.objectives.base import sample_latents
 from opendit.kernels.sampling_step import (
@@ -17,7 +18,7 @@ from opendit.kernels.sampling_step import (
     take_step_reference,
     unpatchify_reference,
 )
-from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiTConfig
 from opendit.models.variants import VDiTConfig
 from opendit.models.zoo import build_model
@@ -163,7 +164,7 @@ def test_the_engine_takes_them(objective, sampler):
     given = torch.tensor([2, 0], device=DEVICE), torch.tensor([3], device=DEVICE), torch.arange(2, device=DEVICE)
     settings = {"steps": 3, "sampler": sampler, "cfg_channels": 3}
     want = sample_latents(model, *given, objective=objective, seed=0, **settings)
-    on = KernelSwitches(True, True, True)
+    on = SpeedFlags(True, True, True)
     kernels = select_kernels(on, torch.device(DEVICE), torch.float32, 32, config.tokens, inference=True)
     engine = SamplingEngine(model.use(ops=kernels.ops, attend=kernels.attend), objective, **settings, record=False)
     got = engine.sample(*given, 0)
