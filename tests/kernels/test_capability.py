@@ -67,7 +67,7 @@ def test_the_documented_table_is_what_the_checks_say():
         "fused kernels (`--enable_*_kernel`)": "kernels",
         "FlashAttention 4 (`flash-attn-4`)": "flash_attn_3",
         "`--fp8`": "float8",
-        "attention of its own for few and short samples": "short_attention",
+        "[kernel for few and short samples](kernels.md#attention)": "short_attention",
     }
     for row, feature in features.items():
         with pretended((7, 0)):
