@@ -414,11 +414,12 @@ class MediaFiles(PicturesAndClips):
 
     def read(self, row: int, view: View = PLAIN) -> Item:
         path = self.paths[row]
+        size = bytes_of(path)
         if self._is_picture(row):
             item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
         else:
             item = retried_disk(path, partial(self.clip_sample, path, view))
-        return item._replace(bytes_read=bytes_of(path))
+        return item._replace(bytes_read=size)
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         path = self.paths[row]
