@@ -49,9 +49,8 @@ def test_the_probe_sees_what_is_imported():
 
 
 def test_the_light_tables_are_what_the_heavy_modules_have():
-    from opendit.cli.command import module_of
     from opendit.config import names
-    from opendit.config.architectures import KINDS
+    from opendit.config.architectures import KINDS, module_of
     from opendit.config.names import SOURCES, TABLES, named_sources
     from opendit.diffusion.objectives import OBJECTIVES, ddpm, flow
     from opendit.diffusion.objectives.ddpm import PREDICTIONS
