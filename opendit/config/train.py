@@ -553,7 +553,7 @@ class TrainConfig(
             raise ValueError(f"--parallel auto: counts with samples of one size, not with --{name}; leave one out")
         if "batch_size" in self.given or self.batch_size == 1:
             return self, []
-        what = "lots of one shape" if self.pack_tokens is None else "packs"
+        what = "groups of one shape" if self.pack_tokens is None else "packs"
         return replace(self, batch_size=1), [f"batch size: 1; it counts {what} of {self.tokens:,} tokens"]
 
     def _check_packs(self) -> None:

@@ -176,7 +176,7 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
     an_epoch = schedule.mean_steps_per_epoch
     return (
         f"{an_epoch:,.2f} an epoch, {last:,} in all = {last / an_epoch:,.1f} epochs, "
-        f"{last * samples:,} {'samples' if flags.tokens is None else f'lots of {flags.tokens:,} tokens'}"
+        f"{last * samples:,} {'samples' if flags.tokens is None else f'groups of {flags.tokens:,} tokens'}"
     ), last
 
 
@@ -332,7 +332,7 @@ def _optimizer(engine: Engine) -> str:
 def _unit(flags: BatchFlags) -> str:
     if flags.tokens is None:
         return ""
-    return f" {'lots of one shape' if flags.pack_tokens is None else 'packs'} of up to {flags.tokens:,} tokens"
+    return f" {'groups of one shape' if flags.pack_tokens is None else 'packs'} of up to {flags.tokens:,} tokens"
 
 
 def summarise(run: Run) -> None:

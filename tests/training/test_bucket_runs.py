@@ -41,8 +41,8 @@ def test_a_resume_goes_on_with_the_same_samples(pictures, tmp_path, no_ranks, mo
     monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
     whole = run(pictures, tmp_path / "whole", 6, *more)
     out = capsys.readouterr().out
-    assert "note: batch size: 1; it counts lots of one shape of 64 tokens" in out
-    assert "lots of one shape of up to 64 tokens" in out and " tokens, most often 8 x 8" in out
+    assert "note: batch size: 1; it counts groups of one shape of 64 tokens" in out
+    assert "groups of one shape of up to 64 tokens" in out and " tokens, most often 8 x 8" in out
     run(pictures, tmp_path / "parts", 3, *more)
     resumed = run(pictures, tmp_path / "parts", 6, "--load", "latest", *more)
     one, other = (load_file(path / "checkpoints" / "latest" / "ema.safetensors") for path in (whole, resumed))
