@@ -380,8 +380,8 @@ class BatchFlags(Flags):
     )
     bucket_tokens: int | None = flag(
         None,
-        "crop samples to shapes near their own; --batch_size then counts groups of samples of one shape, of at most this "
-        "many tokens each",
+        "crop samples to shapes near their own; --batch_size then counts groups of samples of one shape, of at most "
+        "this many tokens each",
         **between(1, 2**30, "tokens"),
     )
     pack_tokens: int | None = flag(
