@@ -172,7 +172,7 @@ def test_text_encoders_in_fewer_bits_cache_what_they_train_with(root, tmp_path):
         train.main([*argv, "--data_path", str(source), "--outputs", str(tmp_path / output), *more])
         flags = parse(TrainConfig, [*argv, "--data_path", str(source), *more])
         where = Circumstances(1, 1, 2.0**40, H200, has_gpu=False)
-        counted[output] = Search(flags, data_of(flags, where), where).setup.encoders
+        counted[output] = Search(flags, data_of(flags, where), where).encoders
     whole, fewer = (text_encoder_bytes(root / "flux", FAMILIES["flux"], kind) for kind in ("bf16", "nf4"))
     assert counted["exact"] - counted["nf4"] == whole - fewer > 0
     cached, stored, exact = (losses(tmp_path / output) for output in ("cached", "nf4", "exact"))
