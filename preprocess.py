@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if command is None:
         parser.print_help()
         return 0
-    with removed_if_empty(Path(options.get("output") or os.curdir)):  # made by a failed job
+    with removed_if_empty(Path(options.get("output") or os.curdir)):  # left by a failed command
         try:
             check(command, options, given)
         except ValueError as error:

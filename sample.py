@@ -7,8 +7,8 @@ tools.
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --num_samples 50000 --npz fid.npz
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --sequence_parallel_size 4 --cfg_parallel
 
-Several processes divide the samples, or draw each sample together. A sample's noise depends only on --seed and its
-number.
+Several processes divide the samples, or draw each sample together. A sample's noise depends only on --seed and the
+sample's index.
 """
 
 import sys

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # start() imports torch, and modules that need torch, only af
 
 
 def train(run: Run) -> None:
-    """Train until the last step, a signal, or the end of the data."""
+    """Train until the last step, a signal, the end of --max_hours, or data that can't be read."""
     for step in range(run.first_step, run.last_step):
         run.begin(step)
         run.engine.set_lr(lr := run.learning_rate.at(step))
@@ -46,7 +46,7 @@ def train(run: Run) -> None:
             # Run the passes of EagerPasses (below). The runner that build() chose launches them kernel by kernel,
             # replays them from CUDA graphs, or runs the stages of a pipeline (opendit/training/runners.py).
             loss = run.runner.passes(micro_batches(run))
-            run.interrupt.ask()  # collective, before weights change: has any rank received a signal or run out of data?
+            run.interrupt.ask()  # before weights change, ask all ranks for signals and unreadable data
         run.result = result = run.engine.step()
         run.ema.update(result.finite)
         run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # in a pipeline, only the last stage has a loss
@@ -54,7 +54,7 @@ def train(run: Run) -> None:
 
         run.done = step + 1
         stopping = run.interrupt.answer()
-        due = run.due(stopping)  # waits for the device only if something is due
+        due = run.due(stopping)  # waits for the device only if a check for skipped steps is due
         measured = run.measure(due)  # held-out loss and quality of samples, if these are due
         if due.log:
             run.log.write(run.done, lr, result, measured)
@@ -86,8 +86,8 @@ class Inputs:
         tokens_of: function that maps a latent size to the number of tokens, for objectives whose times depend on it.
         in_place: True if the conditioning frames replace frames of x_t, without noise.
         beside: True for an image-to-video model, which always takes the first frame as conditioning.
-        teacher: encoder whose features tokens are aligned with (``--repa``), or its features in the batches.
-        uncertain: True if the weights of losses are learned (``--uncertainty_weighting``).
+        teacher: vision encoder of ``--repa``, or the reader of its cached features; None without ``--repa``.
+        uncertain: True if the model learns the weights of losses (``--uncertainty_weighting``).
     """
 
     latents: Latents
@@ -199,7 +199,7 @@ def start(flags: TrainConfig) -> Path | None:
     """Check the flags against the machine and the data, then train. Return the run's folder; None for --dry_run.
 
     Raises:
-        SystemExit: code 1 if a checkpoint or another file could not be written; other codes come from ``Supervisor``.
+        SystemExit: code 1 if a file could not be written; other codes come from ``Supervisor`` and ``dry_run``.
     """
     # Imported here, so that a wrong flag is reported without waiting for torch.
     from opendit.parallel.mesh import init_mesh

@@ -25,8 +25,8 @@ from opendit.config.train import TrainConfig
 
 
 def program(name: str) -> ModuleType:
-    """Import ``name``.py once: from the repository's root or, in an installed wheel, from the copy that setup.py
-    made."""
+    """Import the script ``name``.py from an installed wheel or the repository, and cache the module. Raises
+    ModuleNotFoundError."""
     full = f"opendit.cli.scripts.{name}"
     if full in sys.modules:
         return sys.modules[full]
@@ -48,14 +48,14 @@ def program(name: str) -> ModuleType:
 
 
 def train(config: TrainConfig, data: Any = None) -> Path:
-    """Run train.py with the flags of ``config`` in this process, and return the run's folder.
+    """Run train.py with the flags of ``config`` in this process. Return the run's folder; None with --dry_run.
 
     The data set ``data`` replaces ``data_path``. It is an ``opendit.data.MediaDataset``, or a map-style data set whose
     samples are dictionaries with "image" or "video" and with "text" or "label" (docs/python.md). A field at its default
     value is treated like an omitted flag. To train on several processes, call this in a script that torchrun starts.
 
-    Raises ValueError for a configuration that can't work, or the error that ended the run, whose message has been
-    printed.
+    Raises ValueError for a configuration that can't work. A failed run has printed a message; its error is raised
+    again, or RuntimeError if the error is unknown.
     """
     config = as_given(config)
     if data is not None:
@@ -75,8 +75,8 @@ def train(config: TrainConfig, data: Any = None) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` as if parsed from a command line with only the flags that differ from their defaults. With a
-    recipe, all other flags get the recipe's values."""
+    """Return ``config`` as if parsed from a command line that sets only the fields that differ from their defaults. The
+    other fields get the values of its recipe and of its YAML file. A parsed configuration is returned unchanged."""
     if config.given:
         return config
     plain = TrainConfig()

@@ -33,10 +33,10 @@ def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> 
     Args:
         flag: the flag whose value is ``name``, for messages.
         download: download the model, or its missing files, from the hub.
-        commit: the commit that the run used at its start. If the local cache has it, the network is not used.
+        commit: the resumed run's commit, used unless ``name`` has another one. Once cached, it needs no network.
 
     Raises:
-        ValueError: ``download`` is False, or the download failed.
+        ValueError: a download is needed, but ``download`` is False or the download failed.
     """
     asked = on_hub(name)
     if asked is None:
@@ -91,7 +91,7 @@ def download_snapshot(repository: str, revision: str | None, what: str) -> str:
 
 
 def probe_hub(endpoint: str) -> None:
-    """Raise an exception unless the hub answers within a few seconds."""
+    """Raise an exception if HF_HUB_OFFLINE is set, or the hub does not answer within 5 seconds."""
     from huggingface_hub.utils import get_session
 
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -100,7 +100,7 @@ def probe_hub(endpoint: str) -> None:
 
 
 def snapshot_of(folder: str | Path) -> tuple[Path, str, str] | None:
-    """Return (snapshot, OWNER/NAME, commit) of a folder in the hub's cache, or None for another folder."""
+    """Return (snapshot's folder, OWNER/NAME, commit) if ``folder`` is a cached snapshot or is in one, else None."""
     real = Path(folder).expanduser().resolve()
     for path in (real, *real.parents[:1]):
         owner, dashes, name = path.parent.parent.name.removeprefix("models--").partition("--")

@@ -1,8 +1,8 @@
 """Read strict JSON within limits.
 
-The reader bounds the bytes of a file, its depth and the digits of a number, and rejects duplicate keys. pydantic does
-not. Errors are one-line ValueErrors that name the file and the problem. Importing this module does not import pydantic.
-The pydantic models that check the content are built on opendit/common/json_models.py.
+The reader limits the bytes of a file, its nesting depth and the digits of a number, and rejects duplicate keys.
+pydantic checks none of these. Errors are one-line ValueErrors that name the file and the problem. Importing this module
+does not import pydantic. The pydantic models that check the content are built on opendit/common/json_models.py.
 """
 
 import errno
@@ -26,7 +26,7 @@ LARGEST = 2**53  # largest integer: some programs that read JSON round larger in
 
 def read_json(path: Path, most: int) -> Any:
     """Return the content of a JSON file of at most ``most`` bytes. Raises OSError, or ValueError with one line that
-    names it."""
+    names the file."""
     return parse_json(read_bounded(path, most), str(path))
 
 
@@ -41,7 +41,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: str | Path) -> int:
-    """Return the descriptor of a regular file, opened for reading. Opening a named pipe, for example, would block.
+    """Open a regular file for reading and return its descriptor, without waiting for the writer of a named pipe.
 
     Raises ValueError, which names the path, for any other kind of file, and OSError.
     """

@@ -1,7 +1,7 @@
 """Base classes of the pydantic models that check JSON files. The models are strict, frozen, and refuse unknown keys.
 
-The models only check a JSON value. Functions return the value itself, not the model, because callers often write the
-value to a file again.
+The models only check a JSON value. The functions of this module return the value itself, not the model, because callers
+often write the value to a file again.
 """
 
 import functools

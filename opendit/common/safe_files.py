@@ -37,11 +37,11 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Yield a new, empty temporary file ("w+b") that atomically replaces ``path`` at the end of the block.
 
-    After an exception ``path`` is unchanged and the temporary file is deleted. Its path is the file object's ``name``.
+    After an exception, ``path`` is unchanged and the temporary file, whose path is ``file.name``, is deleted.
 
     Args:
         mark: replaces the process number in the temporary file's name, so that a caller can find the file of a killed
-        process. Two processes must not use the same mark at the same time.
+            process. Two processes must not use the same mark at the same time.
         make: create missing folders above ``path``.
         temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
@@ -68,7 +68,7 @@ def replacing(
 
 
 def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: bool = False) -> None:
-    """Atomically replace ``path`` by a file with this content, as :func:`replacing`."""
+    """Write ``content`` to a file that atomically replaces ``path``; see :func:`replacing`."""
     with replacing(path, root=root, make=make) as file:
         file.write(content)
 
@@ -79,12 +79,12 @@ def path_of(file: BinaryIO) -> str:
     return number if os.path.exists(number) else str(file.name)
 
 
-# ------------------------------------------------------------------------------------------ files that are not
+# -------------------------------------------------------------------------------------- files that are written in place
 
 
 @contextlib.contextmanager
 def creating(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a new, empty file ("w+b") at ``path`` instead of an existing one. Raises the same errors as
+    """Delete the file at ``path``, if any, and yield a new, empty one ("w+b"). Raises the same errors as
     :func:`replacing`."""
     with _folder(path.parent, root, False) as here, _create(path, here) as file:
         yield file
@@ -100,7 +100,7 @@ def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: boo
 def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) -> int:
     """Return a descriptor for reading a file and appending to it. A missing file is created.
 
-    A copy first replaces a file that has a second hard link, perhaps outside ``root``, so that only the copy grows.
+    A file with several hard links, perhaps outside ``root``, is first replaced by a copy, so that only the copy grows.
     """
     with _folder(path.parent, root, make) as here:
         file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, here)
@@ -153,7 +153,7 @@ def sync_folder(folder: Path, *, root: Path | None = None) -> None:
 
 
 def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
-    """Rename a file or folder within its folder. ``to`` may be a file or empty folder, or a link with ``over_link``."""
+    """Rename a file or folder within its folder, over a file, an empty folder or, with ``over_link``, a link."""
     with _folder(path.parent, root, False) as here:
         _replace(path.name, to, here, over_link)
 
@@ -322,8 +322,8 @@ MOST_WAITING = 64 << 20  # maximum bytes of records that wait in memory while th
 class RecordFile:
     """An append-only file of records. A record that can't be written waits for the next attempt.
 
-    The file is opened at the first record. After an error it is truncated to its last complete record, before the next
-    write if not at once. ``lost`` counts records that were dropped because too many were waiting.
+    The file is opened at the first record. After an error, the file is truncated to its last complete record: at once
+    or, if that fails, before the next write. ``lost`` counts records that were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path, root: Path | None = None):
@@ -399,7 +399,7 @@ class RecordFile:
 class WriteFailures:
     """Counter of failed writes of files other than checkpoints.
 
-    Training continues after such a failure. Each kind is logged once, and the run's exit code becomes 1.
+    Training continues after such a failure. Each kind (file, errno) is logged once. The run's exit code becomes 1.
     """
 
     def __init__(self):

@@ -15,8 +15,8 @@ class Stages:
     """Divide the time since the process began into named stages.
 
     Calling the object with a name returns a context manager for a stage. The time of an inner stage does not count for
-    the outer one, so the stages add up to the age of the process. Enter stages from a single thread; :meth:`beside`
-    records the work of others.
+    the outer one, so the stages add up to the age of the process. Only one thread may enter stages; :meth:`beside`
+    records the time of other threads.
 
     Attributes:
         wait: function called at the end of every stage, to wait for an accelerator to finish its work.
@@ -51,7 +51,7 @@ class Stages:
         return before
 
     def beside(self, name: str, seconds: float) -> None:
-        """Add seconds of work in another thread. May be called from any thread."""
+        """Add seconds that another thread has worked. May be called from any thread."""
         with self._lock:
             self._beside[name] = self._beside.get(name, 0.0) + seconds
 

@@ -35,7 +35,7 @@ _BLOCK = 16 << 20
 def write_file(
     to: Path | BinaryIO, blocks: Iterator[bytes | memoryview], *, root: Path | None = None
 ) -> dict[str, Any]:
-    """Write and sync a file. Return its manifest entry: bytes, and the SHA-256 of the blocks in memory.
+    """Write ``blocks`` to a file and sync it. Return its entry in a manifest: bytes, and the SHA-256 of ``blocks``.
 
     to: an open, empty file, or the path of a new file below ``root``. Raises OSError, which names the file.
     """
@@ -65,7 +65,7 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: dtype and shape of each tensor to write, for ``tensors`` that reads from disk at each access.
+    kinds: dtype and shape of each tensor; None reads them from ``tensors``, which may read from disk at each access.
 
     safetensors' save_file is not used, because it neither hashes nor syncs, and its error does not show that a disk is
     full.
@@ -126,7 +126,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
 
 
 def shapes_in(file: safe_open, path: Path, floats: bool = True) -> Shapes:
-    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a tensor that holds no floats."""
+    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a tensor of another dtype."""
     shapes = {}
     for name in file.keys():  # noqa: SIM118
         part = file.get_slice(name)

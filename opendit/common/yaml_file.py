@@ -4,9 +4,9 @@ This module turns the parser's events into plain values one by one and without r
 memory grows. PyYAML's own composer crashes on deep nesting, and expands merge keys without a limit.
 
 A value is a string, a number, true, false, null, a list, or a dictionary with string keys. Ordinary content gives the
-same values as ``yaml.safe_load``. Dates, times such as ``1:30``, and everything else that YAML 1.1 turns into an object
-stay strings. Errors are tags other than ``!!str``, numbers that two versions of YAML read differently (``010``),
-duplicate keys, and keys that are not strings. Infinities and NaNs are accepted, so callers must check for them.
+same values as ``yaml.safe_load``. Dates, times such as ``1:30``, and other objects of YAML 1.1 stay strings. The reader
+refuses tags other than ``!!str``, ``!!seq`` and ``!!map``, numbers that two versions of YAML read differently
+(``010``), duplicate keys, and keys that are not strings. It accepts infinities and NaNs.
 """
 
 import re
@@ -41,7 +41,7 @@ _OF = {list: "tag:yaml.org,2002:seq", dict: "tag:yaml.org,2002:map"}
 def read_yaml(path: Path, name: str, most: int = MOST_BYTES) -> Any:
     """Return the content of a YAML file of at most ``most`` bytes. A ``.json`` file is read as JSON.
 
-    Raises ValueError with one line that begins with ``name`` and gives the line in the file.
+    Raises ValueError with one line that begins with ``name`` and, for invalid YAML, gives the line in the file.
     """
     try:
         content = read_bounded(path, most)
@@ -248,7 +248,7 @@ def _merged(event: yaml.Event, value: Any) -> list[dict[str, Any]]:
 
 
 def _scalar(event: yaml.ScalarEvent) -> Any:
-    """Return a scalar's value."""
+    """Convert a scalar to a Python value. Raises _BadValue."""
     if event.tag in _OF_TEXT:
         return event.value
     if event.tag is not None:

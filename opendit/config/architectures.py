@@ -20,8 +20,8 @@ CLIP_FRAMES = 17  # default frames of a clip: the number closest to 16 that is 4
 
 
 class Public(NamedTuple):
-    """Properties of a family that the check of flags needs: diffusers' class of the network, its patch, and the usual
-    side of pictures. ``guidance_embeds`` in ``config.json`` distinguishes families with the same class."""
+    """A family of public models: diffusers' class of the network, its patch size, and the usual side of pictures in
+    pixels. ``guidance_embeds`` in ``config.json`` distinguishes families of one class."""
 
     network: str
     patch: int | tuple[int, int, int]
@@ -54,7 +54,7 @@ def family_in(name: str) -> str | None:
 
 
 def name_of_folder(path: str | Path) -> str | None:
-    """Return the name of the public model in a folder of diffusers, or of a run or checkpoint that trains one.
+    """Return FAMILY/FOLDER of the public model in a diffusers folder, or of the one that a run or checkpoint trains.
 
     Return None if the folder holds no public model, or can't be read.
     """
@@ -75,8 +75,8 @@ def name_of_folder(path: str | Path) -> str | None:
 
 
 def commit_of_run(path: str | Path, name: str) -> str | None:
-    """Return the hub commit of the model OWNER/NAME from which a run started, given its folder or a checkpoint, or
-    None."""
+    """Return the hub commit of the model OWNER/NAME that a run started from, or None. path: the run or one of its
+    checkpoints."""
     folder, asked = Path(path).expanduser(), on_hub(name)
     if asked is None:
         return None

@@ -1,7 +1,7 @@
 """Checks of values that several programs use.
 
-Every check raises a ValueError whose message names the flag and the fix. Mistakes that may exist on this machine only
-raise its subclass OnThisMachine.
+Every check raises a ValueError whose message names the flag and the fix. A mistake that may exist on one machine only,
+such as a missing file, raises the subclass OnThisMachine.
 """
 
 import difflib
@@ -41,7 +41,7 @@ def check_interval(interval: list[float]) -> None:
 
 
 def check_workers(number: int, asked_for: bool) -> None:
-    """Reject more loader processes than suit this machine's CPU cores, if the user asked for them."""
+    """Raise OnThisMachine if the user asked for more loader processes than 16 and than 4 per CPU core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(16, 4 * cores)
     if asked_for and number > most:
@@ -109,8 +109,8 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
 
 
 def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
-    """Check that a path exists. The message describes the flag's values (``what``), and suggests ``names`` that it also
-    takes."""
+    """Check that a path exists. The message describes the allowed values (``what``), and may suggest a similar name
+    from ``names``, words that the flag also accepts."""
     try:
         there = Path(path).expanduser().exists()
     except (OSError, RuntimeError) as error:  # for example a name that is too long, or ~ of an unknown user
@@ -136,8 +136,8 @@ def fetched(name: str, flag_name: str, download: bool, commit: str | None = None
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Check that ``path`` may hold weights: it is a file, a folder with weights or checkpoints, or with ``pipeline`` a
-    folder of diffusers."""
+    """Check that ``path`` may hold weights: a file that looks like weights, a folder with weights or checkpoints or,
+    with ``pipeline``, a folder of diffusers."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)
@@ -178,7 +178,7 @@ def _may_hold_weights(path: Path) -> bool:
 
 
 def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
-    """Return the captions of a flag, or the lines of its text file. Raises OnThisMachine."""
+    """Return a flag's captions. A single value that ends with .txt names a file of captions. Raises OnThisMachine."""
     if len(prompts) != 1 or not prompts[0].endswith(".txt"):
         return prompts
     try:
@@ -200,8 +200,8 @@ def check_file(path: str, flag_name: str, what: str) -> None:
 
 
 def _suggestion(path: str, known: Collection[str]) -> str:
-    """Return "did you mean NAME? Or " with the most similar of ``known`` or of the entries of the path's folder, or
-    ""."""
+    """Return "did you mean NAME? Or ", with the name most similar to ``path`` in ``known`` or in its folder; "" if none
+    is."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:

@@ -86,8 +86,8 @@ _SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in
 
 
 def counterpart(name: str, flags: Collection[str]) -> str | None:
-    """Return advice for a flag of another program, without dashes, or None. flags: those of this program, such as
-    ``--lr``."""
+    """Return advice on ``name``, a flag of another program without its dashes; None if it is unknown. flags: all flags
+    of this program, such as ``--lr``."""
     known = [ours for ours in _NAMES.get(name, ()) if ours in flags]
     return f"here it is {known[0]}" if known else _SENTENCES.get(name)
 
@@ -432,8 +432,8 @@ class CommandLine(argparse.ArgumentParser):
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
-        """Return a message about an unknown flag that suggests one of this program: the counterpart of another
-        program's flag, otherwise the most similar. ``optim.lr=1e-4`` is also recognised as a flag."""
+        """Return a message about an unknown flag that suggests a flag of this program: its counterpart in ``_OURS``,
+        otherwise the most similar name. ``optim.lr=1e-4`` is also recognised as a flag."""
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if not word.startswith("-") and not equals:
@@ -490,7 +490,7 @@ P = TypeVar("P", bound=ProgramFlags)
 
 
 def read_flags(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line and check the flags together, without torch or a GPU."""
+    """Parse a command line and check its flags together, as if there were a GPU. A mistake ends the program."""
     flags = parse(cls, argv)
     try:
         flags.resolve(flags.world_size(), has_gpu=True)
@@ -523,7 +523,7 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """Return the parser of a configuration's flags. Its result contains only flags that are on the command line."""
+    """Return the parser of a configuration's flags. The parsed result contains only flags on the command line."""
     parser = _parser_of(cls, name_of(cls.program))
     parser.source = ""
     return parser

@@ -60,8 +60,8 @@ class TokenRoute:
     """Blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
 
     fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD. until: step from
-    which on these blocks see all tokens; None for never. drop: share of the samples of a training step without the
-    result of these blocks, if the route is fused.
+    which on these blocks see all tokens; None for never. drop: for a fused route, fraction of a training step's samples
+    that drop the result of these blocks.
     """
 
     first: int
@@ -400,7 +400,7 @@ class BatchFlags(Flags):
 
     @property
     def tokens(self) -> int | None:
-        """Number of tokens in one unit of --batch_size; None if --batch_size counts samples."""
+        """The value of --pack_tokens or --bucket_tokens. None if --batch_size counts samples."""
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
@@ -596,8 +596,8 @@ class SpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class ParallelFlags(Flags):
-    """Flags that split one sample over processes, in training and sampling, of a class that also has
-    :class:`SpeedFlags`."""
+    """Flags that split one sample over processes, in training and sampling. A configuration that inherits from this
+    class must also inherit from :class:`SpeedFlags`."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 

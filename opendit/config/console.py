@@ -1,7 +1,7 @@
 """Set up standard output and standard error.
 
-A program continues if the encoding of a stream lacks a character, a disk is full or a pipe is closed. A mistake is
-printed by one process as one line: ``error: --flag value: what is wrong; what to do``.
+A program continues if the encoding of a stream lacks a character, a disk is full or a pipe is closed. One process
+prints a mistake as one line with the flag, its value, what is wrong and what to do.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ def one_line(message: str) -> str:
 def prepare_console() -> None:
     """Prepare both streams. Every program calls this first.
 
-    - A character that the encoding of a stream lacks is written as an escape. - Output that can't be written, because a
-    disk is full or nobody reads a pipe, is dropped. - The null device replaces a stream that is closed at the start, so
-    that no other file gets its descriptor. - Every complete line is written at once, to files too. - Log records of the
-    package from level INFO on appear on standard output, above a progress bar if there is one.
+    A character that the encoding of a stream lacks is written as an escape. Output is dropped if it can't be written,
+    because a disk is full or a pipe is closed. The null device replaces a stream that is closed at the start, so that
+    no other file gets its descriptor. Every complete line is written at once, to files too. Log records of the package
+    from level INFO on appear on standard output, above a progress bar if there is one.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -69,8 +69,7 @@ def prepare_console() -> None:
 
 
 def answer_interrupts() -> None:
-    """Let Ctrl-C end the program by SIGINT, with one line. A script calls this before its other imports, which take a
-    while."""
+    """Make Ctrl-C end the program with one line instead of a traceback. Scripts call this before their slow imports."""
     sys.excepthook = _report
 
 
@@ -138,7 +137,8 @@ def _stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.RawIOBase):
-    """An open descriptor whose writes never raise. Standard output's first failure is reported on standard error."""
+    """Descriptor that drops what it can't write. Except for a closed pipe, standard output's first failure is
+    reported."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._reported = descriptor, False

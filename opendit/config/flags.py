@@ -78,7 +78,7 @@ class Value:
         return value
 
     def convert(self, text: str) -> Any:
-        """Convert a word without checking its range. A configuration checks all ranges later."""
+        """Convert a word and check it against ``choices``; ranges are checked later. Raises ArgumentTypeError."""
         value = text if self.kind is str else _number(self.kind, text)
         if value is None:
             raise argparse.ArgumentTypeError(f"{show(text)}: no {NUMBERS[self.kind]}; give {self.describe()}")
@@ -186,7 +186,7 @@ class Setting:
 
     @property
     def annotation(self) -> Any:
-        """Type of the flag's field: ``float``, or ``float | None`` if the default is None."""
+        """Type of the flag's field, for example ``float``, or ``float | None`` if the default is None."""
         kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
         return kind | None if self.default is None else kind
 
@@ -240,8 +240,8 @@ def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return the flags of a configuration by their heading in --help. Components with one title share the first's
-    heading."""
+    """Return heading in --help -> flags of a configuration. Components with the same title share the heading of the
+    first."""
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
         heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)

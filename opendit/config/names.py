@@ -156,7 +156,7 @@ RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 OFFLOAD = ("none", "average", "state")  # values of --offload with --plugin fsdp
-BLOCKS = "blocks"  # value of --offload: keep all blocks, or (blocks:N) some of them, in host memory
+BLOCKS = "blocks"  # value of --offload: keep all blocks, or N of them (blocks:N), in host memory
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
@@ -238,7 +238,7 @@ BEST = {
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
 # Suffixes of the file that identifies stored weights: one file with all tensors, the index of shards that ranks have
-# written, or the index of several files as written by transformers and diffusers.
+# written, or the index of several files as written by ``transformers`` and ``diffusers``.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
@@ -270,7 +270,7 @@ LABELS = ("balanced", "drawn")
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # formats of the latents in other programs' tar files
 MOCK, PYTHON = "mock", "python"  # names of the source of random latents, and of a data set passed to opendit.train
-ADDRESSES = "latents"  # the source that reads addresses
+ADDRESSES = "latents"  # the source that reads URLs
 ENERGON, BLENDS = "energon_source", "blend"
 TABLES = "pictures_and_clips"  # reads tables and any other folder, and is therefore tried last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
@@ -278,7 +278,7 @@ _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """A data source: its name in ``--data_path``, None if its files identify it, and what it reads, for lists."""
+    """A data source: its name in ``--data_path``, or None if its files identify it, and for --help what it reads."""
 
     name: str | None
     takes: str
@@ -309,7 +309,7 @@ def is_address(data_path: str) -> bool:
 
 
 def check_address(address: str, flag: str = "--data_path") -> None:
-    """Raise ValueError if an address lacks a server, a bucket or a file."""
+    """Raise ValueError if a URL is unprintable, or lacks the server, bucket or path that its scheme needs."""
     kind, _, rest = address.partition("://")
     kind, shown = kind.lower(), f"{flag} {printable(address)[:200]}"
     if not address.isprintable():
@@ -336,9 +336,9 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Check a blend ``A:0.7,B:0.3``. Other texts, and a file's name, are accepted unchecked.
+    """Check a blend ``A:0.7,B:0.3``. Other texts, and existing paths, are accepted unchecked.
 
-    Raises ValueError for a source without a weight above 0, twice the same source, mock, or another blend.
+    Raises ValueError for a source without a weight above 0, a repeated source, mock, or another blend.
     """
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]

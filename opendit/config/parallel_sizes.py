@@ -15,7 +15,7 @@ from opendit.config.names import BLOCKS
 
 @dataclass(frozen=True)
 class Place:
-    """Rank and addresses of a process in a run. ``address`` and ``port`` are those of rank 0."""
+    """Rank of a process in a run and on its machine, the number of processes, and the address and port of rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -25,7 +25,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """Read this process's place from the environment. Raises ValueError, which names the variable and the fix."""
+    """Read this process's place from torchrun's variables. Raises ValueError, which names the variable and the fix."""
     world = environment_world_size()
     if "RANK" not in os.environ:
         if world > 1:
@@ -172,10 +172,10 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
 
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
-    """Choose the axis along which ranks divide a grid of frames x spatial places; return (axis, tokens per rank with
-    padding).
+    """Choose whether ranks divide a grid of tokens by frames or by spatial positions, of which a frame has ``places``.
 
-    The axis is 0 (complete frames), or 1 (complete places) if that needs less padding and ``by_frames`` is False.
+    Return (axis, tokens per rank with padding). Axis 0 gives each rank complete frames. Axis 1 gives it all frames of
+    some positions; it is chosen if it needs less padding and ``by_frames`` is False.
     """
     rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
     return rows.index(min(rows)), min(rows)
@@ -186,12 +186,12 @@ def check_sequence_parallel(size: int, world_size: int) -> None:
 
 
 def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless the processes divide into groups that share a sample and divide every layer."""
+    """Raise ValueError unless ``size`` * ``sequence_parallel`` divides ``world_size``."""
     _check_shares("--tensor_parallel_size", size, {"--sequence_parallel_size": sequence_parallel}, world_size)
 
 
 def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless the processes divide into pipelines of ``size`` stages."""
+    """Raise ValueError unless ``size`` * ``sequence_parallel`` * ``tensor_parallel`` divides ``world_size``."""
     inner = {"--tensor_parallel_size": tensor_parallel, "--sequence_parallel_size": sequence_parallel}
     _check_shares("--pipeline_parallel_size", size, inner, world_size)
 
@@ -215,7 +215,7 @@ def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int)
 
 
 def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel: int) -> list[str]:
-    """Return notes about tensor and sequence groups that span several machines with ``node`` processes each."""
+    """Return notes about tensor and sequence parallel groups that span machines. node: processes per machine."""
     notes, sizes = [], {"--tensor_parallel_size": (tensor_parallel, tensor_parallel)}
     sizes["--sequence_parallel_size"] = (sequence_parallel, tensor_parallel * sequence_parallel)
     for flag, (size, ranks) in sizes.items():
@@ -257,11 +257,10 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str, frozen: bool) -> tuple[str, int]:
-    """Parse --offload. Return fsdp's state to keep in host memory (one of OFFLOAD), and the number of blocks to keep
-    there.
+    """Parse --offload. Return the optimizer state and averages to keep in host memory (one of OFFLOAD), and the number
+    of blocks to keep there, 10**6 for all.
 
-    For all blocks, the number is larger than that of any model. The state of trained blocks goes with them; ``frozen``
-    blocks (--lora) have none.
+    Trained blocks are kept together with their state; ``frozen`` blocks (--lora) have no state.
     """
     blocks, _, count = text.partition(":")
     return ("none" if frozen else "state", int(count or 10**6)) if blocks == BLOCKS else (text, 0)

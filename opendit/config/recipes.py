@@ -60,8 +60,8 @@ def _stages(
 ) -> dict[str, Preset]:
     """Return one recipe for each of the three training stages of a model.
 
-    batch, world: pictures of the first stage, per GPU and per step on all GPUs. more: flags of all stages. joint: flags
-    of the second stage.
+    batch: the first stage's pictures per micro-batch. world: its pictures per step on all GPUs. more: flags of all
+    stages. joint: flags of the second stage.
     """
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")

@@ -189,7 +189,7 @@ class TrainConfig(
 
     def _fetched(self) -> "TrainConfig":
         """Replace --pretrained by the local folder of the model if it is a name on the hub. A dry run without
-        --download doesn't need it."""
+        --download doesn't need the folder."""
         if self.pretrained is None or (self.dry_run is not None and not self.download):
             return self
         commit = None if self.load in (None, "latest") else commit_of_run(self.load, self.pretrained)
@@ -198,8 +198,8 @@ class TrainConfig(
     def _resolve_public(self) -> "TrainConfig":
         """Fill in the flags of a public model, if --pretrained or --load names its folder or a run that trains it.
 
-        These are the model's name and objective and, unless the command line sets them, the VAE and text encoders in
-        its folder. Raises ValueError for flags that contradict the model.
+        These are the model's name and objective and, unless the command line sets them, the picture size and the VAE
+        and text encoders in its folder. Raises ValueError for flags that contradict the model.
         """
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
@@ -295,8 +295,8 @@ class TrainConfig(
             )
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for sizes that don't suit the model's name. Others depend on the data, and are checked
-        later."""
+        """Raise ValueError for picture and parallel sizes that don't fit the model. Sizes that depend on the data are
+        checked later."""
         patch = patch_size(self.model)
         side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
         what = f"patch of {self.model}: {side}"
@@ -500,7 +500,7 @@ class TrainConfig(
             if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # Random latents draw no grids. --sample_every 0, which turns grids off, is the one flag of grids to accept.
+        # Mock data draw no grids. Of the flags for grids, only --sample_every 0, which turns them off, is accepted.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -524,7 +524,7 @@ class TrainConfig(
         return [f"{found}, so that --lr {self.lr:g} is never reached"]
 
     def _resolve_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
-        """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples."""
+        """Divide --global_batch_size among ranks and into the fewest micro-batches of at most --batch_size samples."""
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
         # If the user sets --grad_accumulation, it overrides a recipe's --global_batch_size.
@@ -542,8 +542,8 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """Set --batch_size, which counts packs or groups of one shape with --bucket_tokens or --pack_tokens, to 1 by
-        default."""
+        """With --bucket_tokens or --pack_tokens, set --batch_size to 1 by default, because it then counts groups of
+        samples or packs."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -696,7 +696,7 @@ class TrainConfig(
 
     @property
     def streamed_blocks(self) -> int:
-        """Number of blocks in host memory (--offload blocks[:N])."""
+        """Number of blocks in host memory (--offload blocks[:N]); 10**6 for all."""
         return parse_offload(self.offload, frozen=True)[1]
 
     @property
@@ -707,8 +707,8 @@ class TrainConfig(
     def check_streamed(self, world_size: int, known: bool = False) -> None:
         """Raise ValueError, with the reason, for flags that --offload blocks can't be combined with.
 
-        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does. ``known``: a resumed
-        run has no LoRA without --lora.
+        With fsdp on several processes, FSDP2 copies the blocks; otherwise ``StreamedBlocks`` does. known: True if the
+        LoRA flags of a resumed run are already set, so that ``lora`` is None only without LoRA.
         """
         if not self.streamed_blocks or self.parallel == "auto":
             return

@@ -53,8 +53,8 @@ MARGIN = 0.01
 
 
 def storages(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield (storage of frozen blocks, --offload), from the most exact and fastest to the least memory. "one" is one
-    byte a weight."""
+    """Yield pairs (storage of frozen blocks, --offload), the most exact and fastest first, the smallest last. The
+    storage "one" takes one byte per weight."""
     for base in ("bf16", "one", "nf4"):
         yield base, "none"
         if base != "bf16":  # bf16 blocks are not moved: copying two bytes per weight takes twice as long
@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """Return the settings that distinguish candidates in the report: all but rematerialization and micro-batch."""
+        """Return the settings that distinguish candidates in the report: sharding, offloading and parallel sizes."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
 
@@ -137,8 +137,8 @@ class Priced:
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """Return the name of the largest cost other than products and attention, and its fraction of the step's
-        time."""
+        """Describe the largest of communication, recomputation, update, bubble and waiting for the host, and its
+        fraction of the time. If it is at most 0.5 %, return "products and attention alone"."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
         found |= {
@@ -153,8 +153,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The ranks (``world``, and ``node`` on each machine) that run the training, and the bytes of memory that each may
-    use."""
+    """Numbers of ranks (``world``, ``node`` per machine), and ``capacity``, the bytes of memory that a rank may use."""
 
     world: int
     node: int
@@ -183,8 +182,8 @@ class Search:
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def storages(self) -> list[tuple[str, str]]:
-        """Return the pairs (--base_precision, --offload) to try, from the most exact and fastest to the least memory.
-        For full training, blocks in host memory are tried last, together with the state."""
+        """Return the pairs (--base_precision, --offload) to try, the most exact and fastest first, the smallest last.
+        For full training, the last ones keep blocks and their state in host memory."""
         flags, depth = self.flags, self.config.depth
         found = [("bf16", offload) for offload in OFFLOADED]
         if flags.lora is None:
@@ -198,8 +197,8 @@ class Search:
         return list(dict.fromkeys(found))
 
     def forms(self, offload: str, pipelines: bool = False, base_precision: str = "bf16") -> Iterator[Candidate]:
-        """Yield candidates whose micro-batch size is not chosen yet. ``pipelines`` includes pipelines whose stages are
-        on different machines."""
+        """Yield candidates whose micro-batch size is not chosen yet. With ``pipelines``, yield pipelines whose stages
+        are on different machines, unless a flag sets the number of stages."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
@@ -267,14 +266,15 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return the number of samples in a step if every rank that the flags leave free is data parallel."""
+        """Return --global_batch_size, or the samples of a step in which all ranks that flags leave free are data
+        parallel."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
-        """Return True if the run would accept the candidate's flags unchanged, except for those named in ``open``.
+        """Return True if the run would accept the candidate's flags unchanged, except for the flags named in ``open``.
         Store the first error of a refused candidate in :attr:`refusal`."""
         try:
             settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
@@ -336,8 +336,8 @@ class Search:
         return sorted(found.values(), key=lambda one: one.price)
 
     def takes(self, form: Candidate) -> bool:
-        """Return True if :meth:`accepts` accepts ``form``; cached, because micro-batches, copies and --reshard don't
-        matter."""
+        """Return True if the run would accept ``form`` with some micro-batch. The result is cached for all values of
+        --data_parallel_replicate and --reshard."""
         plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
         if plain not in self.taken:
             self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))
@@ -350,8 +350,8 @@ def choose(
     """Return the best candidates, the fastest first, at most ``shown`` of different :attr:`Candidate.product`, and the
     model's configuration.
 
-    Pipelines are tried only if nothing else fits, then state in host memory, then frozen blocks in fewer bits or in
-    host memory. Raises ValueError, which says what to change, if no candidate fits or all are refused.
+    The values of :meth:`Search.storages` are tried in order until a candidate fits, each first without pipelines.
+    Raises ValueError, which says what to change, if no candidate fits or all are refused.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -394,8 +394,8 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     """Return (the run's machines, origin of their hardware figures). Collective.
 
-    The capacity is the memory of the smallest GPU, or the host's memory divided by its ranks. Raises ValueError if
-    --hardware is wrong.
+    The capacity is the usable memory of the smallest GPU or, without GPUs, the least usable host memory per rank.
+    Raises ValueError if --hardware is wrong.
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
@@ -435,8 +435,8 @@ FLOAT8 = ("H100", "H200")  # cards for which FP8 kernels exist
 
 
 def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
-    """Return the hardware to plan for: a known card, or ``hardware`` with ``card`` GiB. Raises ValueError for other
-    words."""
+    """Return the hardware to plan for: a known card, ``hardware`` with ``card`` GiB or, for "auto", ``hardware``
+    itself. Raises ValueError for other words."""
     if card == AUTO:
         return hardware
     try:
@@ -451,7 +451,7 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
 
 
 def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
-    """Yield values of flags, from the most exact and fastest to those that need the least memory."""
+    """Yield dictionaries flag -> value, the most exact and fastest first, those with the least memory last."""
 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
@@ -587,7 +587,7 @@ ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
 def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
-    """Yield what the settings that save memory cost: accuracy or time."""
+    """Yield a line for each loss of accuracy or time that the settings cause."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"

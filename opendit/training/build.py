@@ -179,7 +179,7 @@ def open_checkpoints(
 
 
 def best_checkpoint(run: Run, evaluated: str | None) -> BestCheckpoint | None:
-    """Find the checkpoint that --ckpt_best keeps."""
+    """Return the best checkpoint so far, for --ckpt_best; None without the flag and on ranks other than 0."""
     name = run.flags.ckpt_best
     if name is None or not run.mesh.is_main:
         return None

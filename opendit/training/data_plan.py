@@ -218,8 +218,8 @@ def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
 
 
 def check_classes(num_classes: int | None, data_path: str, about: Description) -> None:
-    """Raise ValueError if a label is not below ``num_classes``. The message names a sample with such a label, if
-    possible."""
+    """Raise ValueError if the data set has more than ``num_classes`` classes; None and 0 allow any number. The message
+    names a sample with a label that is too large, if possible."""
     if not num_classes or num_classes >= about.num_classes:
         return
     found = about.largest_label()
@@ -231,9 +231,9 @@ def check_classes(num_classes: int | None, data_path: str, about: Description) -
 
 
 def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
-    """Resize the samples of the data set for --bucket_tokens or --pack_tokens, if given.
+    """Return the data set with the sample shapes of --bucket_tokens or --pack_tokens; unchanged without these flags.
 
-    Raises ValueError, with the flag and the fix, if the model or the data can't be used with it.
+    Raises ValueError, with the flag and the fix, if the model or the data don't allow these shapes.
     """
     if flags.tokens is None:
         latents = dataset.shapes().latents
@@ -289,7 +289,7 @@ def make_schedule(
 ) -> BatchSchedule:
     """Return the order in which the run trains on its shaped samples. Raises the same errors as ``build_schedule``.
 
-    All samples of one of a step's ``parts`` have one shape; None for as many parts as micro-batches.
+    A step consists of ``parts`` groups of samples of one shape; None: as many groups as micro-batches.
     """
     return build_schedule(
         dataset,
@@ -304,7 +304,7 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """Return the number of parts in a step of a resumed run, as its fingerprint (``stored``) records it.
+    """Return ``parts`` of :func:`make_schedule` for a resumed run, as its fingerprint (``stored``) records it.
 
     Return None if it is unknown, or if a rank's micro-batch would contain samples of two parts. The ``experts`` ranks
     that divide the experts need micro-batches of one shape.

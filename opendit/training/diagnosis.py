@@ -121,8 +121,8 @@ class Diagnosis:
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
     def _look_backward(self) -> set[str] | None:
-        """Return the names of parameters whose gradient on this rank is not finite; None if the engine gives no access
-        to it."""
+        """Return the names of parameters whose gradient on this rank is not finite; None if the engine does not expose
+        gradients."""
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
@@ -175,8 +175,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
-    """Return the indices of samples that are not finite in a tensor; all if it has no dimension for samples; None if
-    finite."""
+    """Return the indices of samples with non-finite values in a tensor; all samples if the tensor has no dimension for
+    them. None if the tensor is finite or has no floats."""
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()
@@ -191,8 +191,8 @@ class SkippedSteps:
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.
-        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale, which it lowers, is
-            above 1.
+        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale, which every skip
+            lowers, is above 1.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):

@@ -43,9 +43,9 @@ class EMASampler:
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
         """Yield a model with the EMA weights. Collective. Its memory is excluded from the training's peak memory.
 
-        Only rank 0 and the ranks that share its samples get it, or all ranks with ``everywhere``; others get None and
-        help to gather the weights. It is the training module with its weights replaced for the duration of the block,
-        or a second module if the plugin has sharded the training module.
+        Rank 0 and the ranks that share its samples get the model, or all ranks with ``everywhere``. The others get None
+        and help to gather the weights. The model is the training module with its weights replaced during the block, or
+        a second module if the plugin has sharded the training module.
         """
         run, trained = self._run, monitoring.allocated_gib()
         model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
@@ -83,8 +83,8 @@ class EMASampler:
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for batches of samples with the conditions ``y``. Collective over the ranks that share
-        samples.
+        """Yield (index, latents) for batches of samples with the conditions ``y``. Ranks that share samples must call
+        this together.
 
         The (N,) ``index`` keys the samples' noise. ``cfg_scale`` is the scale of the model's own pipeline, see
         ``guidance_of``.

@@ -93,7 +93,7 @@ MADE_INTO = {
     "recompute": "recomputed",
     "recompute_blocks": "recomputed",
 }
-# Entries whose differences do not simply change the curve -> their meaning. All other entries have the meaning CURVE.
+# Entry -> meaning of a difference. A difference of any other entry means CURVE.
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
@@ -348,7 +348,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
 
 
 def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
-    """Return True if another --warmup_steps changes no learning rate from this step on."""
+    """Return True if the change of --warmup_steps leaves all learning rates from this step on the same."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
         constant
@@ -357,8 +357,7 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# For some entries, a function that returns True if a difference of the entry has no effect, or if another line reports
-# it.
+# Entry -> function that returns True if a difference of the entry has no effect, or if another line reports it.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
     # The last step is None without a cosine schedule. If only one run has a cosine schedule, the line about the

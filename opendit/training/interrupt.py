@@ -40,7 +40,7 @@ class Interrupt:
     call :meth:`ask` before the optimizer's step and :meth:`answer` after it. Their messages travel over gloo while the
     device computes, and the host does not wait for the device.
 
-    The run also stops when one more step and a save (``save_seconds()``) would exceed the process's age of ``hours``.
+    The run also stops if one more step and a save (``save_seconds()``) would make the process older than ``hours``.
 
     Attributes:
         alone: True if there are no other ranks.
@@ -72,7 +72,7 @@ class Interrupt:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:
-        """Ask whether any rank got a signal or lacks data.
+        """Ask whether any rank got a signal, lacks data or is out of time.
 
         Raises NoData on all ranks if any rank lacks data. That rank's gradients are part of the sum, so the optimizer's
         step must wait for the answers.
@@ -152,8 +152,8 @@ def write_end(folder: Path, step: int, **how: bool) -> None:
 
 
 def exit_code(folder: Path) -> int:
-    """Return 75 if steps are left after a run without an error, else 0. torchrun takes any other code for a failure, so
-    with torchrun it is 0."""
+    """Return 75 if steps are left after a run without an error, else 0. Under torchrun, return 0, because torchrun
+    takes any other code for a failure."""
     if "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return 0
     try:

@@ -58,14 +58,14 @@ class Setup:
 
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
-        reshard, keep_gradients: "auto" and None count the choice with less memory; see :func:`resolve_sharding`.
+        reshard, keep_gradients: "auto" and None stand for the value with less memory (:func:`resolve_sharding`).
         keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once.
-        absent: parameters outside of the blocks that a pipeline stage does not have.
-        trained: LoRA weights of a pipeline stage.
+        absent: number of parameters that a pipeline stage does not hold, without those of blocks.
+        trained: number of LoRA weights of a pipeline stage; None without pipelines or LoRA.
         held_micro_batches: micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
         muon: precision of Muon's orthogonalisation; its matrices have only one moment. None for AdamW.
-        networks: number of networks that a run trains by turns and keeps the state of.
+        networks: number of networks that a run trains by turns; all have state in memory.
     """
 
     plugin: str = "zero2"
@@ -153,8 +153,9 @@ class Setup:
 class Estimate:
     """Estimated bytes of one rank: ``states`` are always allocated; ``host`` are states in host memory.
 
-    The other fields count the beginning and the end of the backward pass: activations, gradients that ``states`` does
-    not include, gathered weights, and what the first block, which comes last, needs beyond ``gradients_at_the_end``.
+    ``activations``, ``gradients`` (without those in ``states``) and ``gathered`` (weights) count the beginning of the
+    backward pass. The fields ``..._at_the_end`` count its end, and ``last_block`` what the first block then needs in
+    addition.
     """
 
     states: dict[str, float]
@@ -241,7 +242,8 @@ def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
 
 
 def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
-    """Return the number of weights that --base_precision stores, their bytes, and the numbers of the largest tensor."""
+    """Return the number of weights that --base_precision compresses, their bytes, and the size of the largest
+    tensor."""
     return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
 
 
@@ -303,7 +305,7 @@ def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Return the numbers of parameters of the model and of one block that a rank holds, with tensor parallelism only
+    """Return how many parameters of the model and of one block a rank holds. With tensor parallelism, these are only
     its slice."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
@@ -410,8 +412,8 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
 
 
 def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
-    """Return (bytes of blocks, or of their shards, in host memory; bytes of the ring buffer on the device through which
-    they pass, with fsdp the shards of AHEAD blocks)."""
+    """Return (bytes in host memory, bytes of the ring buffer on the device) for the blocks of --offload. If fsdp shards
+    them, both count a rank's shards."""
     if not setup.streamed:
         return 0, 0
     size = 4 if setup.plugin == "ddp" or setup.lora is None else BYTES[setup.precision]
@@ -422,8 +424,8 @@ def of_streamed(config: DiTConfig, setup: Setup) -> tuple[float, float]:
 
 
 def _host_gradients(config: DiTConfig, setup: Setup) -> float:
-    """Return the bytes of host memory for the gradients of blocks there. torch's allocator of page-locked memory rounds
-    every tensor up to a power of 2."""
+    """Return the bytes of host memory for the gradients of offloaded blocks. torch's allocator of page-locked memory
+    rounds every tensor up to a power of 2."""
     ranks, numbers = setup.alike // setup.replicate, spread_numbers(config.depth, setup.streamed)
     prefixes = tuple(f"blocks.{number}." for number in numbers)
     shapes = (shape for name, shape in model_shapes(config)[0].items() if name.startswith(prefixes))
@@ -502,7 +504,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # also with LoRA, where weights that are cast once take the same bytes
+        block += kept.weights  # LoRA's frozen weights, which are cast once, take the same bytes
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # a recomputed block keeps only its input and modulation
         given = unit + size * batch * config.modulation_width

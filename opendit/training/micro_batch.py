@@ -110,8 +110,8 @@ class MicroBatch(NamedTuple):
         return losses.mean()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples with a True element in ``marked``; all if its rows are not those of
-        samples."""
+        """Return the indices of the samples with a True element in ``marked``; all if its first dimension is no
+        multiple of B."""
         count = len(self.x0)
         if marked.dim() == 0 or marked.shape[0] % count:
             return list(range(count))
@@ -127,8 +127,8 @@ class MicroBatch(NamedTuple):
         return cls(x0, t, noise, y, given, in_place, *more)
 
     def clone(self) -> "MicroBatch":
-        """Return a copy with all tensors copied. Its captions are marked as full (not padded) only if all are full
-        here."""
+        """Return a copy with all tensors copied. The copy's captions are marked as full (not padded) only if all
+        captions are."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
         dropped = None if self.dropped is None else y.pop()
@@ -147,9 +147,8 @@ class PackedMicroBatch:
     Attributes:
         x0, noise: (N, C, *patch) fp32 patches.
         t, condition: times (S,) and conditions of the segments.
-        shares: (S,) fp32 weight of each segment in the loss. With these weights, the mean loss over all micro-batches
-            and ranks
-        of a step equals the mean over the step's samples.
+        shares: (S,) fp32 weight of each segment in the loss, so that the mean loss over micro-batches and ranks equals
+            the mean over the step's samples.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
         kept: (1, n) int64 indices of the tokens that routed blocks see; ``segments.kept`` counts them.
         dropped, uncertain: (S,) bool, and a bool, see :class:`MicroBatch`.
@@ -211,8 +210,8 @@ def _rows_of(marked: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Converts samples to latents, by encoding pixels or by sampling from cached moments. (seed, step, sample) key the
-    noise.
+    """Converts samples to latents, by encoding pixels or by sampling from cached moments. The noise is keyed by (seed,
+    step, index).
 
     Args:
         codec: the VAE, or the codec that returns pixels unchanged. Not used for cached latents.
@@ -266,8 +265,8 @@ def condition_on_first_frames(
     """Condition an image-to-video model on the first frames of clips x, (B, 3, T, H, W), or on those cached in
     ``batch``.
 
-    Return the conditions y, with tokens of the first frames if the model attends to such, and mask and latents of the
-    clips in which all frames except the first are grey.
+    Return the conditions y, with tokens of the first frames if the model attends to them. Also return mask and latents
+    of the clips, in which all frames except the first are grey.
     """
     if batch.first is None:
         pixels = to_pixels(x)
@@ -298,8 +297,7 @@ class SampleInputs(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Packing of samples into sequences of ``tokens`` tokens, one for each of a step's ``micro_batches`` over all
-    ranks."""
+    """Packs samples into sequences of ``tokens`` tokens. A step has ``micro_batches`` sequences over all ranks."""
 
     patch: tuple[int, ...]
     tokens: int
@@ -333,7 +331,7 @@ class Packing:
     def route(
         self, segments: Segments, inputs: SampleInputs, step: int, index: Tensor
     ) -> tuple[Segments, Tensor | None, Tensor | None]:
-        """Draw the tokens of each segment that routed blocks see, as without packs.
+        """Draw the tokens of each segment that routed blocks see, with the same random numbers as without packs.
 
         Return the segments with the number of these tokens, and ``kept`` and ``dropped`` of the micro-batch.
         """

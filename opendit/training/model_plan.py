@@ -160,8 +160,7 @@ def _public_model(
     """Return the configuration and objective of the public model at ``source``, for latents of these channels and this
     size.
 
-    Cached caption embeddings have ``cached_tokens`` tokens; 0 without. Raises ValueError if the data don't fit the
-    model.
+    ``cached_tokens``: tokens of cached caption embeddings, or 0. Raises ValueError if the data don't fit the model.
     """
     info = read_info(source)
     found = config_from_dict(info["config"]) if "config" in info else None
@@ -385,8 +384,8 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """Choose the sharding. Settings that the flags leave open get the values with the least traffic with which a step
-    of ``batch`` samples fits in ``capacity`` bytes; None on a CPU, where everything is assumed to fit."""
+    """Choose the sharding. Open settings get the values with the least traffic with which a step of ``batch`` samples
+    fits in memory. capacity: bytes of the GPU; None on a CPU, where everything is assumed to fit."""
     resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     return Sharding(
         reduce_dtype=PRECISIONS[resolved.reduce_dtype],

@@ -212,7 +212,7 @@ def allocation_retries() -> int:
 
 
 class MemoryPressure:
-    """Detector of steps that wait for GPU memory, which retries allocations before ``LINES`` lines of the log in a
+    """Detector of nearly full GPU memory: torch has retried allocations before each of ``LINES`` lines of the log in a
     row."""
 
     LINES = 2  # A single retry is normal in the first steps, or when a sample grid is drawn.
@@ -221,7 +221,8 @@ class MemoryPressure:
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """Return a note, once, if memory is nearly full. Call after every ``steps`` steps."""
+        """Return a note, once, if memory is nearly full. Call for every line of the log, ``steps`` steps after the last
+        one."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:
@@ -329,8 +330,8 @@ class Monitor:
     def forget_drawing(self, trained: float) -> None:
         """Reset the peak memory after drawing samples, so that the run's peak excludes the drawing.
 
-        ``trained``, the peak before the drawing, is kept, because a CUDA graph allocates its memory only when it is
-        recorded.
+        ``trained``, the peak in GiB before the drawing, is kept, because a CUDA graph allocates its memory only when it
+        is recorded.
         """
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
@@ -481,8 +482,8 @@ class Pace:
 
     All ranks take the same time for a step, because they wait for each other. But two things differ: the wait for data,
     and the forward pass before the first communication. If the forward pass itself waits for other ranks (Gemini's
-    gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data is compared. The host reads the
-    GPU's timers only when it logs a line, because it then waits for the GPU anyway.
+    gathers, sequence parallelism) or is part of a CUDA graph, only the wait for data shows a slow rank. The host reads
+    the GPU's timers only when it logs a line, because it then waits for the GPU anyway.
     """
 
     def __init__(self, mesh: Mesh):

@@ -291,11 +291,11 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Choose the attention kernel of rank 0 on every rank. Collective.
+    """Choose the attention kernel on rank 0, and use it on every rank. Collective.
 
-    Attention kernels round differently, so a resumed run uses that of its checkpoint if it runs on this machine.
-    --deterministic uses torch's FlashAttention, which has a deterministic mode, and not cuDNN, which sums the parts of
-    dq in any order.
+    Attention kernels round differently. With --attention auto, a resumed run therefore prefers the kernel of its
+    checkpoint. On a GPU, --deterministic avoids cuDNN, which sums the parts of dq in any order, by torch's
+    FlashAttention or, in fp32, torch's memory-efficient kernel.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
@@ -316,8 +316,8 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """Load the VAE; None if nothing needs it, or if only sample grids do and it can't be loaded, which a note then
-    says."""
+    """Load the VAE; None if nothing needs it. If only sample grids do and it can't be loaded, return None with a
+    note."""
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
@@ -358,8 +358,7 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
 
 
 def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool) -> Conditioner:
-    """Make the conditioner, with a text encoder only if one is needed, as when samples of uncached captions are
-    ``drawn``."""
+    """Make the conditioner. It gets a frozen text encoder if samples are ``drawn`` or captions are not cached."""
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
     name = cast(str, flags.text_encoder)
@@ -423,7 +422,7 @@ def _both_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
 
 
 def _low_noise(high: Run) -> Run:
-    """Return the low-noise network of --expert both, with other weights, configuration, times and folder."""
+    """Return a copy of the run ``high`` with the weights, configuration, times and folder of the low-noise network."""
     flags, resume, mesh = high.flags, high.resume, high.mesh
     if getattr(high.model_config, "expert", None) != "high":
         raise ValueError(f"--expert both: {flags.pretrained} has one network; leave the flag out")

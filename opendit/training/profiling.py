@@ -49,8 +49,8 @@ def kind_of(name: str) -> str:
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Return a table of a step's time by kind of work, and of the ``longest`` kernels or operators, of ``steps``
-    steps."""
+    """Return a table of the mean time per step, by kind of work and for the ``longest`` kernels or operators. steps:
+    number of recorded steps."""
     works = list(works)
     total = sum(work.time for work in works) or 1.0
 

@@ -1,4 +1,4 @@
-"""The state of a training run, and what it consists of."""
+"""The state of a training run, its batches, and the work that is due after each step."""
 
 import contextlib
 import math
@@ -79,8 +79,8 @@ class PeriodicWork:
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
-        """Return True if the host must now wait for the device, to check for skipped steps. A signal may be
-        ``stopping`` the run."""
+        """Return True if the host must now wait for the device, to check for skipped steps. stopping: a signal or
+        --max_hours ends the run."""
         flags = self._flags
         self._done, self._stopping = done, stopping
         self._last = stopping or done == self._last_step
@@ -90,15 +90,15 @@ class PeriodicWork:
         return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
-        """Return the work that is due. The last step examined was skipped if ``skipping``, because of a fault if
-        ``failing``."""
+        """Return the work that is due. skipping: the last step examined was skipped. failing: a fault caused the
+        skip."""
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # After a signal, there is no time for a periodic validation. But with --ckpt_best val_loss, every save needs a
-        # validation, because checkpoints are compared by its loss.
+        # After a signal, there is no time to validate. Otherwise --ckpt_best val_loss needs a validation at every save,
+        # because checkpoints are compared by its loss.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))
@@ -360,7 +360,7 @@ class Run:
         return self.flags.given_frames if config.given_in_place else config.given_frames
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
-        """Return the function that converts items of a data set to latents. ``seed`` keys the VAE's noise."""
+        """Return the object that converts samples of a data set to latents. ``seed`` keys the VAE's noise."""
         about, cached = dataset.describe(), None
         if about.scaling_factor is not None and about.shift_factor is not None:
             cached = about.scaling_factor, about.shift_factor
@@ -416,8 +416,8 @@ class Run:
     def due(self, stopping: bool) -> Due:
         """Return the work that is due after the step, the same on every rank.
 
-        The host waits for the device only before it logs, saves or draws, to see whether the step was skipped. Raises
-        FloatingPointError after too many skipped steps in a row.
+        Before it logs, saves or measures, and every --max_bad_steps, the host waits for the device to check for skips.
+        Raises FloatingPointError after too many skipped steps in a row.
         """
         if self.periodic.step_done(self.done, stopping):
             assert self.result is not None, "a step has been made"
@@ -446,7 +446,7 @@ class Run:
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """Context that logs and saves the last step's state, unless that is done, if its block raises NoData.
+        """If the block raises NoData, log and save the last step's state, unless that is done, and raise it again.
         Collective."""
         try:
             yield

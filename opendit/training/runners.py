@@ -136,8 +136,8 @@ class CUDAGraphRunner(EagerRunner):
 
     There are two graphs: one for the first micro-batch of a step, which sets the gradients, and one for all later
     micro-batches, which add to them. A micro-batch that can't be recorded or replayed runs kernel by kernel, with the
-    same result. The objective and model of ``eager`` must not wait for the device, or depend on anything but the
-    micro-batch that changes after the recording.
+    same result. The objective and model of ``eager`` must not wait for the device. Except for the micro-batch, nothing
+    that they read may change after the recording.
     """
 
     def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
@@ -194,8 +194,8 @@ class PipelineRunner(Runner):
     """Runner of the pipeline schedule of this rank's ``stages``, of which the engine's model consists.
 
     Every rank of a pipeline reads the same micro-batches, so that only tokens and gradients are sent: every stage needs
-    the times and conditions, the first stage x_t, and the last the inputs of the loss. To create the ``links`` to other
-    stages here is collective.
+    the times and conditions, the first stage x_t, and the last the inputs of the loss. All ranks must construct their
+    runners together, because that connects the ``links`` between stages.
 
     torch.distributed.pipelining is not used, for two reasons. In torch 2.11 its ``schedule.step(target=)`` splits one
     tensor, but the loss needs everything that the objective has prepared. Its stages call autograd directly, but here
@@ -307,8 +307,8 @@ class Passes:
 
 
 def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
-    """Choose the runner of a run: with CUDA graphs if ``graph`` and they can be used, for ``packs`` or samples of one
-    size. Its ``note`` states the reason."""
+    """Return the runner for a pipeline, for CUDA graphs if ``graph`` and they can be used, or otherwise for eager
+    passes. packs: True with --pack_tokens. The runner's ``note`` states the reason."""
     engine = eager.engine
     if engine.mesh.pp_size > 1:
         return PipelineRunner(engine, eager.objective, eager.micro_batches)

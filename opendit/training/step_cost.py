@@ -52,8 +52,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives in a step by one kind of communication. ``seconds``: of the transfer alone;
-    ``exposed``: not hidden by computation."""
+    """Data that a rank receives in a step by one kind of communication. ``seconds``: duration of the transfer;
+    ``exposed``: the part of it that computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -251,8 +251,8 @@ class _Step:
         return seconds
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Yield the traffic of weights and gradients between ranks that hold the same part of every layer, beside
-        micro-batches of ``work`` seconds."""
+        """Yield (kind, traffic) for weights and gradients between ranks that hold the same part of every layer. work:
+        seconds of a micro-batch's computation, which hides transfers."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
@@ -300,8 +300,8 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Return the traffic of attention between ranks that share tokens, and their strategy. Raises ValueError if
-        they can't."""
+        """Return a micro-batch's traffic between ranks that share its sequences, and their strategy (None for one
+        rank). Raises ValueError if they can't."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None
@@ -328,8 +328,8 @@ class _Step:
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Return the traffic of tokens to the ranks of their experts, which overlaps with the shared MLP, and back, in
-        both passes."""
+        """Return the traffic of tokens to their experts' ranks and back, in both passes. The shared MLP overlaps with
+        the way there."""
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LEVELS = 10  # number of noise levels; each covers an equal fraction of the times drawn in training
 MOST_SAMPLES = 1000
-RISING = 3  # number of consecutive rises of the held-out loss after which a run prints a warning, once
+RISING = 3  # number of held-out losses that must rise in a row before a run prints a warning, once
 # held-out losses per training sample; their forward passes are then 0.5 % of the run's work
 SHARE_OF_SAMPLES = 0.015
 
@@ -44,8 +44,8 @@ def steps_between(run: Run) -> int:
 
 
 def number_of_losses(run: Run) -> int:
-    """Return --validate_samples, or a number of losses that costs little compared to training, fewer for pipelines,
-    where all ranks except one are idle."""
+    """Return --validate_samples or, if not set, a number of losses that costs little compared to training. It is
+    smaller for pipelines, where all ranks except one are idle."""
     if run.flags.validate_samples is not None:
         return run.flags.validate_samples
     trained_on = steps_between(run) * run.schedule.global_batch
@@ -55,14 +55,15 @@ def number_of_losses(run: Run) -> int:
 class FixedSamples:
     """Assignment of a row, a time and a micro-batch to each of ``count`` losses.
 
-    Every row is drawn equally often. (``SEED``, i) keys the noise of loss i. The times are a stratified sample: loss i
-    has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to count - 1 occurs once.
+    The numbers of draws of any two rows differ by at most one. (``SEED``, i) keys the noise of loss i. The times are a
+    stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to
+    count - 1 occurs once.
 
     Attributes:
         quantiles: (count,) float64 in (0, 1).
         micro_batches: for each micro-batch, the indices of its ``size`` losses, whose samples have one shape.
-        new: for each micro-batch, how many of its first losses are in no earlier one. Repeated losses fill the last
-        micro-batch of a shape.
+        new: for each micro-batch, number of leading losses that no earlier one has. Repeated losses fill the last
+            micro-batch of a shape.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -119,7 +120,8 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the step of the lowest loss if the last ``RISING`` losses rose since then; else None."""
+        """Return the lowest loss's step if ``RISING`` or more losses followed and the last ``RISING`` rise; else
+        None."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]
@@ -192,8 +194,8 @@ class Validation:
     """Measures the objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
     For the same weights and --batch_size the results are bit-identical on any number of data-parallel ranks: one rank
-    computes each micro-batch, and the losses are summed in order. The constructor reads and encodes the samples; their
-    latents stay in host memory. Construct and call on every rank.
+    computes each micro-batch, and sums over ranks and losses are exact. The constructor reads and encodes the samples;
+    their latents stay in host memory. Construct and call on every rank.
     """
 
     def __init__(self, run: Run):
@@ -222,8 +224,8 @@ class Validation:
             )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """Read and encode the micro-batches with the indices ``turns``; beyond the last, the first, whose losses don't
-        count."""
+        """Read and encode the micro-batches with the indices ``turns``. For an index beyond the last, read the first
+        micro-batch, whose losses then don't count."""
         run, flags, device = self._run, self._run.flags, self._run.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = run.latents_of(dataset, SEED)
