@@ -1,10 +1,10 @@
 """Approximate sampling steps: skip part of the network's work and reuse the results of earlier steps.
 
 :func:`plan_steps` decides, before sampling starts, what every step evaluates. A :class:`BlockStack` runs all or some of
-the network's blocks in a step. ``opendit.config.sample`` describes the methods and names their papers, [T] and [F];
-docs/sampling.md lists their errors.
+the network's blocks in a step. ``opendit.config.sample`` describes the methods and names their papers, [T] and [F].
+docs/sampling.md lists the errors of the approximations.
 
-Tensors that are kept between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. If a
+Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. If a
 step evaluates the network twice (Heun's method), each evaluation has separate tensors.
 """
 
@@ -35,7 +35,7 @@ ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
 class Mode(NamedTuple):
-    """The work that a step does. Steps with different modes are recorded as different CUDA graphs.
+    """What a step evaluates. Steps with different modes are recorded as different CUDA graphs.
 
     Attributes:
         null: evaluate the unconditional half of guidance, if the step is guided.
@@ -49,11 +49,11 @@ class Mode(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the plan.
+    """The plan of one step.
 
     Attributes:
-        slot: index of the slot (see ``TaylorStack.kept``) in which the step stores its evaluation of the blocks.
-        weights: weight of every slot in the step's extrapolation.
+        slot: index of the slot in ``TaylorStack.kept`` in which a step stores its evaluation of the blocks.
+        weights: weight of every slot, in a step that extrapolates; otherwise empty.
     """
 
     mode: Mode
@@ -62,11 +62,11 @@ class Step(NamedTuple):
 
 
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
-    """Return the plan of all steps.
+    """Decide for every step what it evaluates.
 
-    starts: for each step, True if it can't reuse earlier results: the first step, and steps that call another model
-    than the step before, such as a guided instead of an unguided one. levels: the noise level at which each step
-    begins.
+    starts: for each step, True if it can't reuse earlier results. These are the first step, and every step that calls
+    another model than the step before it, such as a guided after an unguided one. levels: the noise level at which each
+    step begins.
     """
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
@@ -99,11 +99,12 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Return the indices of the steps to evaluate: about one in ``every`` steps, always the first and the last.
+    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. The first step is always among
+    them, and the last step if there are at least two.
 
-    The chosen steps are spaced about evenly in the mean of two coordinates: the step's index, and the logarithm of its
-    noise level. With the index alone, there would be few evaluations at the end for samplers whose last steps are long
-    (a shifted flow). With the log level alone, other samplers would have few evaluations in the noisy half.
+    The chosen steps are spaced about evenly in the sum of two coordinates, each scaled to 0..1: the step's index, and
+    the logarithm of its noise level. The index alone would give few evaluations at the end of samplers whose last steps
+    are long (a shifted flow). The logarithm alone would give other samplers few evaluations at high noise levels.
     """
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
@@ -121,8 +122,8 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
     """Return the weights of polynomial extrapolation from the positions ``known`` to the position ``at``.
 
-    The sum of weight times value is exact for polynomials of a degree below the number of positions (Lagrange's form of
-    Newton's series of divided differences).
+    The weighted sum of a polynomial's values at ``known`` is its exact value at ``at`` if the polynomial's degree is
+    lower than the number of positions. The weights are those of Lagrange interpolation.
     """
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
 
@@ -131,7 +132,7 @@ def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
-    """Return the block stack for the cache in ``approximations``; the exact stack without a cache."""
+    """Return the block stack that implements ``approximations.cache``. Without a cache, the stack runs all blocks."""
     cache = approximations.cache
     if cache is None:
         return BlockStack()
@@ -139,8 +140,8 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
-    """Parse a value of ``--guidance_by``: return the route that weakens guidance's second half; None if that half uses
-    all tokens. Raises ValueError for an invalid value, and for one that the model does not support."""
+    """Parse a value of ``--guidance_by``. Return the route that weakens the second half of a guided batch; None for
+    "null", with which that half uses all tokens. Raises ValueError for a value that is invalid or unsupported."""
     asked, fused = f"--guidance_by {by}", config.sprint
     if by == "null":
         return None
@@ -162,8 +163,9 @@ class WeakHalf(NamedTuple):
     """Settings for evaluating the second half of a guided batch (``--guidance_by``).
 
     Attributes:
-        route: a fused route, whose result is replaced by mask tokens; or blocks that process only some tokens.
-        samples: B; a guided batch has 2 B rows.
+        route: the affected blocks. Mask tokens replace the output of a fused route. The blocks of other routes process
+            only the tokens in ``kept``.
+        samples: B, the number of samples; a guided batch has 2 B rows.
         kept: for every step, (1, n) int64 indices of the tokens to process; empty with a fused route.
     """
 
@@ -175,7 +177,7 @@ class WeakHalf(NamedTuple):
 class BlockStack:
     """Runs all blocks, as :func:`opendit.models.blocks.run_blocks` does. Subclasses skip blocks in some steps.
 
-    ``evaluated`` accumulates the number of blocks times the number of batch rows. A replayed CUDA graph is not counted.
+    ``evaluated`` counts block evaluations: one for each block and batch row. Replayed CUDA graphs are not counted.
     """
 
     def __init__(self):
@@ -188,7 +190,8 @@ class BlockStack:
         self._evaluation = 0
 
     def use_routes(self, fusion: Fusion | None, route: tuple[int, int] | None, weak: WeakHalf | None) -> None:
-        """Set the model's fused route and its fusion, and the settings of guidance's second half, if there are any."""
+        """Set the model's fused route (first, last) and the module that fuses its result, and the settings of the
+        second half of guided batches. Each is None if it is not used."""
         self.fusion, self.weak = fusion, weak
         self.route = route or ((0, 0) if weak is None else (weak.route.first, weak.route.last))
         self.weak_tokens = weak.kept[0].clone() if weak is not None and weak.kept else None
@@ -202,7 +205,7 @@ class BlockStack:
             self.weak_tokens.copy_(self.weak.kept[i])
 
     def clear(self) -> None:
-        """Drop the tensors kept between steps, because the next batch may have another number of tokens."""
+        """Drop the tensors stored between steps. Call this if the next batch may have another number of tokens."""
 
     def __call__(
         self,
@@ -214,12 +217,12 @@ class BlockStack:
         *,
         checkpointed: bool = False,
     ) -> Tensor:
-        """Run the blocks; see ``run_blocks``. Gather modulations and contexts for the evaluated blocks only."""
+        """Return the output of ``blocks``, see ``run_blocks``. Skipped blocks' modulations and contexts stay unread."""
         number, self._evaluation = self._evaluation, self._evaluation + 1
         return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
     def run(self, number: int, blocks: "_Blocks", x: Tensor) -> Tensor:
-        """Return the output of the blocks for x (B, N, D). number: index of the evaluation in the step."""
+        """Return the output of the blocks for x (rows, N, D). number: index of the evaluation in its step."""
         return blocks.run(x)
 
 
@@ -236,7 +239,7 @@ class _Blocks:
     ):
         self._stack, self._blocks, self._modulations = stack, blocks, modulations
         self._context, self._grid, self._done = context, grid, 0
-        self._shallow: Any = None  # tokens at the start of the route of a fused model
+        self._shallow: Any = None  # input of the fused route's first block
 
     def _next(self, count: int | None) -> slice:
         first, self._done = self._done, len(self._blocks) if count is None else self._done + count
@@ -266,7 +269,7 @@ class _Blocks:
     def _in_halves(
         self, blocks: Sequence[Block], x: Tensor, context: Context | list[Context] | None, samples: int
     ) -> Tensor:
-        """Run blocks of a route on x (2 B, N, D). The second half of x follows :class:`WeakHalf`."""
+        """Run the blocks of a route on a guided batch x (2 B, N, D), its second half as :class:`WeakHalf` describes."""
         modulations = [next(self._modulations) for _ in blocks]
 
         def run(x: Tensor, rows: slice, grid: TokenGrid | None) -> Tensor:
@@ -290,7 +293,7 @@ class _Blocks:
 
 
 def _rows_of(context: Context | list[Context] | None, rows: slice) -> Any:
-    """Return these rows of a context, or of the contexts of several blocks."""
+    """Select rows of one context, or of the contexts of several blocks; None for None."""
     if context is None:
         return None
     if isinstance(context, list):
@@ -308,12 +311,12 @@ class TaylorStack(BlockStack):
     on the digits data set from order 2 on.
 
     Both series are sums over the last evaluations, with weights that depend on the steps' indices only. So
-    extrapolating the sum of all L blocks gives the same result, up to rounding, as extrapolating every block, in 1 / L
-    of the memory. F includes the gates, which [T] applies after extrapolating. Order 0 reuses the last F. The schedule
-    is fixed, so a sample depends only on its seed, not on its batch.
+    extrapolating F, the sum over all L blocks, gives the same result, up to rounding, as extrapolating every block, and
+    needs 1 / L of the memory. F includes the gates, which [T] applies after extrapolating. Order 0 reuses the last F.
+    The plan is fixed before sampling, so a sample depends only on its seed, not on its batch.
 
     Attributes:
-        kept: F of the last evaluations, (evaluation, rows) -> (slots, rows, N, D).
+        kept: (index of the evaluation in its step, batch rows) -> F of the last steps, (slots, rows, N, D).
     """
 
     def __init__(self, cache: TaylorCache, plan: Sequence[Step], device: torch.device):
@@ -355,14 +358,14 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Raised after the first block of a step, so that the caller can decide whether to run the other blocks."""
+    """Ends a step after its first block, so that the caller can decide whether to run the other blocks."""
 
 
 class FirstBlockStack(BlockStack):
     """First-block cache [F].
 
-    Let x_1 be the first block's output for the input x_0, and r = x_1 - x_0. Primes mark values of the last step that
-    evaluated all blocks. A step skips the other blocks if
+    Let x_1 be the first block's output for the input x_0, x_L the last block's output, and r = x_1 - x_0. Primes mark
+    values of the last step that evaluated all blocks. A step skips the other blocks if
 
         mean |r - r'| < threshold mean |r'|
 
@@ -371,7 +374,7 @@ class FirstBlockStack(BlockStack):
     evaluations, the first evaluation decides for all.
 
     Attributes:
-        kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
+        kept: (index of the evaluation in its step, batch rows) -> x_L' - x_1', (rows, N, D).
     """
 
     def __init__(self, cache: FirstBlockCache):
@@ -423,7 +426,7 @@ class FirstBlockStack(BlockStack):
             raise FirstBlockDone
 
     def _keep(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Copy ``tensor`` into the tensor kept under this key, or keep a clone if the key is new."""
+        """Copy ``tensor`` into ``kept[key]``, or store a clone if the key is new."""
         if key in self.kept:
             self.kept[key].copy_(tensor)
         else:
@@ -436,9 +439,9 @@ class FirstBlockStack(BlockStack):
 class ReusedGuidance:
     """Wraps ``model(x, t, y)`` so that some steps skip the unconditional half of a guided batch.
 
-    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the difference of
-    both halves. A step that skips the unconditional half replaces its output by the conditional output minus the stored
-    difference. Guidance adds a multiple of this difference, so its formula does not change.
+    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the conditional
+    minus the unconditional output. A step that skips the unconditional half subtracts this difference from the
+    conditional output, and returns the result as the unconditional output.
 
     Reusing the direction of guidance comes from Lv et al., "FasterCache", 2024, sec. 3.3, without that paper's
     weighting of frequencies.

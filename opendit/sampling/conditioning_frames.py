@@ -27,8 +27,8 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note if a model that supports conditioning frames draws without any; otherwise an empty list. Raises
-    ValueError if the model can't draw without them."""
+    """Return notes about drawing without conditioning frames: one if the model has extra input channels for them, else
+    none. Raises ValueError if the model can't draw without them."""
     if config.given_beside:
         raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
@@ -37,8 +37,8 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
 
 
 def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """Return the summary's row about conditioning frames (n, 1 + C, T, H, W) and their files; an empty dict without
-    frames."""
+    """Return the summary's row about conditioning frames and their files; an empty dict for None. frames: masks and
+    latents (n, 1 + C, T, H, W)."""
     if frames is None:
         return {}
     mask = frames[0, 0].flatten(1).amax(1)
@@ -60,14 +60,14 @@ def encode_frames(
 ) -> Tensor | None:
     """Read and encode conditioning frames from pictures or clips.
 
-    The last frames of a clip become the conditioning frames. If the model was trained on a fixed number of conditioning
-    frames, this number is used. Otherwise ``frames`` sets it; the default is half of the frames to draw.
+    A picture is one conditioning frame; of a clip, the last frames are used. ``frames`` sets their number. By default
+    it is the number that the model was trained with, or half of the frames to draw if that number is not fixed.
 
     Args:
         size: (t, h, w) of the latents.
         image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
         clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
-        frames: number of frames to use from a clip.
+        frames: number of frames to use from a clip; an error without ``clip``.
         interval: interval between the frames that are read from a file.
         fps: frame rate at which to read frames from a file, instead of an interval.
         path: path of the model, for messages.
@@ -76,8 +76,8 @@ def encode_frames(
         Masks and latents (n, 1 + C, T, H, W), fp32 on ``device``, for n pictures or clips; None if there are none.
 
     Raises:
-        ValueError: the model takes no conditioning frames, or another number, or a file can't be read. The message
-            names the flag and the fix.
+        ValueError: the model takes no conditioning frames or another number of them, needs a picture and has none, or a
+            file can't be read. The message names the flag and the fix.
     """
     flag, media = ("--image", image) if image is not None else ("--clip", clip)
     if frames is not None and clip is None:
@@ -102,7 +102,7 @@ def encode_frames(
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
     for clip_pixels in read:
-        # With zero noise, the latent is the mean of the posterior.
+        # With this zero noise, the encoder returns the mean of the posterior.
         mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
@@ -123,14 +123,15 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add picture tokens to the conditions y of the samples ``index`` (B,). Sample i uses row i modulo len(tokens)."""
+    """Add picture tokens, if any, to the conditions y of the samples ``index`` (B,). Sample i uses row i modulo n of
+    ``tokens`` (n, tokens, width). Class conditions are returned unchanged."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
 
 
 def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the conditioning frames of the samples ``index`` (B,). Sample i uses row i modulo len(frames)."""
+    """Return the conditioning frames of the samples ``index`` (B,). Sample i uses ``frames[i % len(frames)]``."""
     return None if frames is None else frames[index.to(frames.device) % len(frames)]
 
 
@@ -191,7 +192,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    # use every frame of a clip in memory: a generated clip already has the interval used in training
+    # Use every frame of a clip in memory, because a generated clip already has the interval used in training.
     interval = 1
     return frames[choose(len(frames))]
 

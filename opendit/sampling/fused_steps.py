@@ -2,7 +2,7 @@
 
 A step runs:
 
-    take_step        select each sample's rows of the tables of weights and noise
+    take_step        select each sample's rows in the tables of weights and noise
     embed_patches    convert the sampler's x to tokens, for both halves of guidance
     ...              the network's blocks and final layer
     guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
@@ -43,10 +43,10 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 
 
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if the kernels support a model.
+    """Return True if the kernels support a model that draws latents of this size.
 
-    The model has no conditioning frames and no captions in its token sequence, ranks don't divide its samples, patches
-    don't repeat frames, and the patch embedding is one matrix product with a bias.
+    They support no conditioning frames, no captions in the token sequence, no samples divided over ranks, and no single
+    frame repeated to fill a patch. The patch embedding must be one matrix product with a bias.
     """
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # True if a clip model draws a picture, see DiT.forward
@@ -96,13 +96,13 @@ class FusedSteps:
         self._kernels = kernels_available(device, torch.float32)[0]
 
     def reserve(self, capacity: int) -> None:
-        """Allocate the tables of numbers and of noise for ``capacity`` steps."""
+        """Allocate the tables of weights and noise for ``capacity`` steps."""
         x, self.capacity = self.state[0], capacity
         self._numbers = self._all[:capacity].clone()
         self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
 
     def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
-        """Write the numbers and the noise of ``count`` steps, beginning with step ``first``."""
+        """Write the weights and noise of ``count`` steps into the tables, beginning with step ``first``."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
             if self._noise is not None and self.kinds[first + i].noise:
@@ -110,7 +110,7 @@ class FusedSteps:
                 self._noise[rows].copy_(noise_of(first + i))
 
     def advance(self, kind: StepKind) -> int:
-        """Run a step of this kind. Return the number of rows that the network has evaluated."""
+        """Run a step of this kind. Return the number of batch rows that the network evaluated, over all evaluations."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
         take_step = sampling_step.take_step if self._kernels else sampling_step.take_step_reference
         embed = sampling_step.embed_patches if self._kernels else sampling_step.embed_patches_reference
@@ -145,10 +145,10 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's weights as a list of numbers, in the order in which :meth:`FusedSteps.advance` reads them.
+    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them.
 
-    The order is: the factor of the network's input; for each evaluation except the last, the weights of the next input
-    and of the prediction; the weights of the new state; and p and q of a learned variance.
+    First comes the factor of the network's input. For each evaluation except the last, the weights of the next input
+    and of the prediction follow. Then come the weights of the new state, and p and q of a learned variance.
     """
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
@@ -168,7 +168,7 @@ def fused_steps(
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """Return the fused steps of ``sampler``; None if the sampler has no weights, or more than the kernels support."""
+    """Return the fused steps of ``sampler``; None if its update is no weighted sum, or has too many terms."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):

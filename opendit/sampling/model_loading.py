@@ -61,8 +61,8 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = "null") -> None:
-    """Raise ValueError if the model has no null class to guide away from, or does not support the value ``by`` of
-    ``--guidance_by``."""
+    """Raise ValueError if guidance needs a null class that the model does not have, or if the model does not support
+    the value ``by`` of ``--guidance_by``."""
     weak_route(config, by)
     if not config.null_class and scale != 1 and by in ("null", "route"):
         raise ValueError(
@@ -72,8 +72,8 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = 
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the name or folder of the VAE: ``vae``, or by default the VAE named in the weights' metadata. Raises
-    ValueError if the name is unknown."""
+    """Return the name or folder of the VAE: ``vae``, the VAE named in the weights' metadata, or "ema". Raises
+    ValueError if the name is unknown, or if a folder that holds only a network names no VAE."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
@@ -84,12 +84,12 @@ def vae_of(vae: str | None, weights: Weights) -> str:
 
 @dataclass
 class VaeLoader:
-    """Loads the VAE that decodes a model's latents, if possible in a thread while the caller reads the weights.
+    """Loads the VAE that decodes a model's latents, if possible in a thread while another thread reads the weights.
 
     Attributes:
         precision: precision of the model: fp32, bf16 or fp16.
         tiling, compiled: see ``load_codec``.
-        work: the thread; None if :meth:`begin` has started none.
+        work: the thread that loads the VAE; None if :meth:`begin` has started none.
     """
 
     device: torch.device
@@ -100,9 +100,10 @@ class VaeLoader:
     _begun: tuple[str, DiTConfig | None] | None = None
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> None:
-        """Start loading the VAE ``vae``, or the VAE of the weights' metadata. Importing diffusers takes seconds.
+        """Start a thread that loads the VAE, see :func:`vae_of`. Importing diffusers alone takes seconds.
 
-        If the metadata names no VAE, or an error occurs, no thread is started. path, which: see ``find_weights``.
+        No thread is started for the VAE "none", if :func:`vae_of` raises an error, or if the weights are a .json file
+        without metadata. path, which: see ``find_weights``.
         """
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
@@ -120,9 +121,9 @@ class VaeLoader:
         return self.work.result()
 
     def _load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
-        """Load a VAE. config: the model's configuration; None for a model that draws pictures in latent space."""
+        """Load a VAE. config: the model's configuration; None if unknown, which means a latent model of pictures."""
         load = load_video_codec if config is not None and config.is_video else load_codec
-        # only the VAE "none" uses ``channels``, because its latents are the pixels
+        # Only the VAE "none", whose latents are pixels, uses ``channels``.
         channels = 0 if config is None else config.in_channels
         settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
@@ -163,10 +164,10 @@ def load_model(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
-    """Load a model onto the loader's device and in its precision, and start loading its VAE.
+    """Load a model with the device and the precision of ``loader``, and start loading its VAE.
 
-    second: for a model with two networks, a run with the network that ``path`` does not contain. The other arguments
-    and the errors are those of ``load_pretrained``.
+    vae: see :func:`vae_of`. second: for a model with two networks, a run with the network that ``path`` does not
+    contain. The other arguments and the errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
     loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
@@ -180,7 +181,7 @@ def load_model(
     if both is not None:
         network.config = replace(both.config, text=network.config.text)
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        # In a run of both networks, ``weights`` are older than the newest checkpoint if that checkpoint is damaged.
+        # Read both networks from one checkpoint: that of ``weights``, which is not the newest if the newest is damaged.
         low = (low_noise_of(weights.path) if second is None else None) or both.low
         network.second, _ = load_pretrained(low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
@@ -197,8 +198,8 @@ class BothNetworks(NamedTuple):
 
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
-    """Return the paths of both networks of a model; None if the model has only one network. Raises ValueError if a
-    network is missing, or if ``second`` does not contain the other network."""
+    """Return the configuration and paths of a model's two networks; None for a model with one network. Raises
+    ValueError if a network is missing, or if ``second`` does not contain the other network."""
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     second = low_noise_of(path) if second is None else second
     if second is not None and (two is None or two.expert is None):
@@ -249,8 +250,8 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder: fp16 for bf16 models, because its results are closer to fp32
-    results."""
+    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16. Bfloat16 is not
+    used, because its rounding errors are larger."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 
@@ -273,7 +274,7 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
 
 
 def check_text_encoder(name: str | None, text_precision: str, config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError if an encoder or its precision is given for a model that needs no text encoder."""
+    """Raise ValueError if a flag of the text encoder is set for a model that needs no text encoder."""
     if config.text is None or config.text.inside:
         has = "is conditioned on classes" if config.text is None else "holds its encoder of captions"
         for flag, given in (("text_encoder", name is not None), ("text_precision", text_precision != "bf16")):
@@ -346,8 +347,8 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
 
 
 def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if the user sets a flag of guidance's second forward pass for a public model without a second
-    pass. asked: flag name -> value, which is true if the user gave the flag."""
+    """Raise ValueError if a flag of guidance's second forward pass is set for a public model that makes one pass only.
+    asked: flag name -> value, truthy if the flag is set."""
     if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
         return
     embedded = family_of(config.family).guidance.formula == "embedded"
@@ -362,8 +363,8 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default number of steps and guidance scale: a public model's, 2 and 1.0 for MeanFlow, and ``steps``
-    and ``scale`` for other models."""
+    """Return the default (number of steps, guidance scale): the settings of a public model, (2, 1.0) for MeanFlow, and
+    (``steps``, ``scale``) for other models."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -390,7 +391,8 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
-    """Return the condition of guidance's unconditional half, as a batch of one."""
+    """Return the condition of guidance's unconditional half, as a batch of one: the negative prompt, or by default the
+    null condition."""
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
@@ -407,7 +409,7 @@ def latent_size(
     """Return the size of the latents to draw, (h, w) or (t, h, w).
 
     num_frames: number of frames of a clip; by default that of training. image_size: the side, or (height, width), in
-    pixels. Raises ValueError if one of them does not fit the model or its VAE.
+    pixels. Raises ValueError if an argument does not fit the model.
     """
     *frames, height, width = config.input_size
     if frames:
@@ -425,7 +427,7 @@ def latent_size(
         raise ValueError(
             f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
-    # raises ValueError if the number of frames is not a multiple of the patch's frames
+    # This raises ValueError if the number of latent frames is not a multiple of the patch's frames.
     grid = config.grid_of((*frames, height, width))
     if config.positions == "learned" and grid[0] > config.grid[0]:  # only the number of frames can differ from training
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
@@ -450,8 +452,8 @@ def _any_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the frame rate of generated clips, from the metadata of the weights or, if missing, from the interval
-    between training frames, which ``frame_interval`` replaces."""
+    """Return the frame rate of generated clips, from the metadata of the weights or, if missing, SOURCE_FPS divided by
+    the training interval. ``frame_interval`` replaces that interval, but not for a public model's folder."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:

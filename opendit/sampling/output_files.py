@@ -17,7 +17,7 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_files import write_mp4
 
-# file that lists the files sample.py wrote in a folder, so that the next run can delete them
+# This file lists the files that sample.py wrote in a folder, so that the next run can delete them.
 INDEX = ".samples.json"
 LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
 
@@ -41,21 +41,21 @@ def _encodes(character: str) -> bool:
 
 
 class OutputFolder:
-    """The files of one run in its output folder, with the ``names`` that the run will write. Only rank 0 writes."""
+    """The output folder of a run. names: the files that the run will write in it."""
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.names = folder, list(names)
 
     def resume(self) -> None:
-        """Delete the temporary files that an earlier, killed start of the same run has left. Raises OSError."""
+        """Delete the temporary files that a killed, earlier start of the same run left. Raises OSError."""
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete the files that an earlier run wrote in this folder, and no other files. Return notes for the user.
-        Raises OSError."""
+        """Delete the files that an earlier run wrote in this folder, and no other files. Return a note, in a list, if
+        other files look like samples. Raises OSError."""
         earlier = self._earlier()
         self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
@@ -157,7 +157,7 @@ class VideoClip:
         return f"VideoClip({frames} frames of {height} x {width}, {self.fps:g} a second)"
 
     def _repr_html_(self) -> str:
-        """Return an HTML player that notebooks show for a clip."""
+        """Return the HTML player that a notebook shows for the clip."""
         with tempfile.TemporaryDirectory() as folder:
             content = self.save(Path(folder) / "clip.mp4").read_bytes()
         source = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"

@@ -38,8 +38,8 @@ POLL_S = 0.005  # seconds between two polls while a rank waits for its replica's
 class Writers:
     """Threads that run queued tasks. At most ``waiting`` tasks are in the queue.
 
-    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error. A
-    context manager waits on exit for all tasks, or after an exception only for the running tasks.
+    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error. As a
+    context manager, it waits on exit for all tasks; after an exception, it waits for the running tasks only.
     """
 
     def __init__(self, threads: int, waiting: int):
@@ -91,9 +91,9 @@ class _Batch:
 
     Attributes:
         index: numbers of the samples, (B,).
-        rows: number of pictures, frames or tiles in the batch.
-        tiles: the division of pictures into tiles, if ranks share the tiles of a picture.
-        pixels: the decoded rows: this rank's share on the device, then all rows, and in the end all rows on the host.
+        rows: number of pictures, frames or tiles to decode.
+        tiles: the division of pictures into tiles; None if ranks don't share the tiles of a picture.
+        pixels: the decoded rows. At first this rank's share, later all rows, and in the end all rows on the host.
         ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
     """
 
@@ -107,13 +107,13 @@ class _Batch:
 class OutputPipeline:
     """Decodes batches of latents and passes the pictures to ``deliver``.
 
-    Every rank of a replica calls :meth:`put` with the same batches and decodes a share of each batch. A context manager
-    delivers all batches on exit, but none after an exception.
+    Every rank of a replica calls :meth:`put` with the same batches and decodes a share of each batch. As a context
+    manager, the pipeline delivers the remaining batches on exit, but none after an exception.
 
     Args:
         deliver: function ``deliver(index, pictures)`` of the samples' numbers (B,) and uint8 pixels (B, H, W, 3) or (B,
             T, H, W, 3). :meth:`put` calls it for a batch that was put one or two calls earlier.
-        ranks: the ranks of the replica, which have the same latents; None for a single rank.
+        ranks: the group of the replica's ranks, which have the same latents; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
 
@@ -140,14 +140,14 @@ class OutputPipeline:
             self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
-        """Start to decode latents (B, C, ...) of the samples ``index`` (B,), and deliver an earlier batch. Raises the
-        errors of ``deliver``."""
+        """Start to decode latents (B, C, ...) of the samples ``index`` (B,). Deliver an earlier batch, if there is one.
+        Raises the errors of ``deliver``."""
         batch = self._start(index, latents)
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # Wait for a batch before the one that the GPU is working on, so that the GPU stays busy during the wait. With
-        # several ranks, their exchange delays delivery by one more batch.
+        # Deliver an older batch than the one that the GPU decodes now, so that the GPU stays busy while the host waits.
+        # If ranks exchange their shares, a batch is delivered one call later.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 
@@ -159,12 +159,12 @@ class OutputPipeline:
             self._deliver_batch(self._in_flight.popleft())
 
     def _start(self, index: Tensor, latents: Tensor) -> _Batch:
-        """Launch the decoding of this rank's share."""
+        """Launch the decoding of this rank's share of a batch."""
         latents = latents.clone()  # the CUDA graph of the next batch may overwrite this memory
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
-            # Cut into tiles, which ranks exchange before rounding to bytes, because blending bytes would round twice.
+            # Ranks exchange tiles before they are rounded to bytes, because blending bytes would round twice.
             rows, codec = tiles.cut(rows), self._codec
             assert isinstance(codec, FrozenVAE)  # no other codec has tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
@@ -180,7 +180,7 @@ class OutputPipeline:
             return _Batch(index, count, tiles, pixels, self._record())
 
     def _gather(self, batch: _Batch) -> None:
-        """Exchange the ranks' shares. This runs on the main stream, so that all ranks communicate in the same order."""
+        """Gather the ranks' shares of a batch. This runs on the main stream, so that ranks communicate in one order."""
         assert self._ranks is not None
         if self._side is not None and batch.ready is not None:
             main = torch.cuda.current_stream()
@@ -207,8 +207,8 @@ class OutputPipeline:
     # ------------------------------------------------------------------------------------ CUDA streams, no-ops on a CPU
 
     def _on_side(self, after: Tensor):
-        """Return a context whose work runs on the side stream, after the work on the main stream so far. The side
-        stream will read the tensor ``after``."""
+        """Return a context in which operations run on the side stream, after those launched on the main stream so far.
+        They may read the tensor ``after``."""
         if self._side is None:
             return contextlib.nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -224,7 +224,7 @@ class OutputPipeline:
 
     @staticmethod
     def _to_host(pixels: Tensor) -> Tensor:
-        """Start a copy to pinned memory. The caller records an event after this call to know when the copy is done."""
+        """Start a copy to pinned memory and return it. An event recorded after this call shows when it is complete."""
         if pixels.device.type == "cpu":
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
@@ -236,11 +236,11 @@ class OutputPipeline:
 
 @dataclass
 class ReplicaBatches:
-    """Iterable over the batches of sample numbers that this replica draws. The caller passes each batch's latents to
-    :meth:`decode`.
+    """Iterable over the batches (ranges of sample numbers) that this replica draws. The caller passes each batch's
+    latents to :meth:`decode`.
 
-    All ranks of a replica get the same batches. A free replica takes the next group of batches from the queue, so that
-    a slow replica gets fewer groups.
+    All ranks of a replica get the same batches. A replica that has finished a group of batches takes the next group
+    from the queue, so a slow replica gets fewer groups.
     """
 
     groups: list[list[range]]
@@ -255,7 +255,7 @@ class ReplicaBatches:
             yield from self.groups[number]
 
     def decode(self, index: Tensor, latents: Tensor) -> None:
-        """Decode the latents (B, C, ...) of a batch while the next batch is drawn, and deliver the pictures later."""
+        """Start to decode the latents (B, C, ...) of a batch. Later calls deliver its pictures."""
         with self.stages("decoding"):
             self.pipeline.put(index, latents)
         if self.leads:
@@ -270,14 +270,14 @@ def replica_batches(
     deliver: Callable[[Tensor, np.ndarray], None],
     finish: Callable[[], None],
 ) -> Iterator[ReplicaBatches]:
-    """Distribute the missing parts of a cache over all replicas, and show a progress bar. Collective.
+    """Distribute the missing parts of a cache over all replicas, and show a progress bar. All ranks must call this.
 
-    On exit, rank 0 waits until all samples are drawn. deliver: see :class:`OutputPipeline`. finish: called after this
-    rank's last batch has been delivered.
+    On exit, rank 0 waits until all replicas have drawn their samples. deliver: see :class:`OutputPipeline`. finish:
+    called after this rank's last batch has been delivered.
     """
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
-    name = mesh.broadcast_object(secrets.token_hex(8))  # a random name that no earlier queue in the store has
+    name = mesh.broadcast_object(secrets.token_hex(8))  # random, because the store keeps the keys of earlier queues
     queue = SharedQueue(meet(find_place()), name, len(groups), replica)
     total = sum(len(batch) for group in groups for batch in group)
     with (
@@ -299,8 +299,8 @@ def replica_batches(
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
     """Return the batch size of a job, at most ``most``.
 
-    In a small job, every part is one sample, and the batch size is reduced so that all replicas draw the same number of
-    batches. In a large job, parts are multiples of a batch.
+    In a small job, every part is one sample, and the batch size is reduced so that replicas draw about equally many
+    samples. In a large job, a part holds one or more batches of size ``most``.
     """
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
@@ -312,8 +312,8 @@ class SharedQueue:
     """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first.
 
     A counter in the store holds the next number. The first rank of a replica increments it, and passes the number to
-    the replica's other ranks through a key in the store. They poll the key instead of waiting inside the store, because
-    other threads use the same connection. name: unique in the store.
+    the replica's other ranks through a key in the store. Those ranks poll the key instead of waiting inside the store,
+    because other threads use the same connection. name: unique in the store.
     """
 
     def __init__(self, store: Store, name: str, count: int, replica: Replica):
@@ -337,5 +337,6 @@ class SharedQueue:
         return int(self._store.get(key))
 
     def add_finished(self, amount: int) -> int:
-        """Add to the number of finished samples, and return the total of all replicas. Called by first ranks only."""
+        """Add to the number of finished samples, and return the total of all replicas. Only a replica's first rank may
+        call this."""
         return self._store.add(f"{self._name}/finished", amount)

@@ -43,7 +43,7 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 Place = str | os.PathLike[str]
 LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
-ENGINES = 2  # maximum number of engines to keep, each with its CUDA graphs
+ENGINES = 2  # maximum number of engines, each with its CUDA graphs, that a pipeline stores
 MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # the limits of sample.py's flags
 # Flags of sample.py -> arguments of this module that have another name.
 ARGUMENTS = {
@@ -156,7 +156,7 @@ def load(
         notes.append(chosen.ops_note)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    described = Weights({}, found.path, found.info)  # leave out the tensors, because the network already holds them
+    described = Weights({}, found.path, found.info)  # without the tensors, because the network already holds them
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
     return Pipeline(network, loaded.objective, codec, conditioner, described, precision, notes)
 
@@ -240,17 +240,18 @@ class Pipeline:
         Args:
             what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the number
                 of samples to draw without a class or caption (a single class is a list: ``[207]``).
-            steps: number of sampler steps; None for 50, or for a public model's usual number.
-            guidance: scale of classifier-free guidance; None for 4. With 1 there is no guidance, and half the work. For
-                a public model, the scale and its default are those of its diffusers pipeline.
+            steps: number of sampler steps; None for 50, for 2 with MeanFlow, or for a public model's usual number.
+            guidance: scale of classifier-free guidance; None for 4, or for 1 with MeanFlow. 1 turns guidance off, which
+                halves the computation. A public model uses the scale and the default of its diffusers pipeline.
             sampler: one of ``samplers``; None for the model's default.
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
-            guidance_by: "null" guides away from the null class or caption; "route" also leaves out the blocks of a
-                fused route; "FIRST:LAST:SHARE" guides away from the same condition with some tokens left out of blocks.
-            cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]"
-                (docs/sampling.md lists the errors).
+            guidance_by: the prediction to guide away from. "null": for the null class or caption. "route": the same
+                without the blocks of a fused route. "FIRST:LAST:SHARE": for the same condition as the sample's, with
+                some tokens left out of these blocks.
+            cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]";
+                see docs/sampling.md.
             guided_channels: guide only the first ``guided_channels`` channels of the latents; None for all (Meta's
                 published results use 3).
             size: (height, width) or a side in pixels. A public model draws any size. Other models draw only one size,
@@ -260,7 +261,8 @@ class Pipeline:
                 list of these that the samples use in turn.
             clip: clips to continue, for a model with conditioning frames: a file, a :class:`VideoClip`, uint8
                 (T, H, W, 3), or a list of these. Samples begin with the last frames of a clip.
-            clip_frames: number of frames to take from ``clip``; None for the number that the model was trained on.
+            clip_frames: number of frames to take from ``clip``; None for the number that the model was trained on, or
+                half of the frames to draw if that number is not fixed.
             batch_size: number of samples to draw at a time.
             progress: show a progress bar.
             callback: ``callback(step, latents)`` is called after every step of every batch, with the number of finished
@@ -325,14 +327,14 @@ class Pipeline:
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
     ) -> tuple[Condition, Condition, dict[str, Any]]:
-        """Check the arguments of a call. Return the samples' conditions, that of guidance's unconditional half, and the
-        engine's settings."""
+        """Check the arguments of a call. Return (conditions of the samples, condition of guidance's unconditional half,
+        settings of the engine)."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):
             raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
         if isinstance(what, numbers.Integral):
-            what = int(what)  # also converts integers of numpy
+            what = int(what)  # converts NumPy integers, too
         with arguments_named():
             latents = self._latent_size(settings.size, settings.frames)
             loading.check_negative(negative, self.config, self.weights)
@@ -362,7 +364,7 @@ class Pipeline:
         return y, null, plan
 
     def _engine(self, settings: dict[str, Any]) -> SamplingEngine:
-        """Return the engine for these settings, which may replace the least recently used one."""
+        """Return the engine for these settings. A new engine may replace the least recently used one."""
         key = tuple(settings.values())
         if key not in self.engines:
             while len(self.engines) >= ENGINES:
@@ -493,10 +495,10 @@ def arguments_named() -> Iterator[None]:
 
 
 def _as_keyword(found: re.Match[str]) -> str:
-    """Rewrite ``--flag value`` at the end of a message as a Python argument."""
+    """Rewrite the matched ``--flag value`` as a Python argument, if its value is a single word."""
     try:
         (value,) = shlex.split(found[2])
-    except ValueError:  # shlex found more than one value
+    except ValueError:  # not exactly one value, or an unclosed quote
         return found[0]
     return f"{ARGUMENTS.get(found[1], found[1])}={value!r}"
 

@@ -1,4 +1,4 @@
-"""A network that reads precomputed results from tables, for all layers whose results do not depend on x_t."""
+"""A network whose results that do not depend on x_t are precomputed and read from tables."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ class PreparedModel:
     times and captions again in each step.
 
     The layers that compute the modulations hold a third of DiT-XL/2's weights. This class computes the modulations of
-    many steps at once, into a table with one row for each (step, evaluation, condition), from which a step gathers its
-    samples' rows. The conditions are those of the B samples, followed by the null condition of guidance: one for the
-    whole batch or one per sample. The captions' keys and values, and the positions, are computed once.
+    many steps at once. They are stored in a table with one row for each (step, evaluation, condition), from which a
+    step gathers its samples' rows. The conditions are those of the B samples, followed by guidance's null condition:
+    one for the batch or one per sample. The captions' keys and values, and the positions, are computed once.
 
     All tensors stay at fixed addresses, so a CUDA graph recorded with one batch and at one step can be replayed with
     other batches and at other steps.
@@ -42,9 +42,9 @@ class PreparedModel:
             always the first rows.
 
     Attributes:
-        stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. The owner of
-            this object sets it.
-        table: modulations, (rows, sum of the widths of all blocks and the final layer); empty before the first batch.
+        stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. Set it before
+            the first call.
+        table: modulations, (rows, sum of the modulations' widths of all blocks and the final layer); at first empty.
         capacity: number of steps that the table holds; final after the first :meth:`condition`.
     """
 
@@ -91,8 +91,8 @@ class PreparedModel:
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store the keys and values of every block for every row of the batch if they fit in ``memory``, else the
-        captions' tokens."""
+        """Store the keys and values of every block for all batch rows if they fit in ``memory``, else the captions'
+        tokens."""
         if context is None:
             self._parts = 0
             return
@@ -121,7 +121,7 @@ class PreparedModel:
         return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
-        """Copy tensors into those stored under this name; store clones instead if shapes or dtypes have changed."""
+        """Copy tensors into those stored under ``name``. If shapes or dtypes have changed, store clones instead."""
         kept = self._static.setdefault(name, [])
         if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
             for old, new in zip(kept, tensors, strict=True):
@@ -136,7 +136,8 @@ class PreparedModel:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of as many steps as fit into the table, from step ``first``. Return their number."""
+        """Compute the modulations of as many steps as fit into the table, from step ``first`` on. Return the number of
+        these steps."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
         conditions = torch.arange(self.conditions, device=self.table.device).repeat(len(evaluations))
@@ -144,8 +145,8 @@ class PreparedModel:
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Compute modulations for times t (n,) or (n, K) and the conditions with indices ``conditions`` (n,), and write
-        them into ``rows`` (n,) of the table; None for the first n.
+        """Compute modulations for times t (n,) or (n, K) and conditions with the indices ``conditions`` (n,). Write them
+        into the table's ``rows`` (n,); None means its first n rows.
 
         Every matrix product has the same number of rows, so that a modulation does not depend on the number of
         modulations computed at once.
@@ -167,7 +168,7 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Row of every sample at step 0 in the table, (halves, B) int64, with two halves for guidance."""
+        """Table row of every sample at step 0, int64: (2, B) for both halves of a guided batch, otherwise (1, B)."""
         return self._static["rows"][0]
 
     @property
@@ -188,7 +189,7 @@ class PreparedModel:
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
         """Return the final layer's output for the tokens (n, N, D) in ``residual``, which is emptied to free memory.
 
-        table_rows: (n,) int64, the table rows of the first n of the batch's 2 B rows.
+        table_rows: (n,) int64, the table row of each of the first n rows of the (guided) batch.
         """
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
@@ -196,7 +197,7 @@ class PreparedModel:
         return self.model.of_tokens(residual, grid, modulations, self._context(table_rows), self.stack)
 
     def begin(self, step: Tensor) -> None:
-        """Begin a step. step: (B,) int64, every sample's step, counted from the first step in the table."""
+        """Begin a step. step: (B,) int64, the index of every sample's step in the table."""
         self._rows = torch.add(self.rows, step, alpha=self.rows_of_a_step).flatten()
         self._evaluation = 0
 
@@ -204,8 +205,8 @@ class PreparedModel:
         """Return the network's output for x (n, C, ...). Call this method once for every evaluation of a step, in
         order.
 
-        t is ignored, because the table holds the times' modulations. rows: (n,) int64, the rows of the guided batch
-        that x holds. Sample b has row b in the conditional half and row B + b in the unconditional half.
+        t is ignored, because the table was computed with the steps' times. rows: (n,) int64, the rows of the guided
+        batch that x holds. Sample b has row b in the conditional half and row B + b in the unconditional half.
         """
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
@@ -227,7 +228,7 @@ class PreparedModel:
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
-        """Select rows of ``part``, which has all 2 B rows."""
+        """Select rows of ``part``, which has all rows of the (guided) batch."""
         return part[rows] if self.shared else part[: len(rows)]
 
 
@@ -236,7 +237,7 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class GatheredModulations:
-    """Iterator over the modulations of every block and then of the final layer, gathered from a table on demand.
+    """Iterator over the modulations of every block, and at last of the final layer. It gathers them from a table.
 
     table: (R, sum of ``widths``), the modulations of all blocks and of the final layer side by side. rows: (n,) int64,
     rows of the table. gather_rows: :func:`select_rows`, or a kernel with the same result.
@@ -256,7 +257,7 @@ class GatheredModulations:
         return self._ready.popleft()
 
     def gather(self, count: int) -> None:
-        """Gather the next ``count`` modulations with one call; ``next`` then returns them one by one."""
+        """Gather the next ``count`` modulations with one kernel; ``next`` then returns them one by one."""
         if self._number == len(self._widths):
             raise StopIteration
         widths = self._widths[self._number : self._number + count]
@@ -273,8 +274,8 @@ class GatheredModulations:
 class GatheredContexts:
     """The contexts of cross-attention, gathered only for blocks that are evaluated.
 
-    kept: tensors for all rows of a batch: the captions' tokens, or (if ``every``) the keys and values of every block;
-    and last, the mask. rows_in: selects the rows of the current call.
+    kept: tensors with all batch rows: the keys and values of every block if ``every`` is True, otherwise the captions'
+    tokens. The mask is the last tensor. rows_in: selects the rows of the current call.
     """
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):

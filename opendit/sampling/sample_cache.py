@@ -50,8 +50,8 @@ _KIND = FileKind(_Manifest, MIB)
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
     """Return the number of samples in a part.
 
-    A part holds one sample in jobs of up to ``FINE`` samples. In larger jobs it holds whole batches, about
-    ``PART_BYTES`` of pixels, and there are at least about 64 parts.
+    A part holds one sample in jobs of up to ``FINE`` samples. In larger jobs it holds one or more batches. Parts of
+    several batches have up to ``PART_BYTES`` of pixels, and a job has at least 64 of them.
     """
     if count <= FINE:
         return 1
@@ -65,7 +65,7 @@ class SamplingJob:
     Attributes:
         settings: all values that determine a sample or its stored files, by name.
         count: number of samples.
-        kept: number of samples whose pixels are cached, counted from the first sample.
+        kept: the cache stores the pixels of the first ``kept`` samples only.
         shape: shape of one sample's pixels.
         samples_a_part: number of samples in every part except the last.
         dtype: dtype of the pixels in numpy's notation; "<f4" for features.
@@ -106,7 +106,7 @@ class SampleCache:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return how many samples of a part, counted from its first, have their pixels in the part."""
+        """Return the number of a part's samples whose pixels it stores. These are its first samples."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -204,7 +204,7 @@ class SampleCache:
         return [part for part, line in enumerate(problems) if line is not None], [line for line in problems if line]
 
     def count_cached(self) -> int:
-        """Return the number of samples in the parts whose file exists."""
+        """Return the number of samples in all parts that have a file."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sum(len(self.samples(int(name[:8]))) for name in names if re.fullmatch(r"\d{8}\.npy", name))
 
@@ -216,8 +216,8 @@ class SampleCache:
         """Return the batches that contain the missing parts, in groups. One replica must draw all batches of a group.
 
         The boundaries of batches don't depend on which parts are missing, so a sample is always in the same batch, no
-        matter how often the job is resumed. If parts are smaller than a batch, samples that are not missing may be
-        drawn, but they are not written again.
+        matter how often the job is resumed. If parts are smaller than a batch, samples of finished parts may be drawn
+        again, but :class:`CacheWriter` ignores them.
         """
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
@@ -235,7 +235,7 @@ class SampleCache:
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")
         for name in names:
             remove(self.folder / name, root=self._root)
-        with contextlib.suppress(OSError):  # the folder contains a file that OpenDiT did not write
+        with contextlib.suppress(OSError):  # raised if the folder contains a file that OpenDiT did not write
             remove_folder(self.folder, root=self._root)
 
     def remove_unfinished(self) -> None:
@@ -254,11 +254,11 @@ class CacheWriter:
         self._lock = threading.Lock()
 
     def wants(self, number: int) -> bool:
-        """Return True if a sample is in a missing part."""
+        """Return True if the sample ``number`` is in a missing part."""
         return number // self._cache.size in self._missing
 
     def add(self, number: int, pixels: np.ndarray) -> None:
-        """Add a sample. If the sample also has a picture or clip file, write that file first. Raises OSError."""
+        """Add a sample of a missing part, once. Its picture or clip file must have been written. Raises OSError."""
         part, cache = number // self._cache.size, self._cache
         first = cache.samples(part).start
         with self._lock:
@@ -281,7 +281,7 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class UnfinishedJob:
-    """An earlier job that left its cache in a folder, with ``cached`` of its ``count`` samples."""
+    """An earlier job that left its cache in a folder. ``cached`` of its ``count`` samples are in the cache."""
 
     cached: int
     count: int
@@ -289,7 +289,7 @@ class UnfinishedJob:
     settings: dict[str, str]
 
     def differences(self, settings: dict[str, str]) -> list[str]:
-        """Return one text for each setting in which ``settings`` differs from the earlier job."""
+        """Describe each setting whose value in ``settings`` differs from that of the earlier job."""
         names = [*self.settings, *(name for name in settings if name not in self.settings)]
         pairs = [(name, self.settings.get(name, "none"), settings.get(name, "none")) for name in names]
         return [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]

@@ -46,7 +46,7 @@ WAITING_BYTES = 256 << 20  # maximum size of the pictures that wait to be writte
 # maximum number of samples on the sheet; the single files and the .npz hold all samples
 GRID_PICTURES, SHEET_CLIPS = 100, 16
 ODD = -7046029254386353131  # an odd int64 near 2^64 / golden ratio, so that its multiples change all bits
-# Number of words to sum at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
+# Number of integers to sum at a time: small enough for a CPU's caches, large enough to keep a GPU busy.
 WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,10 +54,10 @@ logger = logging.getLogger(__name__)
 
 
 def open_output(run: SamplingRun) -> "SampleOutput":
-    """Open a run's output folder. Its cache may hold samples of an earlier start. Collective.
+    """Open a run's output folder, whose cache may hold samples of an earlier start. All ranks must call this together.
 
-    Raises ValueError on all ranks if the cache belongs to a job with other settings, and --overwrite is not given.
-    """
+    Raises ValueError on all ranks if a file to write is a link or, without --overwrite, if the cache is damaged or
+    belongs to a job with other settings."""
     with run.stages("digests of what decides a sample; an earlier start"):
         mesh, flags, output, job, problem = run.mesh, run.flags, Path(run.flags.output), None, None
         resumes = False
@@ -85,8 +85,7 @@ def open_output(run: SamplingRun) -> "SampleOutput":
 
 
 class SampleOutput:
-    """The output of a run, see :func:`open_output`. resumes: True if the cache holds samples of an earlier start of the
-    same job."""
+    """The output of a run, see :func:`open_output`. resumes: True if ``cache`` holds samples of an earlier start."""
 
     def __init__(self, run: SamplingRun, cache: SampleCache, resumes: bool):
         self.run, self.cache, self._resumes = run, cache, resumes
@@ -95,7 +94,7 @@ class SampleOutput:
     @contextlib.contextmanager
     def missing_batches(self) -> Iterator[ReplicaBatches]:
         """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples. On exit,
-        rank 0 makes the sheet and the .npz from all samples. Collective.
+        rank 0 writes the sheet and the .npz of all samples. All ranks must call this together.
 
         Raises OSError if a disk is full or fails; the message says which samples are on disk and what to do.
         """
@@ -103,7 +102,7 @@ class SampleOutput:
         try:
             missing = self._begin() if mesh.is_main else None
             announce(run)
-            # waits for rank 0, so that no rank writes before old files are removed
+            # This waits for rank 0, so that no rank writes a file before old files are removed.
             missing = mesh.broadcast_object(missing)
             with self._written(missing) as batches:
                 yield batches
@@ -123,7 +122,7 @@ class SampleOutput:
     # ------------------------------------------------------------------------------------------ before the first sample
 
     def _begin(self) -> list[int]:
-        """Prepare the folder on rank 0. Return the missing parts of the cache."""
+        """Remove old files, and create the cache. Return its missing parts. Only rank 0 calls this."""
         run, cache, folder = self.run, self.cache, self._folder
         missing = list(range(cache.count))
         if self._resumes:
@@ -197,7 +196,7 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            # if other ranks evaluate a half of guidance, their work is unknown here
+            # With halves of guidance on different ranks, rank 0 does not know what the others have evaluated.
             if run.engine.approximations.note and not run.replica.halves:
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
@@ -235,7 +234,7 @@ class SampleOutput:
         return rows
 
     def _what_is_safe(self, error: OSError) -> str:
-        """Return a message about the samples that are complete on disk after an error, and what the user can do."""
+        """Return a message that says after an error which samples are on disk, and what the user can do."""
         flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
         if flags.save_png:
             complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"
@@ -251,7 +250,7 @@ class SampleOutput:
 
 
 def is_file(path: Path) -> bool:
-    """Return True if a file exists and is not empty, as a power cut may leave it."""
+    """Return True if a file exists and is not empty. After a power cut, files may be empty."""
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:
@@ -291,14 +290,14 @@ def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
 
 
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
-    """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip. One channel of the VAE becomes 3."""
+    """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip. Grey pictures become RGB."""
     codec, (*frames, height, width) = sampling.codec, sampling.size
     inner = codec.codec if isinstance(codec, FrameCodec) else codec
     channels = inner.latent_channels
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        # some VAEs count the channels of a patch of pixels instead of a pixel
+        # Of some VAEs, out_channels is that of a patch of pixels instead of a single pixel.
         channels = channels // (config.get("patch_size") or 1) ** 2 or channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
@@ -351,14 +350,14 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
 
 
 def digest_of_weights(sampling: SamplingRun) -> str:
-    """Hash the model's full tensors. Collective of the ranks that hold parts of the model."""
+    """Hash the model's full tensors. All ranks over which the model's layers are divided must call this together."""
     model, mesh = sampling.model, sampling.mesh
     divided = mesh.tp_size > 1
     return tensors_digest(_GatheredTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
 
 
 class _GatheredTensors(Mapping[str, Tensor]):
-    """The full tensors of a model that is divided over ranks. Each tensor is gathered when it is read."""
+    """The full tensors of a model whose layers are divided over ranks. Each is gathered when it is read."""
 
     def __init__(self, model: DiT, layout: Layout):
         self._own, self._layout = model.state_dict(), layout
@@ -377,8 +376,9 @@ class _GatheredTensors(Mapping[str, Tensor]):
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors' names, dtypes, shapes and contents, on their device.
 
-    Contents are hashed by a sum modulo 2^64 of every word times an odd number that depends on the word's position. The
-    sum is not cryptographic, but a change of any one word changes it. On a GPU it takes milliseconds, SHA-256 seconds.
+    Contents are read as integers. Their hash is the sum, modulo 2^64, of every integer times an odd factor that depends
+    on its position. It is not cryptographic, but a change of any one integer changes it. On a GPU it takes
+    milliseconds; SHA-256 would take seconds.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -391,7 +391,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 def weighted_sum(words: Tensor) -> int:
     """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
 
-    The words are summed in pieces. For an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so
+    The sum is computed in pieces. For an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so
     all pieces use the same tensor of factors.
     """
     size, device = WORDS_AT_ONCE[words.device.type], words.device

@@ -63,12 +63,12 @@ class SamplingEngine:
         cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
             (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        around: function that wraps ``model(x, t, y)`` before guidance calls it, so that ranks can share batches
-            (``SharedBatch``).
+        around: function that wraps the callable ``model(x, t, y)`` before guidance calls it, so that ranks can share
+            batches (``SharedBatch``).
         record: allow recording steps as CUDA graphs.
         table_bytes: maximum bytes for precomputed modulations, and separately for the captions' keys and values.
         loops: number of batch sizes whose recordings are kept.
-        recorder: records steps; by default created when needed.
+        recorder: records steps; by default a new one, if recording is possible.
 
     Raises ValueError if the sampler belongs to another objective, or if the settings are invalid or can't be combined.
     """
@@ -123,8 +123,8 @@ class SamplingEngine:
         most = max(map(len, times))
         # Pad steps with fewer evaluations with the time of their first evaluation. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
-        self.evaluated = 0  # number of blocks times rows that were evaluated, summed over all batches so far
-        self._full_work = 0  # number of blocks times rows that would be evaluated without approximations
+        self.evaluated = 0  # block evaluations (one for each block and batch row) in all batches so far
+        self._full_work = 0  # block evaluations that all ranks together would need without approximations
         # batch size -> loop; the most recently used loop is last
         self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder = loops, recorder
@@ -190,8 +190,8 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Work of the blocks that this rank evaluated in all batches so far, divided by the full work (of all ranks
-        that share a batch) without approximations and with both halves of guidance."""
+        """Block evaluations of this rank in all batches so far, divided by the number that all ranks that share a batch
+        would need together without approximations."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
@@ -204,7 +204,7 @@ class SamplingEngine:
             yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
 
     def loop_of(self, samples: int) -> "SamplingLoop":
-        """Return the loop of a batch size, which may replace the least recently used one."""
+        """Return the loop of a batch size. A new loop may replace the least recently used one."""
         if samples not in self.loops:
             while len(self.loops) >= self._most_loops:
                 self.loops.popitem(last=False)
@@ -221,7 +221,7 @@ class SamplingEngine:
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:
-        """Run kernel by kernel from now on: after a failed recording the graphs' memory pool can't be reused."""
+        """Run kernel by kernel from now on, because a failed recording makes the graphs' memory pool unusable."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
         for loop in self.loops.values():
@@ -230,8 +230,7 @@ class SamplingEngine:
 
 
 def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
-    """Return the reason why a model's sampling steps can't be recorded; "" if they can. record: False if the caller
-    forbids it."""
+    """Return the reason why a model's sampling steps can't be recorded; "" if they can. record: False forbids it."""
     if not record:
         return "recording is off"
     if not has_recorder and model.device.type != "cuda":
@@ -288,7 +287,7 @@ class LoopSettings:
 
 
 class NotRecordedError(RuntimeError):
-    """Error for a step that could not be recorded. Nothing was computed."""
+    """A step could not be recorded. Nothing was computed."""
 
 
 class SamplingLoop:
@@ -296,9 +295,9 @@ class SamplingLoop:
 
     A step evaluates the network on both halves of guidance, applies guidance, and calls the sampler's ``advance``. All
     inputs and outputs of a step are in static memory, including the step's index, which the step increments. So one
-    recording serves all steps that call the same model, have the same inputs and skip the same parts of the network.
-    The first step of a kind runs kernel by kernel, to compile kernels and initialise libraries. The second step of the
-    kind is recorded.
+    recording serves all steps of a kind: they call the same model, have the same kinds of inputs, and skip the same
+    parts of the network. The first step of a kind runs kernel by kernel, to compile kernels and initialise libraries.
+    The second step of the kind is recorded.
 
     times: (steps, evaluations), see :class:`PreparedModel`.
     """
@@ -323,14 +322,13 @@ class SamplingLoop:
             for each in ([model] if second is None else [model, second])
         ]
         self._active = ActiveNetwork(self._networks[0])
-        # Index of each step's network. Of two networks, the first is used for times at and above a boundary.
+        # Index of each step's network. Of two networks, the first is used for times t >= boundary.
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # Pass x instead of noise, because only the kinds of the steps are needed here, and they don't depend on the
-        # noise.
+        # ``begin`` sets the noise of a batch. Until then, a tensor of the same shape stands for it.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
@@ -350,10 +348,9 @@ class SamplingLoop:
         self.fused = self._fuse()  # fused kernels for the start and the end of a step; None: use torch operations
         # kind of step -> function that replays the graph of this kind
         self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}
-        # For each kind that has run once, two numbers of blocks times rows per step: evaluated, and without
-        # approximations.
+        # kind of step that has run -> (block evaluations in this step, block evaluations without approximations)
         self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self.evaluated = self.full_work = 0  # sums of these two numbers over the steps of the current batch so far
+        self.evaluated = self.full_work = 0  # sums of these two numbers over the current batch's steps so far
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # end of the range of steps whose modulations and inputs are in the tables
 
@@ -370,8 +367,8 @@ class SamplingLoop:
         return self._active.network
 
     def _guided(self):
-        """Return the model of (x, t) that the sampler calls: guidance around the prepared network. Instead of
-        conditions, guidance passes row numbers, with which the network finds its precomputed tensors."""
+        """Return the function of (x, t) that the sampler calls: the prepared network with guidance. Instead of
+        conditions, guidance passes row numbers, by which the network finds its precomputed tensors."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -434,7 +431,7 @@ class SamplingLoop:
         """Run step i; steps must be run in order. recorder: records the step; None to run the step kernel by kernel.
         Raises NotRecordedError if the step can't be recorded, and has not been run."""
         if self.network is not self._networks[self._which[i]]:
-            # the loop changes to this network, whose tables must be filled from step i on
+            # Step i uses another network than the step before. Its tables must be filled from step i on.
             self._active.network, self._end = self._networks[self._which[i]], i
         if i == self._end:
             count = self.network.fill(i)
@@ -454,8 +451,8 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
-        """Run step i, or part of it, in this mode. The first run of a kind is kernel by kernel; later runs replay a
-        CUDA graph."""
+        """Run step i, or part of it, in this mode. The first run of a kind, and every run without a recorder, is kernel
+        by kernel. Other runs replay a CUDA graph."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -493,8 +490,7 @@ class SamplingLoop:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
         except FirstBlockDone:
             return
-        # A tensor of the old state may also be in the new state. Clone it, because copying could overwrite it before it
-        # is read.
+        # Clone tensors that are in both states, because the copies below could overwrite them before they are read.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)
@@ -506,9 +502,10 @@ class SamplingLoop:
 
 
 class ActiveNetwork:
-    """Call the network of the current step. A loop with two networks replaces the network between steps.
+    """Calls the network of the current step. A loop with two networks replaces ``network`` between steps.
 
-    Guidance refers to this object, because a loop that refers to itself would only be freed by the garbage collector.
+    Guidance refers to this object instead of the loop, because only the garbage collector could free a loop that refers
+    to itself.
     """
 
     network: PreparedModel
@@ -521,10 +518,10 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """Tables of a sampler's ``inputs`` for all steps, from which samples at different steps can read.
+    """Tables of a sampler's ``inputs``, from which samples at different steps can read.
 
-    Inputs that are numbers (one per step, or one per sample) are in one table per dtype. Inputs of x's shape (noise)
-    are computed for as many steps at a time as fit into memory.
+    Inputs that are numbers (one per step, or one per sample) are in one table per dtype. An input with x's shape
+    (noise) has its own table. The tables hold up to ``capacity`` steps at a time.
 
     Args:
         sampler: a sampler for B samples; its ``noise_fn`` may be called for any step.
@@ -569,8 +566,8 @@ class StepInputs:
                     table[i * B : (i + 1) * B].copy_(inputs[number])
 
     def at(self, step: Tensor, rows: Tensor, present: tuple[bool, ...]) -> NamedTuple:
-        """Return the inputs of samples ``rows`` (B,), 0 to B - 1, at steps ``step`` (B,), counted from the first step
-        in the tables. present: True for each input that these steps have."""
+        """Return the inputs of the samples ``rows`` = (0, ..., B - 1) at the steps with indices ``step`` (B,) in the
+        tables. present: for each input, False if it is None at these steps."""
         cells = torch.add(rows, step, alpha=self.samples)
         numbers = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
         values: list[Tensor | None] = []

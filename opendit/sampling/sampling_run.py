@@ -64,7 +64,7 @@ WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "r
 
 @dataclass
 class SamplingRun:
-    """A run of sample.py with checked flags. ``choices[i]`` is the class or prompt number of sample i."""
+    """A run of sample.py with checked flags. ``choices[i]`` is the index of sample i's class or prompt in ``names``."""
 
     flags: "SampleConfig"
     mesh: Mesh
@@ -122,10 +122,10 @@ class SamplingRun:
         return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
-        """Return a function that measures the time of the steps of a batch of ``samples``; None without --profile.
+        """Return a function that wraps an iterable of steps and measures their time; None without --profile.
 
-        The first two steps of each batch size are a separate stage, because they compile kernels and record the CUDA
-        graph.
+        samples: batch size. The first two steps of each batch size are a separate stage, because they compile kernels
+        and record the CUDA graph.
         """
         if not self.flags.profile:
             return None
@@ -141,8 +141,8 @@ class SamplingRun:
 
 
 def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
-    """Load the model, its VAE and the conditions of all samples, and lock --output. Collective. Raises ValueError or
-    OSError with a message for the user."""
+    """Load the model, its VAE and the conditions of all samples, and lock --output. All ranks must call this together.
+    Raises ValueError or OSError with a message for the user."""
     torch.set_float32_matmul_precision("highest")
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
     fix = "wait for its end, or give another --output"
@@ -164,7 +164,7 @@ def _load(
         ckpt = cast(Path, group.gather(made)[0])
     shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        # Check whether ranks can share samples or divide layers before the weights are read.
+        # Before reading the weights, check whether ranks can share samples or divide layers.
         check_tensor_parallel(stored, mesh.tp_size)
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
@@ -211,7 +211,7 @@ def _load(
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
-    # Kernels for inference read the complete weight of a projection, so they don't work if ranks hold parts of weights.
+    # Kernels for inference read the full weight of a projection, so they don't work if ranks hold shards of it.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
     strategy: Any = shares  # Any, because the object implements only those methods that this model calls
@@ -293,14 +293,12 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
 
 
 def is_endless(config: DiTConfig, device: torch.device) -> bool:
-    """Return True for a public model of clips on a CPU, where attention alone takes half an hour for a clip of the
-    default size."""
+    """Return True for a public model of clips on a CPU, where drawing a clip of the default size takes hours."""
     return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
-    """Return the batch size of one call of the model, with both halves of guidance unless another process evaluates
-    one."""
+    """Return the batch size of one call of the model. Guidance doubles it, unless processes share its halves."""
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
