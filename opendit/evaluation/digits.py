@@ -1,8 +1,7 @@
 """Features of the built-in digits and of clips of moving digits, from a small classifier that is trained when needed.
 
-Training takes seconds, in float64 and with a fixed seed, so machines and numbers of threads differ only by rounding.
-For clips, the digit's path is measured by its centre of mass, and the classifier sees the digit cut out along this
-path.
+Training takes seconds. It uses float64 and a fixed seed, so features differ between machines only by rounding. In a
+clip, the digit's path is that of the centre of mass, and the classifier sees the digit cut out along this path.
 """
 
 import contextlib
@@ -21,18 +20,18 @@ from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_sp
 from opendit.evaluation.media import Media, array_media
 
 VERSION = "1"  # version of this code; increase it if the features change although the constants below do not
-# width of the features: small, because a covariance of wide features needs many samples, and only 359 digits are held
-# out
+# Width of the features. It is small, because the covariance of wide features needs many samples, and there are only 359
+# held-out digits.
 WIDTH = 16
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
-# augmentations: SHIFT in half widths, NOISE in pixel values (range -1..1), and label smoothing
+# SHIFT: largest random shift in half widths. NOISE: standard deviation for pixel values in -1..1. Label smoothing.
 SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05
 COPY_QUANTILE = 0.01  # a sample is a copy if its distance to the nearest training digit is below this quantile
 
 # Constants of moving digits:
 FILE_FRAMES, FILE_SIZE = 48, 64  # number of frames and size in pixels of the demo's clips
 HELD_OUT = 400  # number of clips, made from the 359 held-out digits
-# number of points of the path in the features, and factor by which their positions (in frame widths) are multiplied
+# Number of points of the path that are part of the features, and factor of their positions (in frame widths).
 PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
@@ -47,7 +46,7 @@ class DigitClassifier:
     Attributes:
         hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH).
         head: features -> logits (B, 10).
-        images: the training digits (N, 64).
+        images: pixels of the training digits (N, 64) in -1..1.
     """
 
     hidden: nn.Module
@@ -66,8 +65,8 @@ class DigitClassifier:
 
 
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
-    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise. The same
-    digits give the same classifier, up to rounding."""
+    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), augmented by small shifts and noise.
+    The same digits give the same classifier, up to rounding."""
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -111,7 +110,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread inside the context, because several threads are slower for such small matrices."""
+    """Limit torch to one thread inside the context, because several are slower for such small matrices."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,7 +127,7 @@ def picture_classifier() -> DigitClassifier:
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """Convert uint8 pictures (B, 3, H, W) to grey 8 x 8 pixels, and compute :class:`DigitClassifier`'s features."""
+    """Convert uint8 pictures (B, 3, H, W) to grey 8 x 8 pixels, and return :class:`DigitClassifier`'s features."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -137,7 +136,7 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """Hash everything that determines the features of "pictures" or "clips"."""
+    """Hash the data and constants that determine the features. kind: "pictures" or "clips"."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -155,7 +154,7 @@ class RealDigits:
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """Return the digits of a split, or a fixed random choice of ``count`` digits, as uint8 pictures (8, 8, 3)."""
+    """Return the digits of a split as uint8 pictures (8, 8, 3); a fixed random choice if it has more than ``count``."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
@@ -181,7 +180,7 @@ class AskedDigits:
 
 
 def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | None:
-    """Return the digits that class labels request; None if the labels are not 0 to 9."""
+    """Return the digits that class labels request; None for None, no labels, or labels other than 0 to 9."""
     found = torch.as_tensor(np.asarray([] if labels is None else labels))
     if not len(found) or found.is_floating_point() or found.ndim != 1 or found.min() < 0 or found.max() > 9:
         return None
@@ -189,7 +188,8 @@ def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | 
 
 
 def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
-    """Return the digits that captions such as "a seven" or "a seven moving left" request; None for other captions."""
+    """Return the digits that captions such as "a seven" or "a seven moving left" request. Return None if any caption
+    has another form, or there are none."""
     try:
         found = [parse_caption(text) for text in captions or ()]
         directions = torch.tensor([DIRECTIONS[direction] for _, direction in found], dtype=torch.float64)
@@ -224,7 +224,7 @@ def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ClipShape:
-    """Number of frames, frame interval and size in pixels with which clips are read."""
+    """Number of frames of a clip, interval between them, and side in pixels."""
 
     frames: int
     interval: int
@@ -233,10 +233,10 @@ class ClipShape:
 
 @functools.cache
 def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
-    """Render uint8 clips (T, H, W, 3) of the digits of a split. The four directions are equally frequent.
+    """Render uint8 clips (T, H, W, 3) of moving digits of a split. The four directions take turns.
 
     count: number of clips; by default, HELD_OUT for the held-out split, and one for every training digit. Raises
-    ValueError if the clips would be longer than the demo's clips.
+    ValueError if the clips would be longer than FILE_FRAMES.
     """
     span = (shape.frames - 1) * shape.interval + 1
     if span > FILE_FRAMES:
@@ -264,7 +264,7 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 @functools.cache
 @torch.inference_mode(False)  # the first call trains the classifier, and the caller may be in inference mode
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
-    """Return the classifier of the digits in training clips. The first call trains it."""
+    """Return a classifier of the digits that are cut out of training clips. The first call trains it."""
     real = real_clips("train", shape)
     grey = _grey(torch.from_numpy(np.array(real.media.read_all())).movedim(-1, 1))
     return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
@@ -273,7 +273,7 @@ def clip_classifier(shape: ClipShape) -> DigitClassifier:
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
     """Compute features of uint8 clips (B, 3, T, H, W).
 
-    "pool" has the classifier's features and the digit's centre at four times; "moved" (B, 2) is the digit's
+    "pool" are the classifier's features and the digit's centre in PLACES frames. "moved" (B, 2) is the digit's
     displacement (x, y) in widths of the frame. "digit" and "nearest" are those of :class:`DigitClassifier`.
     """
     grey = _grey(pixels)
@@ -303,9 +303,10 @@ def centres(clips: Tensor) -> Tensor:
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return the digit that each of the clips (B, T, H, W) in 0..1 shows, as (B, 1, 8, 8) in -1..1.
+    """Return pixels (B, 1, 8, 8) in -1..1 of the digit in each of the clips (B, T, H, W) in 0..1.
 
-    The digit is the mean of all frames, after shifting each frame's centre of mass, ``path`` (B, T, 2), to the middle.
+    The pixels are the mean of all frames, after shifting each frame's centre of mass, ``path`` (B, T, 2), to the
+    middle.
     """
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))

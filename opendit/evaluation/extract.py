@@ -1,7 +1,7 @@
-"""Compute features of samples by several networks on the same pixels, distributed over ranks, with a cache on disk.
+"""Compute features of samples by one or more networks, distributed over ranks, with a cache on disk.
 
 No picture is written to disk. The features are stored in OUTPUT/features/HASH, where HASH covers every setting that
-affects them, so that a killed or later evaluation of the same samples finds them there.
+affects them. If an evaluation is killed, or the same samples are evaluated again, the stored features are used.
 """
 
 import logging
@@ -33,21 +33,22 @@ from opendit.sampling.sampling_run import SamplingRun
 logger = logging.getLogger(__name__)
 
 FOLDER = "features"
-AHEAD = 3  # number of batches that are read ahead
-# Name of features -> shape for one sample. For clips, "pool" and "caption" have the shape (frames, width).
+AHEAD = 3  # number of batches that are read in advance
+# Name of features -> their shape for one sample. For clips, "pool" and "caption" have the shape (frames, width).
 Layout = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """Function from pixels to features that applies all networks of an evaluation.
+    """Applies all networks of an evaluation to pixels.
 
     Args:
-        pictures: network for pictures or frames. It gives "pool", and for pictures "spatial" and "logits".
-        clips: network for clips. It gives "clip", and for moving digits also "digit", "nearest" and "moved".
-        captions: CLIP, for the CLIP score. It gives "caption".
-        motion: True to measure "motion", the mean difference between frames.
-        batch_size: number of pictures or frames at a time.
+        pictures: network for pictures or single frames. For frames, only its "pool" is used; for pictures, also further
+            features, such as "spatial" and "logits".
+        clips: network for clips. It returns "clip", and for moving digits also "digit", "nearest" and "moved".
+        captions: CLIP, for the CLIP score. It returns "caption".
+        motion: also return "motion", the :func:`motion_score` of clips.
+        batch_size: number of pictures or frames that a network processes at a time.
     """
 
     device: torch.device
@@ -58,7 +59,7 @@ class Extractor:
     batch_size: int = 64
 
     def settings(self) -> dict[str, str]:
-        """Return all settings that affect the features of pixels."""
+        """Return name -> value for all settings that affect the features."""
         networks = {"features": self.pictures, "clips": self.clips, "captions": self.captions}
         settings = {
             f"{role} {name}": getattr(network, name)
@@ -102,8 +103,8 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Return the mean absolute difference between consecutive frames of clips (B, T, H, W, 3) uint8, (B,) on a scale of
-    255; 0 for clips of one frame."""
+    """Return the mean absolute difference (B,) between consecutive frames of clips (B, T, H, W, 3) uint8, in units of
+    pixel values 0..255; 0 for clips of one frame."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -115,7 +116,7 @@ class Features:
     """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0.
 
     Attributes:
-        seconds: time of the computation.
+        seconds: duration of the computation.
         computed: number of samples whose features were not in the cache.
     """
 
@@ -129,7 +130,7 @@ class Features:
 
 
 def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) -> Features:
-    """Return the features of samples in files. Collective."""
+    """Return the features of samples in files. All ranks must call this together."""
     with ThreadPoolExecutor(writer_threads(mesh)) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
         settings = {"samples": media.sha256, "media": f"{media.name} {media.how}".strip(), **extractor.settings()}
@@ -151,7 +152,7 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) 
 
 
 def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Features:
-    """Draw the samples of a run and return their features. Collective."""
+    """Draw the samples of a run and return their features. All ranks must call this together."""
     layout = extractor.layout(pixel_shape(sampling))
     drawn = drawn_by(settings_of(sampling))
     size, count = sampling.flags.batch_size, len(sampling.choices)
@@ -173,14 +174,14 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Fe
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """Select those settings recorded by sample.py that affect the samples, and not only which files are written."""
+    """Leave out the settings, among those of ``settings_of``, that affect only which files are written."""
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 class _FiniteLatents:
-    """Checks that latents are finite, because a NaN would be invisible in uint8 pixels.
+    """Raises ValueError for latents that are not finite, because a NaN would be invisible in uint8 pixels.
 
-    A batch is checked while the next one is drawn, so that the host does not wait for the device.
+    A batch is checked after the next one has been launched, so that the device does not wait for the host.
     """
 
     def __init__(self):
@@ -191,7 +192,7 @@ class _FiniteLatents:
         self.check(waiting=1)
 
     def check(self, waiting: int = 0) -> None:
-        """Check all batches but the last ``waiting`` ones."""
+        """Check all batches except the last ``waiting`` ones."""
         while len(self._waiting) > waiting:
             index, finite = self._waiting.popleft()
             bad = index[~finite.cpu()]
@@ -200,7 +201,7 @@ class _FiniteLatents:
 
 
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
-    """Yield (batch, pixels), and read the next batches in the background."""
+    """Yield (batch, pixels) for every batch, in order, and read up to AHEAD more batches in the background."""
     with ThreadPoolExecutor(AHEAD) as readers:
         waiting: deque[tuple[range, Future[Any]]] = deque()
         try:
@@ -221,7 +222,7 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
 
 
 class _Store:
-    """Cache of features on disk, with the numbers of the parts that an earlier start has not written."""
+    """Cache of features on disk. ``missing`` holds the numbers of the parts that no earlier start has written."""
 
     def __init__(self, output: Path, settings: dict[str, str], count: int, batch_size: int, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self._output = layout, mesh, output
@@ -266,7 +267,7 @@ class _Store:
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Call ``fill`` to deliver the missing samples, then read all features."""
+        """Call ``fill(sink)``, which delivers the missing samples' pixels to the sink. Then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -286,10 +287,10 @@ class _Store:
 
 
 class Sink:
-    """Receiver of pixels that computes their features and writes the features into the cache.
+    """Receives pixels, computes their features and writes the features into the cache.
 
-    On a GPU, the networks run on a separate stream, parallel to the stream that draws samples. The features of a batch
-    are copied to the host only after the next batch has been launched, so that the device does not wait for the host.
+    On a GPU, the networks run on a separate stream, parallel to the stream that draws samples. The host waits for the
+    features of a batch only after it has launched the next batch, so that the device does not wait for the host.
     """
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
@@ -297,17 +298,16 @@ class Sink:
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            # wait for the current stream, which has loaded the networks
+            # Operations on this stream must run after those of the current stream, which has loaded the networks.
             self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Accept uint8 pixels of the samples numbered ``index`` (B,). The caller may reuse the memory afterwards."""
+        """Compute the features of the samples ``index`` (B,) from uint8 pixels. The caller may reuse the memory."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # The host waits for this copy. The stream only computes features, so the host does not wait for the
-            # drawing.
+            # The host waits for this copy and earlier features, but not for samples, which another stream draws.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:
@@ -318,7 +318,7 @@ class Sink:
         self.flush(waiting=1)
 
     def flush(self, waiting: int = 0) -> None:
-        """Write the features of all delivered batches but the last ``waiting`` ones."""
+        """Write the features of all delivered batches except the last ``waiting`` ones."""
         while len(self._waiting) > waiting:
             numbers, rows, done = self._waiting.popleft()
             if done is not None:

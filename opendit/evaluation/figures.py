@@ -1,4 +1,4 @@
-"""Compute the figures of an evaluation from the features of its samples, with the networks and the reference."""
+"""Load the networks and the reference of an evaluation, and compute its metrics from the samples' features."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +47,9 @@ class Figure:
     Attributes:
         network: kind of the feature network: "pictures", "clips" or "captions".
         interval_by: name of the method that computed the interval (low, high).
-        compared: True if the figure compares samples with the reference.
+        compared: True if the value depends on the reference.
         truncated: number of captions that CLIP truncates.
-        of_real: the same figure for real samples, if known.
+        of_real: value of the metric for real samples, if known.
         note: a remark for the user.
     """
 
@@ -69,9 +69,9 @@ class RealSamples:
     """Features of real digits, for comparison with those of the samples.
 
     Attributes:
-        train: features of as many training digits as samples, but at most REAL.
+        train: features of training digits, of as many as there are samples, but of at most REAL.
         held_out: features of the held-out digits.
-        asked: the digits and directions that the held-out samples show.
+        asked: the digits, and for clips the directions, that the held-out samples show.
         reference: True if the held-out digits are also the reference.
     """
 
@@ -83,7 +83,7 @@ class RealSamples:
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """The inputs of all figures.
+    """The inputs from which all metrics are computed.
 
     Attributes:
         features: features of the samples, name -> (N, ...).
@@ -92,7 +92,7 @@ class MetricInputs:
         intervals: True to compute jackknife intervals.
         scores: CLIP score of every sample, (N,).
         truncated: number of captions that CLIP truncates.
-        asked, real: the requested digits and the real digits, for the built-in digits only.
+        asked, real: digits that the samples should show, and features of real digits; only with --features digits.
     """
 
     features: dict[str, Tensor]
@@ -107,7 +107,7 @@ class MetricInputs:
     real: RealSamples | None = None
 
     def of(self, name: str) -> Tensor:
-        """Return features of the samples as rows (N, D), on the device of the computation."""
+        """Return features of the samples as rows (N, D), or (N * T, D) for the frames of clips, on ``device``."""
         return _rows(self.features[name], self.device)
 
     def of_reference(self, name: str) -> Tensor:
@@ -176,8 +176,8 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of the figures that a metric consists of. clips, inception: see :class:`MetricInputs`. digits:
-    True for the built-in digits."""
+    """Return the names of a metric's values, such as "precision" and "recall" for "pr". clips, inception: see
+    :class:`MetricInputs`. digits: True for --features digits."""
     if metric == "pr":
         return ("precision", "recall")
     if metric not in ("fid", "sfid", "fvd"):
@@ -192,7 +192,7 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
 
 
 def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
-    """Compute the figures of a metric. Raises ValueError, with the metric's name, if there are too few samples."""
+    """Yield the values of a metric. Raises ValueError, with the metric's name, if it can't be computed."""
     try:
         yield from _COMPUTE[name](inputs)
     except ValueError as error:
@@ -328,9 +328,9 @@ _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
 
 
 class Measuring:
-    """A checked evaluation with loaded networks and an open reference, whose metrics can all be computed.
+    """An evaluation whose flags are checked, networks loaded and reference opened.
 
-    The construction is collective. Construct the object before any sample is drawn.
+    Construct the object before any sample is drawn, on all ranks together.
 
     Args:
         output: folder that caches the features of the reference.
@@ -339,7 +339,7 @@ class Measuring:
         extractor: function that computes the samples' features.
         reference: the reference; None if no metric needs one.
         metrics: names of the metrics to compute.
-        figure_names: names of the metrics' figures.
+        figure_names: names of the values of all these metrics, see :func:`figure_names`.
         why_nothing: error message for an evaluation without metrics.
 
     Raises:
@@ -390,10 +390,10 @@ class Measuring:
     def compute(
         self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
     ) -> Iterator[list[Measurement]]:
-        """Yield the figures of each metric. Call on rank 0 only.
+        """Yield the measurements of each metric. Call on rank 0 only.
 
-        details: fields that are equal in all measurements. problems: gets a message for each metric that can't be
-        computed.
+        details: fields that are equal in all measurements. problems: a list to which a message is appended for each
+        metric that can't be computed.
         """
         inputs = self._inputs(features)
         for name in self.metrics:
@@ -453,9 +453,10 @@ class Measuring:
 
 
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Extractor:
-    """Load the networks that the metrics need. Raises FileNotFoundError if a requested network does not exist.
+    """Load the networks that the metrics need. of_clips: options for reading clips; None if the samples are pictures.
 
-    of_clips: options for reading clips; None if the samples are pictures.
+    Raises FileNotFoundError if a network is missing. For clips without --metrics, a missing default network is only
+    reported, and the metrics that need it are left out.
     """
     device = mesh.device
     extractor = partial(Extractor, device, motion=of_clips is not None, batch_size=flags.feature_batch_size)
@@ -484,7 +485,7 @@ def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Me
 
 
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
-    """Compute the features of real digits. reference: True if the held-out digits are also the reference."""
+    """Compute the features of real digits, to compare ``samples`` with. reference: see :class:`RealSamples`."""
     of_clips = samples.options if samples.clips else None
     train, held_out = real_digits("train", of_clips, min(samples.count, REAL)), real_digits("test", of_clips)
     of_train, of_held_out = (extractor(torch.from_numpy(real.media.read_all())) for real in (train, held_out))
@@ -492,7 +493,7 @@ def real_samples(samples: DescribedSamples, extractor: Extractor, reference: boo
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """Drop the features "digit" and "moved" if the requested digit or direction is unknown for a sample."""
+    """Drop the features "digit" and "moved" if it is unknown which digits and directions the samples should show."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}
@@ -504,8 +505,8 @@ def _compares(flags: EvaluateConfig) -> bool:
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """Call ``decide`` on rank 0, which alone has the reference's features. Return its result, or raise its error,
-    everywhere."""
+    """Call ``decide`` on rank 0, because only rank 0 has the reference's features. Return its result, or raise its
+    ValueError, on all ranks."""
     value, problem = None, None
     if mesh.is_main:
         try:

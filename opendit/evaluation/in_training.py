@@ -28,19 +28,18 @@ from opendit.training.run import Run, example_captions
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "evaluation"  # folder in the run's folder in which `opendit evaluate plot RUN` looks for the figures
+FOLDER = "evaluation"  # subfolder of the run's folder, in which `opendit evaluate plot RUN` looks for metric values
 PROMPTS = 64  # maximum number of captions, because their embeddings stay on the device
 
 
 class RunEvaluation:
-    """The evaluation of a training run: it draws --evaluate_samples samples from the EMA weights and measures them.
+    """Draws --evaluate_samples samples from a training run's EMA weights, and computes their metrics.
 
-    All ranks take part. The figures do not depend on the number of data-parallel ranks, because a sample's noise is
-    keyed by its number, and the batches are always the same. The constructor loads the networks and the reference, and
+    All ranks take part. The values do not depend on the number of data-parallel ranks, because a sample's noise is
+    keyed by its number, and the batches are always the same. The constructor loads the networks and the reference. It
     raises ValueError or OSError, naming the flag, if the evaluation is impossible.
 
-    ``of`` is a hash of everything except the weights that affects the figures. Only figures with equal hashes are
-    comparable.
+    ``of`` is a hash of all settings that affect the values. Only values with equal hashes are comparable.
     """
 
     def __init__(self, spec: Run):
@@ -110,10 +109,10 @@ class RunEvaluation:
         return self._spec.codec
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate samples after ``step`` and return the fields for the step's line in the log. Collective.
+        """Evaluate the weights after ``step``; return fields for the step's line in the log. All ranks must call this.
 
-        The fields are ``eval_NAME`` for every figure (None if it is not finite or can't be computed), ``eval_of`` (the
-        hash), ``eval_samples`` (the number of samples) and ``eval_s`` (the time in seconds).
+        The fields are ``eval_NAME`` for every metric value (None if it is not finite or can't be computed), ``eval_of``
+        (the hash), ``eval_samples`` (the number of samples) and ``eval_s`` (the duration in seconds).
         """
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
@@ -144,11 +143,11 @@ class RunEvaluation:
                     pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
-        # exact, because each element is computed by one rank, and the other ranks add 0
+        # The sum is exact, because only one rank computes each element, and the other ranks add 0.
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
-        """Compute and log the figures, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
+        """Compute and log the metric values, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
         problems: list[str] = []
         rows: list[Measurement] = []
         details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}

@@ -1,4 +1,4 @@
-"""FID's Inception network, with torchvision's parameter names, so that the published weights load strictly.
+"""The Inception network of FID, with torchvision's parameter names, so that the published weights load strictly.
 
 FID was defined with this network of December 2015. Unlike torchvision's, it has 1,008 classes, its average pooling
 excludes the padding, and its last block has maximum pooling instead of average pooling.
@@ -67,9 +67,9 @@ def _average(x: Tensor) -> Tensor:
 
 
 class FIDInception(nn.Module):
-    """Map pixels (B, 3, 299, 299) in 0..255 to "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
+    """Maps pixels (B, 3, 299, 299) in 0..255 to "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
 
-    "spatial" is that of ADM's sFID. "logits" has no bias, as in the Inception score.
+    "spatial" are the features of ADM's sFID. "logits" are computed without bias, as for the Inception score.
     """
 
     def __init__(self):

@@ -29,7 +29,7 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # names of the arrays in an .npz of sample.p
 class MediaOptions:
     """Settings for reading pixels from files. Frames are taken from the middle of a clip.
 
-    image_size: side in pixels to which every picture is cropped and resized, as ADM does; None for no change.
+    image_size: side in pixels to which pictures and frames are cropped and resized, as ADM does; None for no change.
     """
 
     image_size: int | None = None
@@ -72,7 +72,8 @@ class Media:
         return self.read_range(range(self.count))
 
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
-        """Read a batch of uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if the samples differ in size."""
+        """Read the samples ``numbers``, with the threads of ``pool``, as uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises
+        ValueError if they differ in size."""
         if self.read_range is not None:
             return self.read_range(numbers)
         found = list(pool.map(self.read, numbers))
@@ -134,7 +135,7 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels
 
 
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the pixels of a file, and the captions or classes of the samples, or None if the file has neither."""
+    """Return a file's pixels, and an array with each sample's caption or class, or None if the file has neither."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
@@ -160,7 +161,7 @@ def npz_names(path: Path, flag: str) -> set[str]:
 
 
 def npz_member(path: Path, name: str) -> np.ndarray:
-    """Return an array of an .npz. An uncompressed array is memory-mapped; a compressed one is read."""
+    """Return an array of an .npz. An uncompressed array in C order is memory-mapped; any other array is read."""
     with zipfile.ZipFile(path) as archive:
         found = archive.getinfo(f"{name}.npy")
         if found.compress_type == zipfile.ZIP_STORED:
@@ -177,7 +178,7 @@ def npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def _start_of(path: Path, header: int) -> int:
-    """Return the offset of a zip member's first byte, according to its local header."""
+    """Return the offset in the file of a zip member's first byte. header: offset of the member's local header."""
     with open(path, "rb") as file:
         file.seek(header + 26)
         name, extra = np.frombuffer(file.read(4), "<u2").tolist()
@@ -195,8 +196,8 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures, or of clips if it has no pictures. In a folder of sample.py, only files with a single
-    sample are used."""
+    """Open a folder of pictures, or of clips if it has no pictures. In an output folder of sample.py, only files with a
+    single sample are used."""
     drawn = _drawn(path)
     if drawn:
         files = drawn
@@ -212,7 +213,7 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
 
 
 def _drawn(path: Path) -> list[str]:
-    """Return the files with a single sample that sample.py recorded in its folder; this excludes the contact sheet."""
+    """Return the files with a single sample that sample.py wrote, but not its sheet; [] if it did not write here."""
     try:
         names = json.loads((path / INDEX).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -237,7 +238,7 @@ def _files(name: str, files: list[str], clips: list[bool], captions: list[str] |
         raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
     if clips[0] and options.image_size is None:
         raise ValueError(f"{name} holds clips; give --image_size, the pixels to which they are cropped and resized")
-    picture_suffixes()  # make Pillow register its formats now, because the threads would race to do so
+    picture_suffixes()  # makes Pillow register its formats now, because the threads would race to do so
     read = _read_clip if clips[0] else _read_picture
 
     def load(number: int) -> np.ndarray:

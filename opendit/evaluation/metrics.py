@@ -1,7 +1,7 @@
 """Metrics of features: Fréchet distance, Inception score, kernel distance, precision and recall, CLIP score.
 
 FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017). sFID uses spatial
-features, which are not averaged over the picture (Nash et al. 2021), and FVD features of clips (Unterthiner et al.
+features, which are not averaged over the picture (Nash et al. 2021). FVD uses features of clips (Unterthiner et al.
 2018).
 """
 
@@ -74,7 +74,7 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """Return the Gaussian with the unbiased covariance of numpy.cov. Raises ValueError for fewer than 2 vectors."""
+        """Return mean and unbiased covariance, as numpy.cov computes it. Raises ValueError for fewer than 2 vectors."""
         if self.count < 2:
             raise ValueError(f"{self.count} samples have no covariance; at least 2 are needed")
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
@@ -110,12 +110,12 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
-    """Return the standard error of the Fréchet distance of features (N, D), or (N, T, D) for the frames of clips, by
-    the delete-a-group jackknife.
+    """Return the standard error of the Fréchet distance between features and ``reference``, by the delete-a-group
+    jackknife. features: (N, D), or (N, T, D) for the frames of clips.
 
-    Samples are assigned to groups at random, because they may be sorted by class; the assignment is the same in every
-    call. All frames of a clip are in one group. The error estimates the spread between sets of the same number of
-    samples, without the bias of a finite number.
+    Samples are assigned to groups at random, because they may be sorted by class. The assignment is the same in every
+    call. All frames of a clip are in one group. The error estimates how much the distance varies between sets of N
+    samples. It does not include the bias that is due to finite N.
     """
     whole = _shuffled_groups(features, groups)
     root = covariance_root(reference.covariance)
@@ -146,10 +146,10 @@ SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets 
 
 
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
-    """Return exp(E_x KL(p(y|x) || p(y))) of a classifier's logits (N, classes), in float64 (Salimans et al. 2016).
+    """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016) and its standard deviation.
 
-    This is the mean over splits of ``split`` consecutive samples, as in ADM's evaluator. The second value is the
-    standard deviation over the splits, or None for a single split.
+    logits: (N, classes), of a classifier. The score is the mean over splits of ``split`` consecutive samples, as in
+    ADM's evaluator. The standard deviation is that over the splits; None for a single split.
     """
     scores = []
     for part in logits.split(split):
@@ -169,9 +169,9 @@ def kernel_distance(
     """Return KID, the unbiased squared maximum mean discrepancy of features (N, D) and (M, D), and its standard
     deviation.
 
-    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Both values are over random subsets of ``size`` samples of
-    each set. The subsets depend only on the numbers of samples. KID's expectation does not depend on the number of
-    samples.
+    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Both values are computed over ``subsets`` random subsets of
+    ``size`` samples of each set. The subsets depend only on N, M and ``size``. KID's expectation does not depend on the
+    number of samples.
     """
     size = min(size, len(samples), len(reference))
     if size < 2:
@@ -213,15 +213,15 @@ def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGH
     """Return improved precision and recall of features (N, D) against (M, D), as in ADM's evaluator (Kynkäänniemi et
     al. 2019).
 
-    A set's manifold is the union of balls around its features, whose radius is the distance to the ``neighbours``-th
-    nearest other feature. Precision is the share of samples in the manifold of the reference, recall the reverse.
-    Distances are float32; ADM's are float16, which changes the third digit. Raises ValueError if a set has too few
-    features.
+    A set's manifold is the union of balls around its features. A ball's radius is the distance to the
+    ``neighbours``-th nearest other feature. Precision is the share of samples in the manifold of the reference; recall
+    is the share of the reference in the manifold of the samples. Distances are float32; ADM's are float16, which
+    changes the third digit. Raises ValueError if a set has ``neighbours`` features or fewer.
     """
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
-    # centre the features, because squared distances are computed from products, whose rounding errors then are smaller
+    # Centre the features: squared distances are computed from products, which are then smaller and lose fewer digits.
     centre = reference.mean(dim=0)
     samples, reference = samples.float() - centre, reference.float() - centre
     return (
@@ -235,7 +235,7 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
     found = []
     for first, squares in _squared_distances(features, features):
         rows = torch.arange(len(squares), device=squares.device)
-        squares[rows, first + rows] = 0  # the distance of a feature to itself, exactly 0 despite rounding
+        squares[rows, first + rows] = 0  # the distance of a feature to itself, which rounding may have made positive
         found.append(squares.kthvalue(neighbours + 1, dim=1).values)
     return torch.cat(found)
 
@@ -246,7 +246,7 @@ def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
 
 
 def _squared_distances(features: Tensor, others: Tensor):
-    """Yield (first row, (rows, M) squared distances) for blocks of rows."""
+    """Yield (index of the first row, squared distances (rows, M) to ``others``) for blocks of rows of ``features``."""
     rows = max(1, (BLOCK if features.device.type == "cuda" else CPU_BLOCK) // len(others))
     norms = others.square().sum(dim=1)
     for first in range(0, len(features), rows):
@@ -256,7 +256,7 @@ def _squared_distances(features: Tensor, others: Tensor):
 
 
 def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
-    """Return the CLIP score 100 max(cos, 0) of each pair of embeddings, (N,).
+    """Return the CLIP score (N,) of each picture and its caption: 100 max(cos, 0), with cos of their embeddings.
 
     The score measures how well pictures match their captions (Hessel et al. 2021), without that paper's factor of 2.5.
     pictures: (N, D), or (N, T, D) for clips, whose score is the mean over frames. captions: (N, D).

@@ -1,6 +1,7 @@
 """Load a feature network from a file or a folder, as a function from pictures or clips to feature vectors.
 
-Nothing is downloaded. Weights are read with ``weights_only=True``, and code in a folder of transformers is never run.
+Nothing is downloaded. Pickles are read with ``weights_only=True``. Python code in a folder of ``transformers`` is never
+run.
 """
 
 import contextlib
@@ -31,11 +32,12 @@ class FeatureNetwork:
 
     Attributes:
         sha256: hash of the network's file or files; for a built-in network, of its constants and data.
-        clips: True if the network takes (B, T, H, W, 3) instead of (B, H, W, 3).
+        clips: True if the network takes clips (B, T, H, W, 3) instead of pictures (B, H, W, 3).
         inception: True for the Inception network that defines FID.
         resize: name of the filter that resizes pixels to the network's input size.
         precision: fp32 or tf32; fp64 for the built-in classifier.
-        compute: function from uint8 pixels, with channels second, to named features (B, D).
+        compute: function from uint8 pixels (B, 3, H, W) or (B, 3, T, H, W) to named features (B, D).
+        built_in: True for the classifier of the built-in digits.
     """
 
     name: str
@@ -69,8 +71,8 @@ class FeatureNetwork:
 
 
 def digits_network(device: torch.device, shape: ClipShape | None = None) -> FeatureNetwork:
-    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits. It is trained at
-    its first use. The features are "pool", "digit" and "nearest", and for clips "moved"."""
+    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits. Its first use
+    trains it. The features are "pool", "digit" and "nearest", and for clips also "moved"."""
     if shape is None:
         sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
     else:
@@ -88,11 +90,11 @@ def load_network(
     - the weights of FID's Inception (.pth, as pytorch-fid and torch-fidelity distribute them);
     - a TorchScript module: StyleGAN's Inception or I3D, or any module that takes uint8 (B, 3, H, W), or (B, 3, T, H, W)
       for clips, and returns features (B, D) or a dict with "pool" and optionally "spatial" and "logits";
-    - a folder of transformers with a CLIP, DINOv2 or VideoMAE model.
+    - a folder of ``transformers`` with a CLIP, DINOv2 or VideoMAE model.
 
     how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter. Raises
-    FileNotFoundError, or ValueError if the path holds none of these, or if a file has a published file's name but other
-    contents.
+    FileNotFoundError if the path does not exist. Raises ValueError if it has none of these forms, or if a file has a
+    published file's name but other contents.
     """
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
@@ -188,8 +190,8 @@ _INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A published weights file: its usual name and hash. If ``sha256`` is None, no hash is published, and any file is
-    accepted."""
+    """A published weights file. name: its usual name. sha256: None if no hash is published; any contents are then
+    accepted. address: its URL. clips: True for a network of clips."""
 
     name: str
     sha256: str | None
@@ -223,7 +225,7 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Return the folder of torch.hub, which torch-fidelity and pytorch-fid also use."""
+    """Return torch.hub's folder of checkpoints, which torch-fidelity and pytorch-fid also use."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
@@ -256,7 +258,7 @@ INCEPTION_SIDE = 299  # height and width of the input in pixels
 
 
 class ScriptedInception(nn.Module):
-    """FID's Inception in NVIDIA's TorchScript (StyleGAN's metrics), whose layers have TensorFlow's names."""
+    """FID's Inception as a TorchScript file from NVIDIA (StyleGAN's metrics), whose layers have TensorFlow's names."""
 
     def __init__(self, script: torch.jit.ScriptModule):
         super().__init__()
@@ -286,9 +288,9 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    how: the filter. "tf" is TensorFlow 1's bilinear filter, which defines FID and samples at i * H / side without
-    antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
-    antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
+    how: the filter. "tf" is TensorFlow 1's bilinear filter, with which FID was defined. It samples at i * H / side,
+    without antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter
+    with antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
     """
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
@@ -311,8 +313,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 USUAL_SIDE = 224  # input size in pixels if the folder does not specify it
 CAPTIONS_AT_ONCE = 256
-# model_type in config.json -> (class of transformers, mean and standard deviation of colours, True if the model is for
-# clips)
+# model_type in config.json -> (class of ``transformers``, (mean, standard deviation) of colours, True for clips).
 CLASSES = {
     "clip": ("CLIPVisionModelWithProjection", CLIP, False),
     "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP, False),
@@ -324,8 +325,8 @@ CLASSES = {
 
 def load_folder(folder: Path, device: torch.device, precision: str, clips: bool) -> FeatureNetwork:
     """Load a folder's model. The features are CLIP's projected embedding, DINOv2's class token, or the mean of
-    VideoMAE's tokens. Raises ValueError if the folder holds none of these, or a picture model for clips, or vice versa.
-    """
+    VideoMAE's tokens. Raises ValueError if the folder holds none of these models, or if it is a picture model and
+    ``clips`` is True, or vice versa. Raises FileNotFoundError without a configuration."""
     config = read_config(folder)
     kind = config.get("model_type")
     if kind not in CLASSES:
@@ -359,7 +360,7 @@ def load_folder(folder: Path, device: torch.device, precision: str, clips: bool)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's configuration. Raises FileNotFoundError or ValueError, naming the file."""
+    """Read a folder's config.json. Raises FileNotFoundError or ValueError, naming the file."""
     path = folder / CONFIG
     try:
         return read_file(path, PRETRAINED)
@@ -368,7 +369,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, name: str) -> Any:
-    """Load a frozen float32 model of transformers' class ``name``. Raises ValueError if the folder has none."""
+    """Load a folder's model in float32 as the class ``name`` of ``transformers``, frozen. Raises ValueError if that
+    fails."""
     try:
         model = transformers_model(folder, name, FOLDER_WEIGHTS)
     except Exception as error:
@@ -377,7 +379,8 @@ def load_model(folder: Path, name: str) -> Any:
 
 
 def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
-    """Return (side in pixels, mean, standard deviation) from the folder's preprocessor, or the model's defaults."""
+    """Return (side in pixels, mean, standard deviation) from the folder's preprocessor_config.json. Missing values are
+    USUAL_SIDE and ``colours``, (mean, standard deviation). Raises ValueError for invalid values."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():
         found = read_file(path, PRETRAINED)
@@ -391,7 +394,7 @@ def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[flo
 
 
 def folder_sha256(folder: Path) -> str:
-    """Hash the configurations and weights of a folder, with their names."""
+    """Hash the names and contents of a folder's .json, .safetensors and .txt files."""
     kinds = (".json", ".safetensors", ".txt")
     files = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
     return hash_parts(*(part for path in files for part in (path.name, sha256_of(path))))

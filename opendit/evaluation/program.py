@@ -1,5 +1,5 @@
 # pyright: standard
-"""Run a whole evaluation for the command ``opendit evaluate`` and the Python function ``opendit.evaluate``."""
+"""Run an evaluation, for the command ``opendit evaluate`` and the Python function ``opendit.evaluate``."""
 
 import logging
 import math
@@ -39,19 +39,19 @@ DRY_RUN_BATCHES = 4  # timed batches per process; an untimed batch comes first, 
 
 
 def run(flags: EvaluateConfig) -> None:
-    """Run the evaluation of the flags and print a table. ``Supervisor`` reports errors and ends the program."""
+    """Run an evaluation and print its results. ``Supervisor`` reports errors and ends the program."""
     with Supervisor((ValueError, OSError)) as supervisor:
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, group_of_one=False)
         measure(flags, mesh, lambda: supervisor.started(()))
 
 
 def evaluate(config: EvaluateConfig) -> list[Measurement]:
-    """Run ``opendit evaluate`` with the flags of ``config`` in this process, and return the figures.
+    """Run ``opendit evaluate`` with the flags of ``config`` in this process, and return the metric values.
 
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
 
-    The figures are also appended to ``results.jsonl`` in the folder ``config.output``. With torchrun, only rank 0 gets
-    them.
+    The values are also appended to ``results.jsonl`` in the folder ``config.output``. With torchrun, ranks other than 0
+    get an empty list.
 
     Raises:
         ValueError: the configuration can't work; the message names the flag and the fix.
@@ -69,10 +69,10 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
 
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """Return the figures of an evaluation, or of every point of a sweep; an empty list on ranks other than 0.
-    Collective.
+    """Evaluate every point of a sweep, or the only point, and return the metric values; an empty list on ranks other
+    than 0 and with --dry_run. All ranks must call this together.
 
-    started: function to call once, after all flags have been checked and before the long work begins.
+    started: function that is called once, after all flags have been checked and before samples are drawn or read.
     """
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
@@ -133,7 +133,7 @@ def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> 
 
 
 def _show(output: Path, found: list[Measurement]) -> None:
-    """Print the new figures below earlier ones of the same metrics."""
+    """Print a table of the new values, below earlier values of the same metrics."""
     kinds = {row.metric for row in found}
     rows = [row for row in read_results(output / "results.jsonl") if row.metric in kinds]
     new = [without_time(row) for row in found]
@@ -146,17 +146,18 @@ def _show(output: Path, found: list[Measurement]) -> None:
 
 
 class NoNetwork(Extractor):
-    """Extractor without networks that computes nothing, to measure the time of drawing alone."""
+    """Extractor without networks, whose features are zeros. It serves to measure the time of drawing alone."""
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         return {"pool": torch.zeros(len(pixels), 1, device=self.device)}
 
 
 def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
-    """Draw and measure a few batches, and print the predicted time for all samples. Collective; no result is kept.
+    """Draw or read a few batches, compute their features, and print the predicted time for all samples. All ranks must
+    call this together. No result is stored.
 
-    batch_size: number of samples that a process draws at a time. gpus: number of GPUs for the prediction; 0 for those
-    of this run. Raises ValueError if it is not a multiple of the number of GPUs that draw a sample together.
+    batch_size: number of samples that a process handles at a time. gpus: number of GPUs for the prediction; 0 for those
+    of this run. Raises ValueError if ``gpus`` is not a multiple of the number of GPUs that draw a sample together.
     """
     here = mesh.dp_size
     group = mesh.world_size // here

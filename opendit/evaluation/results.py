@@ -1,5 +1,5 @@
 # pyright: standard
-"""Store and show results of evaluations: figures and their settings, as lines of JSON, in tables and in plots."""
+"""Store and show results of evaluations: metric values with their settings, as lines of JSON, tables and plots."""
 
 import contextlib
 import csv
@@ -20,7 +20,7 @@ from opendit.data.files import printable
 
 FILE, SWEEP_FILE = "results.jsonl", "sweep.csv"
 SWEEP_COLUMNS = ("metric", "steps", "guidance", "value", "low", "high", "count", "sampler", "seed", "samples")
-# Field -> name in messages. Two figures of a metric are comparable only if all these fields are equal.
+# Field -> name in messages. Two values of a metric are comparable only if all these fields are equal.
 COMPARED_FIELDS = {
     "count": "samples",
     "reference_sha256": "reference",
@@ -32,28 +32,28 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-# compared only if both results have these fields; samples of other programs lack them
+# Fields that are compared only if both results have them, because samples from other programs lack them.
 OFTEN_UNKNOWN = ("labels", "rounding")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure and all settings that affect it.
+    """The value of a metric, and all settings that affect it.
 
     Attributes:
-        interval_by: the method that gave the interval (low, high).
+        interval_by: the method that computed the interval (low, high).
         size: size of each sample, as text.
         samples: name of the file, folder or weights.
         samples_sha256: hash of the samples; for weights, hash of the numbers in them.
         features_known: True if the feature network's file is a published one.
         resize, feature_precision: settings of the feature network.
-        sampler to seed, precision, vae: settings with which the evaluation drew the samples.
+        sampler, ..., seed, precision, vae: settings with which the samples were drawn; None for samples from files.
         labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
         rounding: the method of rounding pixels to uint8.
         drawn: all settings that affect the samples, as in the manifest of a sampling job.
         truncated: number of captions that CLIP truncates.
-        of_real: the same figure for real samples, as a bound: of training digits for the Fréchet distance, and of
-            held-out digits for the accuracy.
+        of_real: value of the metric for real samples, for comparison: for training digits with the Fréchet distance,
+            for held-out digits with accuracy, direction and copies.
     """
 
     metric: str
@@ -109,7 +109,7 @@ class Measurement:
 
 
 def why_not_comparable(one: Measurement, other: Measurement) -> list[str]:
-    """Return a message for each difference that makes two figures incomparable; an empty list if there is none."""
+    """Return a message for each difference that makes two measurements incomparable; [] if they are comparable."""
     if one.metric != other.metric:
         return [f"metric {one.metric} against {other.metric}"]
     differing = []
@@ -129,7 +129,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """Format an aligned table, and below it a line for each row that is not comparable with the last of its metric."""
+    """Format an aligned table. Lines below it say which rows are not comparable with the last row of their metric, and
+    repeat the rows' notes."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -171,12 +172,12 @@ def _drawn_with(row: Measurement) -> str:
 
 
 def figure_text(value: float) -> str:
-    """Format a value with six significant digits, because further digits of the metrics have no meaning."""
+    """Format a metric's value with up to six significant digits, or four if it is very large or small."""
     return f"{value:.6g}" if value and abs(math.log10(abs(value))) < 5 else f"{value:.3e}" if value else "0"
 
 
 def digits_line(rows: Sequence[Measurement]) -> str | None:
-    """Summarise the figures of the built-in digits' features in a line; None if there are none."""
+    """Summarise in one line the measurements whose features are those of the built-in digits; None without any."""
     found = {row.metric: row for row in rows if row.features == DIGITS}
     said = []
     for metric, words in (("accuracy", "named as the digit asked for"), ("direction", "move as asked")):
@@ -192,9 +193,10 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Append figures to the folder's results, except for figures that the file already has. Raises OSError.
+    """Append measurements to the folder's ``results.jsonl``, except those that it already has. Return the file's path.
 
-    root: a folder below which no link is followed (opendit/common/safe_files.py) and missing folders are created.
+    root: a folder below which no link is followed (opendit/common/safe_files.py) and missing folders are created. Raises
+    OSError.
     """
     path = folder / FILE
     refuse_links(folder, [FILE])
@@ -206,12 +208,12 @@ def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None 
 
 
 def without_time(row: Measurement) -> Measurement:
-    """Return a measurement without its time. Two lines that differ only in time are the same figure."""
+    """Return a measurement without its time. Measurements that differ only in time count as equal."""
     return dataclasses.replace(row, time=None)
 
 
 def read_results(path: Path) -> list[Measurement]:
-    """Read a file of results. Invalid lines are skipped, such as a line that a full disk has truncated."""
+    """Read a file of results; [] if it does not exist. Invalid lines, such as truncated ones, are skipped."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -223,8 +225,8 @@ def read_results(path: Path) -> list[Measurement]:
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps. If a
-    cell has several figures, the last one is shown."""
+    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps. A cell
+    shows the last value if there are several."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]
@@ -238,7 +240,7 @@ def sweep_table(rows: Sequence[Measurement]) -> str:
 
 
 def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
-    """Write the figures of a sweep to ``sweep.csv`` in a folder, one line each. Raises OSError."""
+    """Write a sweep's measurements to ``sweep.csv`` in a folder, one line each. Return its path. Raises OSError."""
     path = folder / SWEEP_FILE
     text = io.StringIO(newline="")
     writer = csv.writer(text)
@@ -253,17 +255,17 @@ def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
 
 # ------------------------------------------------------------------------------------------ plots
 
-LOG, RUN_FOLDER = "log.jsonl", "evaluation"  # the log of a run, and the subfolder that may hold its figures
+LOG, RUN_FOLDER = "log.jsonl", "evaluation"  # a run's log, and its subfolder that may hold results of evaluations
 ACROSS = 4  # maximum number of panels in a row
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
-STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # distinguish the lines of one run
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # they distinguish lines of one run, which have one colour
 SMOOTH = 50  # maximum number of points in the curve of the training loss
 
 
 @dataclass
 class PlottedRun:
-    """The measured figures of a run, and from its log points (step, training loss), (step, held-out loss), and (noise
-    level sigma, held-out loss) of the last validation."""
+    """The results of a run's evaluations (``figures``), and points from its log: (step, training loss), (step, held-out
+    loss), and for the last validation (noise level sigma, held-out loss)."""
 
     name: str
     figures: list[Measurement]
@@ -281,8 +283,8 @@ class PlotLine:
 
     Attributes:
         name: text of the legend.
-        points: (x, y, low, high), sorted by x, or by guidance for precision against recall.
-        words: text next to each point.
+        points: (x, y, low, high), sorted by x; for precision against recall, sorted by guidance scale.
+        words: one text per point to draw next to it; empty for none.
         run: name of the run. All lines of a run have the same colour.
     """
 
@@ -294,7 +296,7 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """One panel of the figure: its title, axes and lines."""
+    """A panel of the plot. x, y: labels of the axes."""
 
     title: str
     x: str
@@ -307,13 +309,13 @@ class PlotPanel:
 
 def read_run(path: Path) -> PlottedRun:
     """Read a run's folder (log.jsonl, evaluation/results.jsonl), an evaluation's folder, or a results.jsonl. Raises
-    ValueError if ``path`` has neither figures nor a log."""
+    ValueError if ``path`` has neither results of evaluations nor losses."""
     folder = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else [folder / FILE, folder / RUN_FOLDER / FILE]
     run = PlottedRun(folder.resolve().name, [row for file in files for row in read_results(file)])
     if path.is_dir() and (folder / LOG).is_file():
         for line in (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines():
-            # suppressed for a truncated line, or a line of another program
+            # Skip a truncated line, or a line of another program.
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 _add_line(run, json.loads(line))
     if not (run.figures or run.loss or run.held_out):
@@ -339,8 +341,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return the panels for all metrics or the chosen ones, and messages about figures that are left out because they
-    are not comparable with the others of their metric."""
+    """Return the panels for all metrics or the chosen ones, and for the losses. Also return messages about measurements
+    that are left out, because they are not comparable with the last one of their metric."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -388,8 +390,7 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# (title, label of the x axis, scale of the x axis, function that returns x, functions that return the parts of a line's
-# name)
+# The x axes of a metric's panels: (title, label, scale, function that returns x, functions whose texts name a line).
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
@@ -400,8 +401,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each model and each combination of the values of ``others``. Rows without an x are skipped, and
-    the last of several rows with the same x is used."""
+    """Return a line for each combination of model, seed and texts of ``others``. value: function that returns x. Rows
+    with x = None are skipped. Of several rows with one x, the last is used."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:
@@ -419,7 +420,7 @@ def _point(x: float, row: Measurement) -> PlotPoint:
 
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
-    """Return a line through the guidance scales for each model, checkpoint, number of steps and seed."""
+    """Return a line for each model, checkpoint, sampler, number of steps and seed. Its points are guidance scales."""
     pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Measurement]]] = {}
     for row in rows:
         if row.metric in ("precision", "recall"):
@@ -437,7 +438,7 @@ def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
 
 
 def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return the rows that are comparable with the last row of their metric, and messages about the others."""
+    """Return the rows that are comparable with the last row of their metric, and messages about the other rows."""
     last = {row.metric: row for row in rows}
     kept, left_out = [], {}
     for row in rows:
@@ -460,8 +461,8 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw runs to a PNG, with all metrics or the given ones. Return messages about figures that were left out. Raises
-    ValueError or OSError."""
+    """Draw runs to the PNG ``output``, with all metrics or the given ones. Return messages about measurements that were
+    left out. Raises ValueError or OSError."""
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):

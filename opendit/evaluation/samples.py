@@ -49,8 +49,8 @@ from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose
 
 logger = logging.getLogger(__name__)
 
-PICTURES, CLIPS = 50_000, 2_048  # the usual numbers of samples for FID and for FVD
-FRAMES = 16  # default number of frames that are read from a clip in a file
+PICTURES, CLIPS = 50_000, 2_048  # default numbers of samples to draw, the usual ones for FID and for FVD
+FRAMES = 16  # default number of frames to read from a clip in a file
 FIX = "wait for its end, or give another --output"
 # Name of features -> names of their mean and covariance in an .npz. The first two pairs are ADM's names for Inception's
 # features.
@@ -65,7 +65,7 @@ class DescribedSamples:
     Attributes:
         shape: shape of one sample, (H, W, 3) or (T, H, W, 3).
         captions: one per sample, or None.
-        details: fields of a Measurement.
+        details: fields of :class:`Measurement` that describe the samples.
         options: options for reading the files of a reference, so that its pixels match the samples.
         asked: the digits that the samples should show, or None if unknown.
     """
@@ -90,7 +90,7 @@ class Samples(DescribedSamples):
         extract: ``extract(extractor, count, folder)`` computes the features of the first ``count`` samples and caches
             them in the folder.
         drawn: True if the samples are drawn, False if they are read from files.
-        announce: function that prints the settings of the drawing.
+        announce: function that prints the settings with which samples are drawn.
     """
 
     extract: Callable[[Extractor, int, Path], Features]
@@ -100,8 +100,8 @@ class Samples(DescribedSamples):
 
 @contextlib.contextmanager
 def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
-    """Open and check the samples to evaluate, and lock --output inside the context. Collective. Raises ValueError or
-    OSError with a message for the user."""
+    """Open and check the samples to evaluate, and lock --output inside the context. All ranks must call this together.
+    Raises ValueError or OSError with a message for the user."""
     if flags.samples is None:
         sampling = load_run(flags.sampling(), mesh, Stages("before"))
         with sampling.lock:
@@ -126,7 +126,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
     details = {"samples": media.name, "samples_sha256": media.sha256}
-    # If the samples are square, crop and resize the reference's pictures to the same size.
+    # Without --image_size, crop and resize the reference's pictures to the size of the samples if these are square.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
@@ -140,7 +140,7 @@ def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
 
 
 def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
-    """Return samples that will be drawn from a checkpoint. Only their features are kept."""
+    """Return samples that will be drawn from a checkpoint. Only their features are stored."""
     if sampling.mesh.is_main:
         for note in note_on_missing_frames(sampling.model.config):
             logger.info("note: %s", note)
@@ -212,10 +212,10 @@ def name_of(weights: Path) -> str:
 
 @dataclass
 class Reference:
-    """Statistics or features of the media that samples are compared with.
+    """Statistics or features of the real pictures or clips that samples are compared with.
 
     Attributes:
-        gaussians: name of the features -> mean and covariance.
+        gaussians: name of the features -> their mean and covariance.
         features: name -> features (N, ...) of the reference's samples, if known.
     """
 
@@ -237,7 +237,7 @@ class Reference:
 def open_reference(
     path: str | os.PathLike[str], extractor: Extractor, options: MediaOptions, output: Path, mesh: Mesh, clips: bool
 ) -> Reference:
-    """Open the reference at a path. Collective.
+    """Open the reference at a path. All ranks must call this together.
 
     The path is one of:
 
@@ -273,14 +273,14 @@ def open_reference(
 def _reference_of(
     media: Media, extractor: Extractor, output: Path, mesh: Mesh, gaussians: dict[str, Gaussian]
 ) -> Reference:
-    """Return a reference with the features of samples and the statistics ``gaussians``. Collective."""
+    """Compute the features of ``media``; return a reference with these and ``gaussians``. All ranks must call this."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays)
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return ``count`` built-in digits of a split (by default, as many as a reference has); moving digits if ``clips``
-    has the options for reading clips."""
+    """Return the built-in digits of a split, or ``count`` of them. If ``clips`` holds options for reading clips, return
+    clips of moving digits."""
     if clips is None:
         return real_pictures(split, count)
     return real_clips(split, clip_shape(clips), count)
@@ -327,8 +327,8 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
-    """Write features, their statistics and the settings of the networks to an .npz, which can be used as a reference,
-    also by other tools (mu and sigma). Raises OSError."""
+    """Write features, their statistics and the networks' settings to an .npz that can be a reference. Other tools can
+    use its statistics mu and sigma. Raises OSError."""
     arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
     for name, keys in STATISTICS.items():
         if name in features.arrays:

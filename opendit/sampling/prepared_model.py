@@ -145,8 +145,8 @@ class PreparedModel:
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Compute modulations for times t (n,) or (n, K) and conditions with the indices ``conditions`` (n,). Write them
-        into the table's ``rows`` (n,); None means its first n rows.
+        """Compute modulations for times t (n,) or (n, K) and the conditions with indices ``conditions`` (n,). Write
+        them into the table's ``rows`` (n,); None means its first n rows.
 
         Every matrix product has the same number of rows, so that a modulation does not depend on the number of
         modulations computed at once.
