@@ -195,8 +195,7 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
     """Append measurements to the folder's ``results.jsonl``, except those that it already has. Return the file's path.
 
-    root: a folder below which no link is followed (opendit/common/safe_files.py) and missing folders are created. Raises
-    OSError.
+    root: below this folder, no link is followed (opendit/common/safe_files.py) and missing folders are created.
     """
     path = folder / FILE
     refuse_links(folder, [FILE])
