@@ -1,6 +1,6 @@
 """Attention layers: self-attention to all tokens of a sample or to groups of tokens, and cross-attention to captions.
 
-The function that computes attention from q, k, v is an attribute, which kernels and parallel strategies replace."""
+Each layer computes attention from q, k, v with its attribute ``attend``, which kernels replace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +27,14 @@ from opendit.models.layers import (
 from opendit.models.segments import Interleaved, PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
 # Backends with correct gradients under torch.compile (2.11). cuDNN is not among them: torch.compile assumes another
-# memory layout than cuDNN writes, so that gradients are wrong (measured relative error 1.4) if q, k and v are views of
-# one qkv tensor.
+# memory layout than cuDNN writes, so that gradients are wrong (relative error 1.4) if q, k and v are views of one qkv
+# tensor.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d), with the kernel that torch selects."""
+    """Return softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d). torch selects the kernel; under torch.compile, only
+    from RIGHT_WHEN_COMPILED."""
     if torch.compiler.is_compiling():
         with sdpa_kernel(RIGHT_WHEN_COMPILED):
             return F.scaled_dot_product_attention(q, k, v)
@@ -46,14 +47,14 @@ class TokenGrid:
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
-        rotary: Rotations of rotary positions, fp32: (N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2) for
-            all channels. In the second form with several ranks, only the tokens and heads that this rank projects.
+        rotary: Rotations of rotary positions, fp32: (N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2). If
+            several ranks divide the sequence, the second form covers only the tokens and heads that this rank projects.
         learned: Learned positions (1, n, D) of this rank's tokens, if every block adds them.
         shards: Division of the sequence over ranks.
         packed: The segments of a pack, or this rank's part of them.
-        streams: Number of tokens of each stream. The streams follow each other in the sequence.
+        streams: Number of tokens of each stream. Except in packs, the streams follow each other in the sequence.
         keys: Mask (B, N) bool, True for tokens that are attended to; None if all tokens are.
-        interleaved: Order of the streams' tokens in a pack. There, the streams are interleaved by sample.
+        interleaved: Order of the tokens in a pack with several streams; None otherwise.
         vectors: (B, n) int64, non-decreasing: the index of each token's modulation vector, if samples have several.
     """
 
@@ -81,9 +82,9 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the optional last argument of operations with a shift, a scale or a gate, as a tuple of length 0 or 1: the
-    index of each token's modulation vector. In a pack it is the token's sample; if samples have several vectors, it is
-    (B, n)."""
+    """Return (index,), where index holds the number of each token's modulation vector, or () if a sample has only one
+    vector. In a pack, a token's vector is that of its segment. The result is the last argument of operations with a
+    shift, a scale or a gate, as a tuple."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
@@ -106,8 +107,8 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return this rank's slice (n, F / P) of a table (N, F) by tokens and channels of heads: the tokens and heads
-        whose queries this rank projects."""
+        """Return the slice of a table (N, F) for the tokens and heads whose queries this rank projects. The table has a
+        row for each token, and columns for the channels of all heads."""
         ...
 
     @property
@@ -130,8 +131,7 @@ class SequenceShards(Protocol):
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather this rank's tokens (B, n, F) and those of the other ranks; return all tokens (B, N, F) on every
-        rank."""
+        """Gather the tokens (B, n, F) of all ranks; return all tokens (B, N, F) on every rank."""
         ...
 
     @property
@@ -148,11 +148,12 @@ class SequenceShards(Protocol):
         rotary: Tensor | None,
     ) -> Tensor:
         """Attend from each of this rank's tokens x (B, n, D) to the tokens on the same line of the grid; return (B, n,
-        D). axis: 0 for the tokens at the same place in all frames, 1 for those of the same frame. ``attend(tokens, qkv,
-        grid)`` computes the output for a grid that is complete along the axis. rotary: rotations of all tokens."""
+        D). axis: 0 for the tokens at the same spatial position in all frames, 1 for those of the same frame.
+        ``attend(tokens, qkv, grid)`` computes the output for a grid that is complete along the axis. rotary: rotations
+        of all tokens."""
         ...
 
-    # for routes, whose kept tokens may be on any rank
+    # Methods for token routes. The tokens that a route processes may be on any rank.
 
     def join(self, x: Tensor) -> Tensor:
         """Gather like :meth:`gather`, but sum the gradients of all ranks, which may use the result differently."""
@@ -166,7 +167,7 @@ class SequenceShards(Protocol):
         """Start the experts of ``mlp`` on this rank's tokens y (B, n, D); return their ``Routing``."""
         ...
 
-    # for sequences of several streams (captions and media), each of which is divided separately
+    # Methods for sequences of several streams (captions and media). Ranks divide each stream separately.
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
@@ -178,8 +179,7 @@ class SequenceShards(Protocol):
         ...
 
     def gather_stream(self, number: int, x: Tensor) -> Tensor:
-        """Gather this rank's tokens (B, n, F) of stream ``number``; return all tokens (B, N, F) of the stream on every
-        rank."""
+        """Gather the tokens (B, n, F) of stream ``number``; return all its tokens (B, N, F) on every rank."""
         ...
 
     def attention_of_streams(
@@ -194,7 +194,7 @@ class Attention(nn.Module):
 
     ``kv_heads`` heads of keys and values are each shared by neighbouring query heads (grouped-query attention, Ainslie
     et al. 2023). Queries and keys get RMSNorms if ``options.qk_norm`` (as in Stable Diffusion 3). Kernels may replace
-    ``attend`` (q, k, v (B, H, N, d) to (B, H, N, d)) and ``varlen``, for packs with short segments.
+    ``attend``, which maps q, k, v (B, H, N, d) to (B, H, N, d), and ``varlen``, which is for packs with short segments.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -372,8 +372,8 @@ def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
 
 
 class AxialAttention(Attention):
-    """Attention from every token of a grid (frames, places) to the tokens on the same line along one axis. A place is a
-    spatial position."""
+    """Attention from every token of a grid (frames, spatial positions) to the tokens on the same line along
+    ``axis``."""
 
     axis: ClassVar[int]  # 0 for attention along frames (time), 1 for attention within a frame
 
@@ -406,31 +406,30 @@ class AxialAttention(Attention):
 class FrameAttention(AxialAttention):
     """Attention from every token to the tokens of the same frame: T attentions of S tokens each, (B T, H, S, d).
 
-    Rotations along time may be included: they are the same for all tokens of a frame, and so do not change the products
-    of q and k."""
+    Rotations along time may be included, because they are equal for all tokens of a frame and do not change q k^T."""
 
     axis = 1
 
 
 class TemporalAttention(AxialAttention):
-    """Attention from every token to the tokens at the same place in all frames: S attentions of T tokens each,
-    (B S, H, T, d)."""
+    """Attention from every token to the tokens at the same spatial position in all frames: S attentions of T tokens
+    each, (B S, H, T, d)."""
 
     axis = 0
 
 
 def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # Along time, a picture has sequences of one token. The selected kernel may not support these, so use
-    # local_attention.
+    # Along time, a picture has sequences of one token, which the selected kernel may not support.
     return (local_attention if q.shape[2] == 1 else attend)(q, k, v)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v for q (B, H, N, d) and k, v (B, H, M, d), over the keys that ``mask`` (B, M)
-    bool selects; each row must select one at least.
+    bool selects. Every sample needs at least one selected key.
 
-    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel.
-    Flash attention does not support masks, and plain operations would keep the N x M scores for the backward pass.
+    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel if it
+    supports the inputs. Flash attention does not support masks, and plain operations would keep the N x M scores for
+    the backward pass.
     """
     mask = mask[:, None, None, :]
     if not q.is_cuda:
@@ -440,8 +439,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from x (B, N, D) to tokens (B, M, context) with a padding mask (B, M) bool. ``context``:
-    width of the tokens; None for D."""
+    """Multi-head attention from x (B, N, D) to tokens (B, M, context) with a mask (B, M) bool, False for padding.
+    ``context``: width of the tokens; None for D."""
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, context: int | None = None):
         super().__init__()
@@ -454,7 +453,7 @@ class CrossAttention(nn.Module):
         width = dim if self.across else dim // num_heads
         self.q_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
-        self.attend: Attend = local_attention  # used if tokens attend to the caption's padding, too
+        self.attend: Attend = local_attention  # used only if tokens also attend to the caption's padding
         self.picture_kv: nn.Linear | None = nn.Linear(dim, 2 * dim, bias=options.bias) if options.pictures else None
         self.picture_norm = RMSNorm(width, options.qk_eps) if options.pictures else None
 
@@ -483,8 +482,8 @@ class CrossAttention(nn.Module):
 
     def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
         """Return the attention output (B, N, D) of tokens x (B, N, D) before the output projection. ``context`` is the
-        tokens and their mask, or the keys and values from :meth:`keys_values` and the mask; for a pack their first
-        dimension is S."""
+        tokens and their mask, or the keys and values from :meth:`keys_values` and the mask. For a pack, their first
+        dimension is the number of segments."""
         *source, mask = context
         k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
         q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)

@@ -1,4 +1,4 @@
-"""Parts of a DiT for training alone: representation alignment, token routes, and the uncertainty of the loss.
+"""Additions to a DiT for training: representation alignment, token routes, and the learned uncertainty of the loss.
 
 [K] Kendall et al., "Multi-Task Learning Using Uncertainty to Weigh Losses for Scene Geometry and Semantics", 2018
 [E] Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), 2024, sec. 2.1
@@ -25,7 +25,7 @@ from opendit.models.layers import TIME_FREQUENCIES, timestep_embedding
 
 # ------------------------------------------------------------------------------------------ representation alignment
 #
-# A loss that maximises the cosine similarity between projected tokens of an intermediate block and a frozen vision
+# This loss maximises the cosine similarity between projected tokens of an intermediate block and a frozen vision
 # encoder's features of the clean picture. The projector is saved with the model. Only the projector and the blocks
 # before it get gradients from this loss.
 
@@ -68,8 +68,7 @@ class Projector(nn.Module):
 
 
 class Alignment(NamedTuple):
-    """An encoder's features of a micro-batch's pictures, (B, N, width), and the weight of the alignment term in the
-    loss."""
+    """An encoder's features of a micro-batch's pictures, (B, N, width), and the alignment term's weight."""
 
     features: Tensor
     weight: float
@@ -114,8 +113,8 @@ def run_tapped(
 
 
 class Uncertainty(nn.Module):
-    """The learned function u: maps times (B,) to u (B,) fp32 by a linear layer on the sinusoids of the time, as in [E].
-    A loss L(t) becomes L(t) / exp(u(t)) + u(t) ([K]). The expectation is smallest at u(t) = log E[L(t)]. There, the
+    """The learned function u of the time, (B,) to (B,) fp32: a linear layer on sinusoids of the time, as in [E]. A loss
+    L(t) becomes L(t) / exp(u(t)) + u(t) ([K]). The expectation is smallest at u(t) = log E[L(t)]. There, the
     expectation of L(t) / exp(u(t)) is 1 at every time t, so all times count equally."""
 
     def __init__(self):
@@ -128,7 +127,7 @@ class Uncertainty(nn.Module):
 
 
 def weighted(losses: Tensor, u: Tensor) -> Tensor:
-    """Return the weighted losses (B,) for ``losses`` (B,) and u (B,) at the samples' times."""
+    """Return the weighted losses (B,). u: (B,), :class:`Uncertainty` of the samples' times."""
     return losses / u.exp() + u
 
 
@@ -160,8 +159,8 @@ class Fusion(nn.Module):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices. Its backward pass copies gradients; that of ``gather`` would add them,
-    which is slower."""
+    """x.gather(1, index) for distinct indices. Its backward pass copies gradients, which is faster than adding them, as
+    ``gather`` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -197,10 +196,11 @@ def run_routed(
     Args:
         route: First block of the route, and first block after it.
         kept: (B, n) int64, distinct token indices of each sample in ascending order; None for all tokens. For a pack,
-            (1, n), the indices of all segments.
+            (1, n) indices into the pack.
         fusion: Fuses the tokens after the route with those before it; None to put the kept tokens back among the
             skipped ones.
-        dropped: (B,) bool, True for samples that do without the route's result; (S,) for the segments of a pack.
+        dropped: (B,) bool, True for samples for which mask tokens replace the route's result; (S,) for the segments of
+            a pack. Unused without ``fusion``.
     """
     blocks, modulations, (first, last) = list(blocks), iter(modulations), route
     contexts = context if isinstance(context, list) else [cast(Context, context)] * len(blocks)
@@ -240,8 +240,8 @@ def run_on_kept(
 
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
-    """Return the grid of the tokens ``kept`` (B, n). Its position tables have one entry per sample, because samples
-    keep different tokens; those of a pack have one entry per token."""
+    """Return the grid of the tokens ``kept`` (B, n). Its position tables have a batch dimension, because samples keep
+    different tokens. Only a pack's rotary positions have none."""
     rotary = None if grid.rotary is None else grid.rotary[kept if grid.packed is None else kept[0]]
     learned, shards = grid.learned, grid.shards
     few = None if shards is None else shards.of_length(kept.shape[1])

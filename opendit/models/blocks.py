@@ -113,9 +113,9 @@ class BlockSpec:
         norm_weight: True if RMS norms have weights.
         norm_after: True to normalise each branch's output before its gate, in addition to the norm before the branch.
         parallel: True if attention and MLP read the same norm and share one shift, one scale and one gate.
-        caption_norm: True if the norm before the caption's branch is a LayerNorm with weights and biases; None if there
-            is no norm before that branch.
-        values: Modulation vectors of a modulated branch, in their order. Without "shift" the shift is 0.
+        caption_norm: Norm before the caption's branch. False: the norm ``norm``; True: LayerNorm with weights and
+            biases; None: no norm.
+        values: Names of a modulated branch's modulation vectors, in order. Without "shift" the shift is 0.
         tanh_gates: True to apply tanh to the gates.
         source: Source of the modulation. "own": a linear layer of the block. "table": the sum of a learned table and
             the modulation that all blocks share. "shared": vectors of the shared modulation. "branches": the shared
@@ -250,11 +250,11 @@ class ResidualStream:
         self._parts = x, gate, z, last
 
     def put(self, x: Tensor) -> None:
-        """Set x to the tensor ``x``, which the caller has computed from the result of :meth:`take`."""
+        """Set the residual stream to x, which the caller has computed from the result of :meth:`take`."""
         self._parts = (x,)
 
     def take(self, ops: BlockOps) -> Tensor:
-        """Return x with everything added to it, and empty the stream."""
+        """Return x including all pending sums, and empty the stream."""
         if self._streams is not None:
             streams, self._streams = self._streams, None
             return self._join([stream.take(ops) for stream in streams])
@@ -447,8 +447,8 @@ class SharedModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
-    2024, fig. 2). In x (B, N, D), the tokens of one stream follow those of the other, in packs for each sample;
-    ``grid.streams`` holds their numbers."""
+    2024, fig. 2). In x (B, N, D), the tokens of one stream follow those of the other; in a pack, this holds within each
+    segment. ``grid.streams`` holds each stream's number of tokens."""
 
     recomputed = True
 
@@ -595,8 +595,7 @@ def run_blocks(
     return residual.take(blocks[-1].ops)
 
 
-# torch's operators that implement scaled_dot_product_attention. Attention kernels of other packages are always
-# recomputed.
+# torch's operators that implement scaled_dot_product_attention. Other packages' attention kernels are recomputed.
 ATTENTION_OPERATORS = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
     for kernel in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
@@ -605,8 +604,7 @@ ATTENTION_OPERATORS = {
 
 def _keeping_attention() -> tuple[Any, Any]:
     """Return the checkpoint contexts of a block's forward pass and of its recomputation, which does not repeat
-    self-attention. Attention to a caption is recomputed: a caption has few tokens, so that keeping the output would
-    cost more memory than recomputation costs time."""
+    self-attention. Attention with fewer keys than queries (to a caption) is recomputed, which takes little time."""
 
     def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
         if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
@@ -651,8 +649,8 @@ class FinalLayer(nn.Module):
         self.ops: BlockOps = BlockOps()
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return the vectors, concatenated to (B, 2 D), for the condition c (B, D), added to the blocks' ``shared``
-        modulation."""
+        """Return the modulation vectors, concatenated to (B, len(values) * D), for the condition c (B, D). shared: the
+        blocks' shared modulation, to which a low-rank layer's output is added."""
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:

@@ -37,9 +37,10 @@ class TextConfig:
 class TextCondition:
     """Encoded captions: tokens (B, L, Dt), mask (B, L) bool, True for tokens, and pooled vector (B, Dt).
 
-    ``guidance`` is the guidance scale (B,), for models with the scale as an input. ``shortest`` is a number of tokens
-    that every caption has at least, known without waiting for the device. This is not a named tuple, because training
-    plugins rebuild tuples, and some can't rebuild named ones.
+    ``pooled`` may hold the tokens of a picture, (B, tokens, width). ``guidance`` is the guidance scale (B,), for models
+    with the scale as an input. ``shortest`` is a lower bound of the captions' numbers of tokens, which the host knows
+    without waiting for the device. This is not a named tuple, because training plugins rebuild tuples, and some can't
+    rebuild named ones.
     """
 
     tokens: Tensor
@@ -280,7 +281,7 @@ class BytesBlock(nn.Module):
 
 class BytesEncoder(nn.Module):
     """Encoder of ids (B, L) int64, L <= max_tokens, as a :class:`TextCondition` of the configured width. The pooled
-    vector is the mean over the tokens, which a classifier of 40 captions learned slightly faster than the begin token's
+    vector is the mean over the tokens. A classifier of 40 captions learned faster from it than from the begin token's
     output."""
 
     positions: Tensor  # (1, max_tokens, width), a table in DiTConfig.tables

@@ -20,7 +20,8 @@ from opendit.models.positions import rotary_shares
 #      before the first block. Files that state no revision have revision 1.
 #   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
 #      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
-# New runs use the newest revision. A checkpoint keeps its revision, even when it is converted or resumed.
+# New runs use the newest revision. A checkpoint of a model that differs between revisions keeps its revision, even when
+# it is converted or resumed.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck", "sprint", "uncertainty")  # fields that are stored only if they are set
 # fields that can change an architecture's default norm or MLP -> their allowed values
@@ -163,8 +164,8 @@ class DiTConfig:
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Fixed position tables: name of the buffer -> width of the table and sides of its grid. They depend only on
-        the configuration and are always computed; a file's tensors with these names are not used. ``pos_embed`` is
-        Meta's name."""
+        the configuration and are always computed; a file's tensors with these names are unused. ``pos_embed`` is Meta's
+        name."""
         tables: dict[str, tuple[int, tuple[int, ...]]] = {}
         if self.positions == "sincos":
             tables["pos_embed"] = self.hidden_size, self.grid[-2:]
@@ -231,7 +232,8 @@ class DiTConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
-        """Return the configuration from the result of :meth:`to_dict`, which may have been JSON meanwhile."""
+        """Return the configuration from the result of :meth:`to_dict`, possibly after conversion to JSON and back.
+        Raises ValueError for an unknown revision."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:
             values["text"] = TextConfig(**values["text"])
@@ -242,7 +244,7 @@ class DiTConfig:
         return config if config.depends_on_revision else replace(config, revision=REVISION)
 
     def check(self) -> None:
-        """Raise ValueError for a configuration that can't be built. The message names the flag."""
+        """Raise ValueError for a configuration that can't be built."""
         self.check_revision()
         if (self.num_classes is None) == (self.text is None):
             raise ValueError("a model is conditioned on num_classes or on text: give one of them")

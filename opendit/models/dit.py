@@ -72,8 +72,8 @@ class DiT(nn.Module):
         self.uncertainty: Uncertainty | None = Uncertainty() if config.uncertainty else None
         self.ops: BlockOps = BlockOps()
         self.grad_checkpoint: bool | str = False  # the argument ``checkpointed`` of run_blocks
-        # True to compute modulations inside the blocks, because a block's weights are on the device only while it is
-        # called.
+        # True to compute modulations inside the blocks. Sharding needs this: weights are present only while their block
+        # is called.
         self.modulate_in_blocks = False
         # Function of (number of tokens, sizes of their grid) that returns the division of a sequence over ranks; None:
         # one rank.
@@ -95,8 +95,7 @@ class DiT(nn.Module):
         return Block(self.config.block)
 
     def initial_distributions(self) -> dict[str, Distribution]:
-        """Return the distributions of the initial values, by patterns of parameter names, of which each name matches
-        one.
+        """Map patterns of parameter names to the distributions of initial values. Each name matches one pattern.
 
         This is Meta's initialisation: N(0, 0.02^2) for embedders, zero for modulation and output, and Xavier for the
         rest. Cross-attention without a gate begins with a zero output projection. With a gate it has a nonzero one: the
@@ -289,8 +288,8 @@ class DiT(nn.Module):
         return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
-        """Embed x (B, C, ...) as this rank's input tokens (B, n, D) of the first block, and return the tokens with
-        their grid."""
+        """Embed x (B, C, ...) as this rank's input tokens (B, n, D) of the first block. Return the tokens and their
+        grid."""
         return self.embed(x)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
@@ -391,8 +390,7 @@ class DiT(nn.Module):
         return self._made_once(("rope", grid), lambda: rotary_table(self._coordinates(grid), self.config.head_dim))
 
     def table(self, name: str, sizes: tuple[int, ...], configured: tuple[int, ...]) -> Tensor:
-        """Return the buffer ``name`` (1, N, D), or, for other sizes than the configured ones, a new table computed in
-        the same way."""
+        """Return the buffer ``name`` (1, N, D), or, for other sizes than the configured ones, a new table."""
         buffer = self.get_buffer(name)
         if sizes == configured:
             return buffer

@@ -28,8 +28,7 @@ class Experts:
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
     """Return the number of a sample's tokens that each expert chooses: ceil(capacity * tokens / experts), but at most
-    all tokens. The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, whereas float arithmetic would
-    give 12."""
+    all tokens. The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, but float arithmetic gives 12."""
     return _places(tokens, experts, *_ratio(capacity))
 
 
@@ -98,7 +97,7 @@ class ExpertMlp(Mlp):
 
 
 class Routing(Protocol):
-    """The experts' work on tokens, in three steps, so that transfers between ranks overlap with other work.
+    """The experts' computation for a rank's tokens, in three steps, so that transfers overlap with other computation.
 
     ``ExpertMlp.start`` creates the object and sends the tokens to the ranks of their experts. Then :meth:`compute` runs
     the experts, and :meth:`result` returns the weighted sum.

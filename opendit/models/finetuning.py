@@ -34,9 +34,9 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # suffixes of peft's 
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA settings of a training run, which its checkpoints store: the default rank of A and B, alpha in the
-    factor alpha / rank, the file of the weights that LoRA is added to, and patterns of layer names (--lora_targets;
-    empty for all layers of attention and MLP in the blocks)."""
+    """The LoRA settings of a training run, which its checkpoints store. rank: default rank of A and B. alpha: the
+    factor of B A is alpha / rank, with this rank in all layers. base: file of the weights that LoRA is added to.
+    targets: patterns of layer names (--lora_targets); empty for all layers of attention and MLP in the blocks."""
 
     rank: int
     alpha: float
@@ -65,7 +65,7 @@ class LoraLayer(NamedTuple):
 
 
 def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
-    """Return the linear layers that get LoRA, by name. In the blocks, a pattern must match the end of a layer's name.
+    """Return the linear layers that get LoRA, by name. In the blocks, a pattern must match a layer's name or its end.
     Outside of the blocks, it must match the whole name and begin with the name of a module in ``OUTSIDE``. If several
     patterns match a layer, the last one determines the rank. Routers and experts never get LoRA."""
     layers, found = _linear_layers(model), {}
@@ -89,8 +89,7 @@ def _linear_layers(model: DiT) -> dict[str, nn.Linear]:
 
 @functools.cache
 def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
-    """Return the layers that get LoRA in a model with this configuration, as :func:`targets` does, without allocating
-    weights."""
+    """Return the result of :func:`targets` for a model with this configuration, without allocating weights."""
     with on_meta():
         return targets(build_model(config), lora)
 
@@ -177,9 +176,10 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origins of a model's parameters and buffers: name -> number of elements that come from the file, come partly
-    from it, are new, are computed, or are left out of the file. ``why`` explains resized ones, ``stored`` names a
-    reused one in the file, and ``made`` has the resized values."""
+    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements:
+    ``reused`` from the file, ``resized`` from it, ``new``, ``recomputed`` (buffers), and ``left_out`` (unused ones of
+    the file). why: explanation of each resized tensor. stored: name in the file of each reused tensor. made: their
+    values."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)

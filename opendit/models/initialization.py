@@ -50,8 +50,8 @@ def _expression(pattern: str) -> re.Pattern:
 
 
 def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
-    """Return the value of the pattern that matches a parameter's name. Raises ValueError unless exactly one does;
-    ``of`` describes the patterns in the message."""
+    """Return the value of the pattern that matches a parameter's name. Raises ValueError unless exactly one pattern
+    matches. of: description of the patterns for the message."""
     found = [pattern for pattern in by_pattern if fits(pattern, name)]
     if len(found) != 1:
         raise ValueError(f"parameter {name}: one pattern of {of} has to fit it, not {len(found)} {found}")
@@ -204,9 +204,10 @@ def initial_attention(name: str, output: Distribution | None = None) -> dict[str
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill all parameters in place with their initial values for ``seed``. They must be complete (for shards see
-    ``opendit.parallel.layout.InitialValues``). After the meta device, call ``model.to_empty(device=...)`` first, and
-    ``model.fill_tables()``. Raises ValueError unless each parameter matches one pattern."""
+    """Fill all parameters in place with their initial values for ``seed``. Parameters must be complete (for shards see
+    ``opendit.parallel.layout.InitialValues``). For a model built on the meta device, first call
+    ``model.to_empty(device=...)`` and ``model.fill_tables()``. Raises ValueError unless each parameter matches one
+    pattern."""
     for name, _ in model.named_parameters():
         initialize_parameter(model, seed, name)
 

@@ -1,6 +1,6 @@
 """Layers that all architectures share.
 
-The layers are plain single-device PyTorch. Parallel strategies and kernels replace their functions from outside."""
+The layers are plain single-device PyTorch. Parallel strategies and kernels replace functions that the layers call."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,9 +20,9 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
-    """Reshape vectors (B, D) to (B, 1, D), or look them up, so that the result broadcasts against tokens x. For a pack,
-    x is (1, N, D) and ``sample_of_row`` (N,) holds each token's segment. If samples have several vectors, it is (B,
-    N)."""
+    """Return vectors (M, D) in a shape that broadcasts against tokens (B, N, D). If ``sample_of_row`` is None, every
+    sample has one vector, and the result is (B, 1, D). Otherwise ``sample_of_row`` has the index of each token's
+    vector: (N,) for a pack, or (B, N)."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -42,15 +42,14 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: T
 
 
 class RMSNorm(nn.Module):
-    """RMS norm x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019). The norm is computed in fp32, and
-    the result has x's dtype. ``weight``: False for a norm without a weight."""
+    """RMS norm x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019). The norm is computed in fp32 or
+    wider, and the result has x's dtype. ``weight``: False for a norm without a weight."""
 
     def __init__(self, dim: int, eps: float = 1e-6, weight: bool = True):
         super().__init__()
         self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
-        # The total number of features and, if ranks divide the features, the function that sums (..., 1) over the
-        # ranks.
+        # The total number of features and, if ranks divide them, the function that sums (..., 1) over the ranks.
         self.features = dim
         self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -90,8 +89,8 @@ class LowRank(NamedTuple):
 
 
 class StoredWeight(ABC):
-    """A frozen weight (out, in) of which another form is stored, such as a quantised one. Products compute the dense
-    weight, whose shape and dtype are the attributes, when they need it."""
+    """A frozen weight (out, in) that is stored in another form, such as quantised. Matrix products compute the dense
+    weight when they need it. ``shape`` and ``dtype`` are those of the dense weight."""
 
     requires_grad: ClassVar[bool] = False
 
@@ -129,9 +128,9 @@ class _LinearOfStored(torch.autograd.Function):
 class _LinearWithLowRank(torch.autograd.Function):
     """x W^T + bias + scale * (x a^T) b^T.
 
-    In the forward and the backward pass, the low-rank product is written first, and the product with W is then added
-    to that result by ``addmm``. A separate addition would cost one more pass over y and over dx. ``gradients`` computes
-    the two products that read dy beside W's (see :func:`low_rank_gradients`)."""
+    In the forward and the backward pass, the low-rank product is written first, and the product with W is then added to
+    that result by ``addmm``. A separate addition would cost one more pass over y and over dx. ``gradients`` computes
+    the two low-rank products that read dy (see :func:`low_rank_gradients`)."""
 
     @staticmethod
     def forward(
@@ -280,10 +279,10 @@ def linear_gate_residual(
 class Kernel:
     """A replacement for an operation's torch reference (a field of :class:`BlockOps`), with its properties.
 
-    switches: settings that must be on. keeps: names of the activations that it saves for the backward pass. float8:
-    True if its product is in float8. takes_projection: True if it reads the projection's weight instead of calling
-    ``product``. after_product: if the operation follows a matrix product, the rest, as a function of the product and
-    the bias.
+    switches: settings (opendit/kernels/operations.py) that must be on. keeps: names of the activations that it saves
+    for the backward pass. float8: True if its product is in float8. takes_projection: True if it reads the projection's
+    weight instead of calling ``product``. after_product: the rest of an operation that begins with a matrix product, as
+    a function of product and bias.
     """
 
     operation: str
@@ -295,7 +294,7 @@ class Kernel:
     after_product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-# Any, because type checkers expect the default to have the field's type
+# The return type is Any, because type checkers expect a default of the field's type.
 def _of_projection(reference: Callable[..., Any] | None) -> Any:
     """Define a field of ``BlockOps`` for an operation that has a :class:`Projection` among its arguments."""
     return field(default=reference, metadata={"projection": True})
@@ -483,8 +482,8 @@ def modulation(
     caller must initialise the last layer to zero.
 
     With ``options.adaln_lora`` the weight is a product of two matrices B_i A_i with rank * (1 + chunks) * D values
-    instead of chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation that all
-    blocks share:
+    instead of chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation M(SiLU(c))
+    that all blocks share:
 
     m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
@@ -590,8 +589,9 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 
 class TimestepEmbedder(nn.Module):
-    """Embedding of timesteps (B,) as (B, D): fp32 sinusoids, then a two-layer MLP. The time is ``reversed_from - t`` (t
-    if None) divided by ``unit``. normed: True to append the RMSNorm of the sinusoids, (B, frequencies)."""
+    """Embedding of timesteps (B,) as (B, D): fp32 sinusoids, then a two-layer MLP. The time is ``reversed_from - t``,
+    or t if ``reversed_from`` is None, divided by ``unit``. normed: True to append the RMSNorm of the sinusoids, (B,
+    frequencies)."""
 
     def __init__(
         self,

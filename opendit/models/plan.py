@@ -93,10 +93,9 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The points at which pipeline parallelism may cut a model, by names of its modules and buffers: between any two
-    blocks of ``stack``. ``first`` and ``last`` are on the first and the last stage only, ``every`` on every stage,
-    because each stage computes the condition from t and y itself; the gradients of these modules are summed over the
-    stages."""
+    """The division of a model into pipeline stages, by names of modules and buffers. A cut may be between any two
+    blocks of ``stack``. ``first`` and ``last`` are on the first and the last stage only. ``every`` is on every stage,
+    because each stage computes the condition from t and y; gradients of these modules are summed over stages."""
 
     stack: str
     first: tuple[str, ...]
@@ -105,7 +104,7 @@ class StageCuts:
     crosses: tuple[str, ...] = ("x",)
 
 
-# -------------------------------------------------------------------------------------------------- memory and work
+# ----------------------------------------------------------------------------------------------------- memory and FLOPs
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass: ``units`` of tokens x hidden size, ``numbers`` per sample (both in the
-    precision of the activations), fp32 ``statistics`` per token, and bytes of ``weights``, which do not depend on the
+    """Memory kept for the backward pass. units: values, divided by tokens x hidden size. numbers: values per sample.
+    Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, which do not depend on the
     batch."""
 
     units: float = 0
@@ -178,9 +177,9 @@ class Plan:
         divisible: Function from a configuration to the numbers that the size of a parallel group must divide: group
             ("tp", "ep") -> description -> number. If the result lacks a group, the model does not support this group.
         memory: Terms of the memory that a block keeps for the backward pass.
-        backward: Function that returns the peak of additional memory in a block's backward pass, in units.
+        backward: Function that returns the peak of additional memory in a block's backward pass, in ``Kept.units``.
         flops: Terms of the FLOPs.
-        stages: Places where a pipeline may cut the model.
+        stages: Points at which a pipeline may cut the model.
         projections: Function from a configuration to patterns of modules -> operations (fields of BlockOps) that get
             the module as their projection. Only these operations read the module's weights.
         units: Patterns of modules that are shard units. All parameters of a unit are gathered and freed together. The
@@ -433,7 +432,7 @@ def backward(config: DiTConfig, execution: Execution) -> float:
     return BACKWARD[execution.recompute] + 5 / 4 * (config.mlp_ratio - 4)
 
 
-# -------------------------------------------------------------------------------------------------------------- work
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
 
 
 def _projections(config: DiTConfig) -> int:

@@ -97,7 +97,7 @@ class Segments:
         return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
 
     def place(self, device: torch.device) -> "PlacedSegments":
-        """Return the form of the pack that layers use, with tensors on ``device``. The copy does not block the host."""
+        """Return the pack with tensors on ``device``, for use in layers. The copy does not block the host."""
         table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
@@ -327,8 +327,8 @@ class _Reordered(torch.autograd.Function):
 @dataclass(frozen=True, eq=False)
 class Interleaved:
     """Order of a pack's tokens, which are grouped by sample. Token i is token ``order[i]`` of the concatenated streams,
-    and ``inverse`` is the inverse permutation. ``totals`` and ``samples`` hold each stream's number of tokens, and
-    their samples."""
+    and ``inverse`` is the inverse permutation. ``totals`` holds each stream's number of tokens, and ``samples`` the
+    sample of each token of a stream."""
 
     totals: tuple[int, ...]
     order: Tensor
@@ -355,6 +355,5 @@ class Interleaved:
         return _Reordered.apply(torch.cat(list(streams), dim=dim), self.order, self.inverse, dim)
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Split a tensor whose tokens are grouped by sample into one tensor for each stream; the inverse of
-        :meth:`join`."""
+        """Invert :meth:`join`: split a tensor whose tokens are grouped by sample into one tensor for each stream."""
         return _Reordered.apply(x, self.inverse, self.order, dim).split(self.totals, dim=dim)

@@ -1,4 +1,5 @@
-"""The other architectures: DiTs for clips, with blocks that attend along axes, Llama's blocks, or experts.
+"""The architectures besides DiT: vDiT (clips), ST-DiT (attention along axes), MovieGen (Llama's blocks), EC-DiT
+(experts).
 
 To add an architecture, write its configuration and its network (a new file for a large one), and add a row to
 ``CLASSES`` in opendit/models/zoo.py and one to ``KINDS`` in opendit/config/architectures.py.
@@ -66,8 +67,8 @@ class MovieGenConfig(DiTConfig):
     to the caption between attention and MLP.
 
     The details follow NVIDIA NeMo (24.12 and 25.02, collections/diffusion, DiTLlama*): learned positions (one table per
-    axis, shared by all blocks) are added before every block, and all query heads share 8 heads of keys and values at
-    every size. Unlike in NeMo, cross-attention's output is added to the residual before the MLP, as in the paper.
+    axis, shared by all blocks) are added before every block, and query heads share 8 heads of keys and values at every
+    size of NeMo's. Unlike in NeMo, cross-attention's output is added to the residual before the MLP, as in the paper.
     """
 
     kind: ClassVar[str] = "moviegen"

@@ -65,8 +65,7 @@ def model_config(
     revision: int | None = None,
     **options: Any,
 ) -> DiTConfig:
-    """Return the configuration of a named model, for latents of ``input_size`` and, for clips, ``frames`` latent
-    frames.
+    """Return the configuration of a named model for latents of ``input_size`` and, for clips, ``frames`` frames.
 
     num_classes or text is required. learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
     revision: that of the checkpoint whose weights the model will load; None for the newest. **options: further fields

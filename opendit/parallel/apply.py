@@ -39,7 +39,7 @@ def apply_parallel(
     stages are removed, and the layers and experts that ranks divide are replaced, so that all later changes work on
     this rank's part of the model. ``model.use`` replaces all operations, so it comes before the rematerialization
     policy, which wraps them. At the first call, torch.compile traces the model with all these changes. Shards add hooks
-    to the blocks, and divide the stack at the same places as compile.
+    to the blocks. Like compiled blocks, sharded blocks are called one by one.
 
     Args:
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a sequence or divide every layer: the process group (None for a single rank), this rank's index
-    in it, and the number of ranks."""
+    """A group of ranks: its process group (None for the world or a single rank), this rank's index in it, and the
+    number of ranks, P."""
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -32,8 +32,7 @@ class Flight:
         self._works, self._received, self._sent = works, received, sent
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return the received tensor. On a GPU, only the current stream waits, not the
-        host."""
+        """Wait for the collective and return the received tensor. On a GPU, only the current stream waits."""
         for work in self._works:
             work.wait()
         return self._received
@@ -205,8 +204,8 @@ class _GatherTokens(torch.autograd.Function):
 
 def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
     """Gather the tokens (B, n, F) of all ranks, on every rank; return the first N = ``length`` tokens (B, N, F). Every
-    rank must compute the same loss from the result, so the backward pass needs no communication. It returns P times
-    this rank's rows. With this factor, the mean over all ranks equals the mean over data-parallel ranks."""
+    rank must compute the same loss from the result, so the backward pass needs no communication. It returns P times the
+    gradient of this rank's tokens. With this factor, the mean over all ranks equals that over data-parallel ranks."""
     return _GatherTokens.apply(x, length, group.size, group)
 
 
@@ -284,7 +283,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:
     """Gather the tokens (B, n, F) of all ranks, on every rank; return the first N = ``length`` tokens (B, N, F). Every
-    rank must compute the same loss from the result; the backward pass returns this rank's rows of the gradient."""
+    rank must compute the same loss from the result. The backward pass returns the gradient of this rank's tokens."""
     return _GatherTokens.apply(x, length, 1, group)
 
 

@@ -78,9 +78,9 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
     """Divide this rank's stacks of experts, as flat and even shards, among the ranks that have the same experts, in
-    place, after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and gradients are averaged in
-    ``reduce_dtype``. Collective over all ranks. Return the new parameters, without values; none if no experts are
-    divided."""
+    place. All ranks must call this together, after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and
+    gradients are summed in ``reduce_dtype``. Return the stacks' parameters; new ones have no values. Return an empty
+    set if experts are not divided."""
     if expert_group(mesh) is None:
         return set()
     shards, copies = mesh.group("ep_shard"), mesh.group("dp_replicate")
@@ -104,7 +104,7 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 class Sharing:
     """Settings for the ranks that have the same experts and divide their weights: those ranks (None if this rank has
     the full weights), the ranks with copies of this rank's shard, the number of ranks whose losses are averaged, and
-    the dtypes in which weights are gathered and gradients averaged."""
+    the dtypes in which weights are gathered and gradients summed."""
 
     shards: Group | None
     copies: dist.ProcessGroup | None

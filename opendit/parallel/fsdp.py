@@ -32,12 +32,12 @@ class Sharding:
     """Settings by which ``fully_shard`` divides a model.
 
     Attributes:
-        dtype: dtype of the gathered weights. The dtype of the shards does not change.
+        dtype: dtype of the gathered weights, and of the shards of frozen weights. Other shards keep their dtype.
         reduce_dtype: dtype in which gradients are summed over ranks.
         keep_gathered: True to keep gathered weights from the forward to the backward pass (the traffic of ZeRO-2).
         keep_gradients: True to accumulate unreduced gradients and to reduce them only in the last backward pass of a
             step.
-        gather_float8: True to gather the weights of :func:`float8_weights` in float8. The values are the same.
+        gather_float8: True to gather the weights of :func:`float8_weights` in float8, with equal results.
         hosted: number of blocks whose shards lie in host memory.
     """
 
@@ -53,10 +53,10 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the parameters of ``model`` with ``fully_shard``, in place.
 
     The ranks of the group ``fsdp`` divide every parameter along dimension 0, and each of ``dp_replicate`` such groups
-    has a copy of the model. Each unit of the plan gathers its weights when it is called, while the unit before it
-    computes, and frees them afterwards. Experts that ranks divide are gathered separately
-    (``opendit.parallel.experts``). Frozen weights are stored in ``sharding.dtype``. Each block computes its modulation
-    when it is called, because its weights exist only then.
+    has a copy of the model. The weights of each unit of the plan are gathered while the preceding unit computes. They
+    are freed after each call, or with ``keep_gathered`` only after the backward pass. Experts that ranks divide are
+    gathered separately (``opendit.parallel.experts``). Frozen weights are stored in ``sharding.dtype``. Each block
+    computes its modulation when it is called, because its weights exist only then.
     """
     # imported here, because the import takes 0.5 s, which sampling avoids
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -147,8 +147,8 @@ class Float8Shards:
             weight._init_extensions()  # repeat FSDP2's search for the methods, which it made when it created the shard
 
     def refresh(self) -> None:
-        """Quantise the shards again after they have changed, with one scale for each full weight. Collective over the
-        group."""
+        """Quantise the shards again after they have changed, with one scale for each full weight. All ranks of the
+        group must call this together."""
         amax = self._quantizer.amax()
         if self._group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
@@ -156,9 +156,9 @@ class Float8Shards:
 
 
 class _Gathered:
-    """The two methods that FSDP2 calls to gather a weight in float8: this rank's rows (rows, in) as uint8, padded to
-    the first rank's number of rows, the factor (1,) fp32 that converts the numbers to values, and the full number of
-    rows."""
+    """The two methods that FSDP2 calls to gather a weight in float8. sent: this rank's rows (rows, in) as uint8, padded
+    to the first rank's number of rows. descale: factor (1,) fp32 for the float8 numbers. length: rows of the full
+    weight."""
 
     def __init__(self, sent: Tensor, descale: Tensor, length: int):
         self._sent, self._descale, self._length = sent, descale, length

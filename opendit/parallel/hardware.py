@@ -1,9 +1,9 @@
 """Hardware models for the cost models: rates of a card, and of the links between cards and between machines.
 
-:data:`H200` has figures measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The figures of the other
-cards in :data:`CARDS` are not measured, but scaled from the H200's figures by the ratios of the data sheets. ``python
--m opendit.cli.links`` measures the machines on which it runs (opendit/parallel/hardware_measurement.py) and writes the
-figures to a file, which takes precedence. This module does not need torch.
+:data:`H200` has rates measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The rates of the other
+cards in :data:`CARDS` are not measured, but scaled from the H200's by the ratios of the data sheets. ``python -m
+opendit.cli.links`` measures the machines on which it runs (opendit/parallel/hardware_measurement.py). Its file takes
+precedence over these rates. This module does not need torch.
 """
 
 import json
@@ -84,7 +84,7 @@ H200 = HardwareModel()
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a card from its data sheet: memory in GiB as torch reports it, TFLOP/s of dense products, TB/s of the
+    """Data sheet of a card: memory in GiB as torch reports it, TFLOP/s of dense products in bf16 and fp8, TB/s of the
     memory, and GB/s to other cards in each direction."""
 
     capacity: float
@@ -132,8 +132,7 @@ def save(model: HardwareModel, path: Path) -> None:
 
 
 def load(path: Path) -> HardwareModel:
-    """Read a file that :func:`save` has written. For any other file raises ValueError that names the file and the
-    problem."""
+    """Read a file that :func:`save` has written. Raises ValueError, which names the problem, for any other file."""
 
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} is no file of python -m opendit.cli.links ({what}); measure again")
@@ -169,8 +168,8 @@ def _positive(*values) -> bool:
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
     """Return the hardware model to use, and a description of its origin, for the value of --hardware (a card of
-    :data:`CARDS`, a file, or None) and the name of this process's card, if any. Raises ValueError for a value that is
-    neither."""
+    :data:`CARDS`, a file, or None) and the name of this process's card, if any. Raises ValueError for an unknown card
+    and for an invalid file."""
     if asked is not None:
         model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
         if model is None:

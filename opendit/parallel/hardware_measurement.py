@@ -1,6 +1,6 @@
-"""Measure the figures of :class:`opendit.parallel.hardware.HardwareModel` for a card and its links.
+"""Measure the fields of :class:`opendit.parallel.hardware.HardwareModel` for a card and its links.
 
-The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every figure is the slowest rank's.
+The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every time is that of the slowest rank.
 """
 
 import statistics
@@ -60,8 +60,8 @@ class _Timer:
 
 
 def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
-    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Collective. Raises ValueError
-    if the number of ranks is not a multiple of ``node``.
+    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. All ranks must call this
+    together. Raises ValueError if the number of ranks is not a multiple of ``node``.
 
     Launches, exchanges through symmetric memory, the overlap of communication, and links that need more ranks are taken
     from the card's entry in :data:`CARDS`, or from the H200's entry.

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes in place, and work on a side stream."""
+"""Host memory that a GPU reads and writes in place, and a side stream."""
 
 import contextlib
 import mmap
@@ -19,8 +19,7 @@ class HostMemory:
     and are freed with the last tensor that uses them."""
 
     def __init__(self, numel: int, device: torch.device):
-        # Not pin_memory=True, because torch's pinned allocator rounds sizes up to powers of two: 10.8 GB would take 16
-        # GiB.
+        # Not pin_memory=True, because torch's pinned allocator rounds up to powers of two: 10.8 GB would take 16 GiB.
         self.pages = Pages(-1, max(4 * numel, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # DONTFORK, because a fork would copy locked pages. HUGEPAGE, because huge pages are locked much faster. Not
         # every system supports this advice.
@@ -75,16 +74,15 @@ class Pages(mmap.mmap):
 
 
 class SideStream:
-    """Second stream for work that runs concurrently with the current stream. The host does not wait for the work. On a
-    CPU the work is deferred until ``join``, so that tests on a CPU also detect a missing wait."""
+    """Second stream, whose kernels run concurrently with the current stream. The host does not wait for them. On a CPU,
+    calls are deferred until ``join``, so that tests on a CPU also detect a missing wait."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which enqueues kernels. These kernels start after all work that is on the current stream so
-        far."""
+        """Call ``work``, which enqueues kernels. These kernels start after all kernels on the current stream so far."""
         if self._stream is None:
             self._held.append(work)
             return

@@ -30,9 +30,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """One division of a tensor among the ranks of a group of the mesh, along ``dim``, or of the flattened tensor if it
-    is None. ``ranges`` holds, for every rank, the ranges [start, stop) of indices in the order of the shard. Together,
-    the ranks hold every index exactly once."""
+    """One division of a tensor among the ranks of a group of the mesh, along ``dim``. If ``dim`` is None, the flattened
+    tensor is divided. ``ranges`` holds each rank's ranges [start, stop) of indices, in the order of the shard.
+    Together, the ranks hold every index exactly once."""
 
     group: str
     dim: int | None
@@ -90,7 +90,7 @@ class Shard:
         return math.prod(self.shape)
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the shard of a full tensor. The result is a view if every cut has one range, otherwise a copy."""
+        """Return the shard of a full tensor, as a view or a copy."""
         shard = full
         for dim, ranges in self.slices:
             shard = shard.reshape(-1) if dim is None else shard
@@ -110,10 +110,10 @@ class Shard:
 class Layout:
     """Shards of a set of parameters on this rank of a mesh.
 
-    The constructor creates the groups that the cuts name collectively, so all ranks must build their layouts in the
-    same order. ``cuts`` has every parameter's cuts, outer to inner; each divides this rank's part of the result of the
-    previous one. Parameters named in ``on_every_stage`` are on all ranks of a pipeline, the others on this rank's
-    stages only. Raises ValueError for a cut that does not hold every index exactly once, or does not fit its group.
+    The constructor creates the process groups that the cuts name, so all ranks must build their layouts in the same
+    order. ``cuts`` has every parameter's cuts, outer to inner. Each cut divides this rank's shard from the previous
+    cut. Parameters named in ``on_every_stage`` are on all ranks of a pipeline, the others on this rank's stages only.
+    Raises ValueError for a cut that does not hold every index exactly once, or does not fit its group.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """Return the full tensor, in new memory, from the shards of all ranks. Collective over the groups of the
-        parameter's cuts, whose ranks must make these calls in the same order. The result is on the shard's device if
-        this rank's shard suffices, otherwise on the device of the mesh."""
+        """Return the full tensor, in new memory, from the shards of all ranks. All ranks of the groups of the
+        parameter's cuts must call this together, with the parameters in the same order. The result is on the shard's
+        device if this rank's shard suffices, otherwise on the device of the mesh."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
@@ -169,8 +169,7 @@ class Layout:
         return full.clone() if alone else full
 
     def _join(self, cut: Cut, shape: tuple[int, ...], shard: Tensor) -> Tensor:
-        """Undo ``cut``. Gather the shards of all ranks of its group, and return the tensor, which has the shape
-        ``shape``."""
+        """Undo ``cut``. Gather the shards of all ranks of its group, and return the tensor of ``shape``."""
         group, flat = self.mesh.group(cut.group), shard.reshape(-1)
         across = math.prod(shape) // shape[cut.dim] if cut.dim is not None and shape[cut.dim] else 1
         sizes = [length * across for length in cut.lengths()]
@@ -209,8 +208,8 @@ Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous ranges (runs) of the flattened canonical tensor, which are a flattened shard when they are
-    concatenated: (n,) int64 of their first indices and lengths. ``offset`` is where each run begins in the shard."""
+    """A flattened shard as consecutive runs: contiguous ranges of the flattened canonical tensor. start, length: (n,)
+    int64, first indices and lengths of the runs. ``offset`` is the index in the shard at which each run begins."""
 
     start: np.ndarray
     length: np.ndarray

@@ -81,7 +81,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's samples. Ranks with the same index see the same samples."""
+        """This rank's data-parallel index. Ranks with the same index see the same samples."""
         return self.coordinate("dp")
 
     @property
@@ -117,8 +117,8 @@ class Mesh:
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return this rank's group ``name``; None if groups with this name have only one rank. The first call creates
-        the groups and is collective over all ranks. A group of all ranks is the default process group, unless its name
-        is in PRIORITY."""
+        the groups, so all ranks must make it together. A group of all ranks is the default process group, unless its
+        name is in PRIORITY."""
         size = self.dims.size(name)
         if size == 1:
             return None
@@ -139,7 +139,7 @@ class Mesh:
 
     def device_mesh(self, *names: str) -> DeviceMesh:
         """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner; without names, the axes
-        with a size above 1. It communicates over the groups of :meth:`group`. Collective over all ranks. Raises
+        with a size above 1. It communicates over the groups of :meth:`group`. All ranks must call this together. Raises
         ValueError if the groups are not a grid of all ranks in this order."""
         names = names or tuple(axis for axis in AXES if self.dims.size(axis) > 1) or ("dp_shard",)
         sizes = [self.dims.size(name) for name in names]
@@ -171,7 +171,7 @@ class Mesh:
         return found.item()
 
     def divided(self, dims: ParallelDims) -> "Mesh":
-        """Return a mesh of the same ranks with the groups of ``dims``. Collective over all ranks."""
+        """Return a mesh of the same ranks with the groups of ``dims``. All ranks must call this together."""
         mesh = replace(self, dims=dims, groups={})
         for name in PRIORITY:
             mesh.group(name)  # create the groups now, while all ranks are in this call
@@ -179,7 +179,7 @@ class Mesh:
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the group of this
-        rank's row, and the group of its column, in which ranks are ``inner`` apart. Collective over all ranks."""
+        rank's row, and the group of its column, in which ranks are ``inner`` apart. All ranks call this together."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -188,9 +188,9 @@ class Mesh:
         return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
-        """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``.
-        Collective. The keys are (index of the first of two neighbours, True for messages to the next rank, False for
-        messages back)."""
+        """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``. All
+        ranks must call this together. The keys are (index of the first of two neighbours, True for messages to the next
+        rank or False for messages back)."""
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
             pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
@@ -265,9 +265,9 @@ def init_mesh(
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
-    """Make these groups, of which each rank is in exactly one, and return this rank's group. Collective over all ranks.
-    priority: use streams of high priority on a GPU. Kernels on such streams get free multiprocessors first. Without
-    this, a running matrix product would delay a collective until the product ends."""
+    """Make these groups, of which each rank is in exactly one, and return this rank's group. All ranks must call this
+    together. priority: use streams of high priority on a GPU. Kernels on such streams get free multiprocessors first.
+    Without this, a running matrix product would delay a collective until the product ends."""
     options = None
     if priority and device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -276,7 +276,7 @@ def _new_group(groups: list[list[int]], device: torch.device, priority: bool = F
 
 
 def close_mesh() -> None:
-    """Free the CUDA graphs of this process and shut torch.distributed down. Otherwise NCCL warns about leaked groups at
+    """Free the CUDA graphs of this process and shut torch.distributed down. Otherwise NCCL warns about leaks at
     exit."""
     if dist.is_initialized():
         end_recordings()
@@ -295,7 +295,7 @@ _met: tuple[Place, dist.Store] | None = None
 
 def meet(place: Place) -> dist.Store:
     """Wait for all processes of the run and return the store that they share. Further calls for the same place return
-    the same store. A single process uses no port, and gets a new store at every call. Raises ValueError: rank 0 can't
+    the same store. A single process uses no port, and gets a new store at every call. Raises ValueError if rank 0 can't
     be reached, its port is taken, or a process does not arrive."""
     global _met
     if place.world_size == 1:
@@ -341,8 +341,7 @@ def _meet_others(place: Place) -> dist.Store:
 
 
 def _reach(place: Place) -> None:
-    """Wait until rank 0's port accepts connections. Rank 0 may start later than this rank. Raises ValueError on
-    timeout."""
+    """Wait until rank 0's port accepts connections. Rank 0 may start later. Raises ValueError on timeout."""
     where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
     begun, reported = time.monotonic(), False
     while True:
@@ -472,7 +471,8 @@ class Replica:
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
-    """Return this rank's replica. Collective over all ranks. Raises the same errors as :func:`check_cfg_parallel`."""
+    """Return this rank's replica. All ranks must call this together. Raises the same errors as
+    :func:`check_cfg_parallel`."""
     ranks, halves = mesh.sharing, None
     same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group with the same ranks
     group = Group.of(mesh.group(same)) if same and ranks > 1 else None

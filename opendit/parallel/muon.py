@@ -78,8 +78,8 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def owners(work: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Assign each parameter to a rank so that all ranks have about the same work. Parameters are assigned in the order
-    of decreasing work, each to the rank with the least work so far."""
+    """Assign each parameter to a rank so that all ranks compute about equally many FLOPs (``work``). Parameters are
+    assigned in the order of decreasing FLOPs, each to the rank with the fewest so far."""
     load, owner = [0] * ranks, {}
     for name in sorted(work, key=work.__getitem__, reverse=True):
         owner[name] = load.index(min(load))
@@ -94,9 +94,9 @@ def flops(shape: Sequence[int], rows: Sequence[int]) -> int:
 
 class Muon:
     """Computes Muon's update directions of a model's matrices from this rank's shards of their gradients. In
-    ``layout``, each parameter has at most one cut, into ranges of its flattened tensor. ``names`` are all trained
-    parameters in the optimizer's order; the attribute, those that Muon updates. ``copied``: every rank has full
-    gradients."""
+    ``layout``, each parameter has at most one cut, into ranges of its flattened tensor. The argument ``names`` lists
+    all trained parameters in the optimizer's order; the attribute has those that Muon updates. ``copied``: True if
+    every rank has full gradients."""
 
     def __init__(self, settings: MuonSettings, layout: Layout, names: Sequence[str], copied: bool = False):
         self._settings, self._layout, self._copied = settings, layout, copied
@@ -109,8 +109,8 @@ class Muon:
         self._rank, self._ranks = (mesh.coordinate(cut.group), mesh.dims.size(cut.group)) if cut else (0, 1)
         work = {name: flops(layout.shapes[name], settings.rows[name]) for name in self._index}
         self._owner = owners(work, self._ranks)
-        # Number of elements of each parameter on every rank. A cut into rows is also a cut into ranges of the flattened
-        # tensor.
+        # Number of elements of each parameter on every rank. A cut into rows also divides the flattened tensor into
+        # ranges.
         self._held = {}
         for name in self._index:
             (cut,), shape = layout.cuts[name], layout.shapes[name]
@@ -137,8 +137,8 @@ class Muon:
 
     @torch.no_grad()
     def orthogonalise(self, shards: Mapping[str, Tensor]) -> None:
-        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Collective: every rank
-        must pass the same names."""
+        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. All ranks must call this
+        together with the same names."""
         settings = self._settings
         if self._ranks == 1:
             orthogonalise([m for name, shard in shards.items() for m in self._matrices(name, shard)], settings.dtype)

@@ -161,16 +161,14 @@ IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 
 class Links:
-    """Channels between this rank and its neighbours in a pipeline (in a circle if ``around``). Collective over all
-    ranks.
+    """Channels between this rank and its neighbours in a pipeline (in a circle if ``around``). All ranks must construct
+    theirs together. Between two neighbours, there is a separate process group for each kind of message (activations,
+    gradients), which is used in one direction only and in the order of the schedule. Its messages arrive in order and
+    never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a
+    send and a receive in the same group could deadlock.
 
-    Between two neighbours, there is a separate process group for each kind of message (activations, gradients), which
-    is used in one direction only and in the order of the schedule. Its messages arrive in order and never wait for
-    messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a send and a
-    receive in the same group could deadlock.
-
-    The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have those of
-    their activations. All messages of a chunk with the same ``key`` must have the same shape.
+    The shape and dtype of activations are sent once, before the first activations of a ``key`` (see :func:`execute`).
+    Gradients have those of their activations. All messages of a chunk with the same ``key`` must have the same shape.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -204,8 +202,7 @@ class Links:
         return self._groups[first, message.forward], *ends
 
     def known(self, message: Message, key: tuple[Any, ...]) -> bool:
-        """Return True if the shape of a message is known, so that its receive can be posted without waiting for the
-        sender."""
+        """Return True if the shape of a message is known, so that it can be received without waiting for the sender."""
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
@@ -319,7 +316,7 @@ class PipelineStages:
 
 
 def stages_of(config: DiTConfig, schedule: str, rank: int, ranks: int) -> PipelineStages:
-    """Divide a model into stages that balance the work of its plan. Raises ValueError if the model has too few blocks
+    """Divide a model into stages that balance the FLOPs of its plan. Raises ValueError if the model has too few blocks
     for this number of ranks and chunks."""
     chunks = chunks_of(schedule)
     check_stages(config, ranks, chunks)
@@ -341,7 +338,7 @@ MOSTLY_IDLE = 0.25  # minimum idle fraction of a step for which a run prints a n
 
 
 def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
-    """Return a note if the ranks of a pipeline wait for each other for much of a step."""
+    """Return a note if the ranks of a pipeline idle for at least MOSTLY_IDLE of a step, otherwise an empty list."""
     waits = (ranks - 1) / chunks_of(schedule)
     idle = waits / (micro_batches + waits)
     if idle < MOSTLY_IDLE:
@@ -396,11 +393,11 @@ class StageForward:
         self._model, self._stages = model, stages
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
-        """Run a chunk's forward pass on a micro-batch. x is the argument of ``DiT.forward`` for the first stage, whose
-        shape is ``shape``, and this rank's tokens (B, n, D) for later stages. The last stage returns the result of
-        ``DiT.forward``, others tokens.
+        """Run a chunk's forward pass on a micro-batch. ``shape`` is the shape of the argument x of ``DiT.forward``. x
+        is this argument for the first stage, and this rank's tokens (B, n, D) for later stages. The last stage returns
+        the result of ``DiT.forward``, others tokens.
 
-        Every stage computes the condition from t and y. This costs a small part of a block's work, but the condition's
+        Every stage computes the condition from t and y. This costs few FLOPs compared to a block, but the condition's
         vector, the caption's tokens and their gradients need not be sent.
         """
         model, stages = self._model, self._stages
@@ -428,7 +425,7 @@ class StageForward:
 class PipelineForward:
     """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline
     call the object with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch
-    per rank. The constructor is collective over all ranks of the mesh."""
+    per rank. All ranks of the mesh must construct theirs together."""
 
     def __init__(self, mesh: Mesh, chunks: int):
         self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks

@@ -26,8 +26,7 @@ def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
 
 
 def group_of(rule: Rule) -> str | None:
-    """Return the name of the mesh's group ("tp" or "ep") whose ranks divide the parameter, or None if it is
-    replicated."""
+    """Return the name of the mesh's group ("tp" or "ep") whose ranks divide the parameter; None if replicated."""
     return None if isinstance(rule, Replicated) else "ep" if isinstance(rule, Expert) else "tp"
 
 
@@ -129,9 +128,9 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Divide ``depth`` blocks into stages of neighbouring blocks, at least one each, so that the most expensive stage
-    is as cheap as possible. ``first`` and ``last`` are additional work of these stages, in units of a block. If several
-    stages could take one more block, the last of them gets it, because later stages hold the activations of fewer
-    micro-batches."""
+    is as cheap as possible. ``first`` and ``last`` are additional costs of these stages, in units of a block's cost. If
+    several stages could take one more block, the last of them gets it, because later stages hold the activations of
+    fewer micro-batches."""
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last
@@ -153,7 +152,7 @@ def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
 
 def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
     """Return the indices of the stages that have a parameter or buffer: one stage, or all stages for modules that
-    compute the condition. blocks: the blocks of every stage. Raises ValueError: the plan does not state which stages
+    compute the condition. blocks: the blocks of every stage. Raises ValueError if the plan does not state which stages
     have this parameter or buffer."""
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:

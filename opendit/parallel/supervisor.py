@@ -5,9 +5,9 @@ connection to rank 0, which forwards messages. A run ends if a connection closes
 is gone) or if a rank reports a failure, but never because something takes long. A stopped or slow rank only causes a
 warning.
 
-:class:`Supervisor` is the context in which a program runs. The last line of a failed run is ``error: ...``, and the
-exit code is not 0. For errors that a user can fix this line is the only output; for defects of the program a traceback
-precedes the line.
+:class:`Supervisor` is the context in which a program runs. The last line of a failed run begins with ``error:``, and
+the exit code is not 0. For errors that a user can fix this line is the only output; for defects of the program a
+traceback precedes the line.
 
 exit code  meaning
 0          success

@@ -90,7 +90,8 @@ class TensorParallel:
 @dataclass(frozen=True)
 class SharedTokens:
     """This rank's shard of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
-    have padding at the end. With sequence parallelism, ``shared`` is the sequence that these tokens are one shard of.
+    have padding at the end. With sequence parallelism, ``shared`` divides the full sequence, and these tokens are this
+    rank's shard of it.
 
     Layers process padding tokens, with arbitrary values. Padding is removed before every attention and from the result,
     and its gradient is exactly zero.
@@ -397,8 +398,8 @@ class ReplicatedGradients:
     gradients.
 
     ``names`` are in the order of the gradients. The ranks of ``tp`` divide the parameters in ``divided`` and have the
-    others in full. Every rank of ``pp`` has those in ``on_every_stage``; each other one is on one rank. ``counted`` is
-    True for gradients whose squares this rank adds to the norm, so that each counts once.
+    others in full. All ranks of ``pp`` have the parameters in ``on_every_stage``; each other parameter is on one rank.
+    ``counted`` is True for gradients whose squares this rank adds to the norm, so that each counts once.
     """
 
     def __init__(
@@ -431,8 +432,7 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum ``square_sum`` over the groups, in place. Each rank passes the sum of squares of its ``counted``
-        gradients."""
+        """Sum ``square_sum``, each rank's sum of squares of its ``counted`` gradients, over the groups in place."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)
         return square_sum
@@ -453,7 +453,7 @@ class ReplicatedGradients:
 # "Overlap Communication with Dependent Computation via Decomposition"):
 #
 #     column, forward    send own tokens; multiply own tokens; multiply each other rank's tokens once they have arrived
-# row, forward       multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add the results
+#     row, forward       multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add these
 #
 # The backward pass of a column product is a row product, and vice versa. The gradient of a column product's weight
 # needs the tokens of all ranks. The forward pass does not keep these tokens, so the backward pass sends them again.
@@ -546,7 +546,7 @@ def _of_own_tokens(
     z: Tensor, matrix: Tensor | None, memory: PeerMemory, meanwhile: Callable[[], None] = lambda: None
 ) -> Tensor | None:
     """Compute z @ matrix from this rank's z (B, P n, columns). Return the sum over all ranks for this rank's tokens,
-    (B, n, F), or None without a matrix. meanwhile: function that enqueues work to run during the transfers."""
+    (B, n, F), or None without a matrix. meanwhile: function that enqueues kernels to run during the transfers."""
     rank, size = memory.group.rank, memory.group.size
     own = z.unflatten(1, (size, -1)).select(1, rank)
     if matrix is None:

@@ -116,9 +116,10 @@ class NetworkSpec:
 
 @dataclass(frozen=True)
 class Match:
-    """OpenDiT's weights ``ours`` and published weights ``theirs`` that hold the same values, if each are concatenated
-    along ``dim``: published weights of q, k and v match one qkv weight. In names, ``*`` is a placeholder for the number
-    of a block, which runs over ``blocks``. ``offset`` is OpenDiT's number of a block minus its published number."""
+    """OpenDiT's weights ``ours``, concatenated along ``dim``, equal the published weights ``theirs``, concatenated
+    along ``dim``. For example, one qkv weight matches published weights of q, k and v. In names, ``*`` is a placeholder
+    for the number of a block, which runs over ``blocks``. ``offset`` is OpenDiT's number of a block minus its published
+    number."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -172,8 +173,7 @@ class Text:
             outputs are set to zero, and the network attends to the zeros. "remove": the padding is removed; in a batch
             of prompts of unequal length, the network masks the padding or replaces it by learned tokens.
         pooled: True if there is a pooled vector in addition to the tokens.
-        beside: Number of ``tokens`` that come from other encoders. They precede the other tokens, and their number is
-            fixed.
+        beside: Number of the ``tokens`` that come from other encoders. They precede the other tokens.
     """
 
     tokens: int

@@ -206,8 +206,8 @@ class PublicDiT(DiT):
         """Do nothing, because these models have no position tables as buffers."""
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
-        """Return the positions (1, N, D) fp32 that are added to a picture's tokens. Return None for models without a
-        position table. These have rotations, which are computed elsewhere because they also depend on the captions."""
+        """Return the positions (1, N, D) fp32 that are added to a picture's tokens; None for models without a position
+        table. Those models have rotations, which :meth:`places` computes, because they may depend on the captions."""
         if self.config.spec.table is None:
             return None
 
@@ -230,7 +230,7 @@ class PublicDiT(DiT):
         return sincos_positions(at, self.config.hidden_size).unsqueeze(0)
 
     def rotations(self, grid: tuple[int, ...]) -> Tensor | None:
-        """Return the rotations (N, d / 2, 2) fp32 of the media's tokens, for sequences without captions."""
+        """Return the rotations of the media's tokens (see :class:`Rotary`), for sequences without captions."""
         rotary = self.config.spec.rotary
 
         def made() -> Tensor:

@@ -50,9 +50,9 @@ def family_of(name: str) -> Family:
 
 @dataclass(frozen=True)
 class PublicConfig(DiTConfig):
-    """The configuration of a public model: its family, the values of ``config.json``, and the relevant settings of
-    ``model_index.json`` with "expert", both as JSON strings. Use :func:`public_config`, because fields such as
-    hidden_size must match the published values."""
+    """The configuration of a public model. published: values of ``config.json``, as JSON. index: relevant settings of
+    ``model_index.json``, and "expert" if one of two networks is selected, as JSON. Use :func:`public_config`, because
+    fields such as hidden_size must match the published values."""
 
     kind: ClassVar[str] = "public"
     plain_projections: ClassVar[bool] = False
@@ -247,8 +247,7 @@ def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | 
 
 
 def rules(config: PublicConfig) -> dict[str, Rule]:
-    """Return the rules of all parameters. The text refiner is replicated, because every rank runs it on all tokens of
-    a caption."""
+    """Return the rules of all parameters. The text refiner is replicated: every rank runs it on all caption tokens."""
     spec = config.spec
     found: dict[str, Rule] = {
         "x_embedder.proj.*": Replicated(),
@@ -340,7 +339,7 @@ def stages(spec: NetworkSpec) -> StageCuts:
     return StageCuts("blocks", first, ("final_layer",), every + captions)
 
 
-# ---------------------------------------------------------------------------------------------------- memory and work
+# ----------------------------------------------------------------------------------------------------- memory and FLOPs
 
 PICTURE_TOKENS = 257  # number of tokens of CLIP's vision encoder, ViT-H/14 at 224 pixels
 
@@ -473,7 +472,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
 
 
 def backward(config: PublicConfig, execution: Execution) -> float:
-    own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # fc2's output was freed if gates are trained
+    own = 5 + 5 / 4 * (config.mlp_ratio - 4) + execution.frozen_gates  # only trained gates need and free fc2's output
     return own * _streams(config, config.spec.block) / config.tokens
 
 

@@ -1,4 +1,4 @@
-"""Qwen-Image (Alibaba 2025), text to image: two streams in every block. A picture's coordinates are relative to its
+"""Qwen-Image (Alibaba 2025), text to image: two streams in every block. Coordinates are relative to the picture's
 middle."""
 
 from collections.abc import Mapping

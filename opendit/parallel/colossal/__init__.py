@@ -30,7 +30,7 @@ def check_installed() -> None:
 
 def load() -> ModuleType:
     """Import Colossal-AI, apply the corrections, and return the module opendit.parallel.colossal.plugins. Raises
-    ImportError: Colossal-AI can't be imported. The message has the command that installs it."""
+    ImportError if Colossal-AI can't be imported. The message has the command that installs it."""
     prepare()  # the following imports work only after this call
     from opendit.parallel.colossal import plugins
 

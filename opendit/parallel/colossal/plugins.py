@@ -86,8 +86,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Run a backward pass that starts from ``output`` with its scaled gradient, ``gradient``. Add the resulting
-        gradients."""
+        """Run a backward pass, which adds to the gradients, from ``output`` and its scaled ``gradient``."""
         torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
@@ -131,7 +130,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """Return this rank's gradients of the backward passes since the last step, in the order of the parameters."""
+        """Gradients that this rank has accumulated since the last step, in the order of the parameters."""
         if self._world == 1:
             return [p.grad for p in self._params]
         return [self._shards.get(id(p)) for p in self._params]
@@ -160,7 +159,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Clip, update masters, moments, averages and working weights, and clear the gradients. If a gradient of any
-        rank is not finite, nothing is changed."""
+        rank is not finite, the updates are skipped."""
         self._adamw.counted = self.replicated and self.replicated.counted
         fused, scaler, gradients = self._adamw.fused(), self.scaler, self.gradients
         if self.replicated is not None:
@@ -211,8 +210,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         return list(zip(edges, edges[1:], strict=False))
 
     def _start_gather(self, start: int, stop: int) -> list[Any]:
-        """Start to gather the parts that other ranks hold of the working weights ``start`` to ``stop`` - 1, in
-        place."""
+        """Start to gather other ranks' parts of the working weights ``start`` to ``stop`` - 1, in place."""
         if self._world == 1:
             return []
         with dist._coalescing_manager(group=self._group, async_ops=True) as work:
@@ -402,8 +400,8 @@ class _CpuAsCuda(CpuAccelerator):
 
 
 def _keep_chunks_in_one_memory() -> None:
-    """Prevent Gemini from moving shards between "cuda" and "cpu", which are the same memory on a CPU. A shard stays a
-    "cuda" shard."""
+    """Prevent Gemini from moving shards between "cuda" and "cpu", which are the same memory on a CPU. Shards stay on
+    "cuda"."""
     chunk: Any = gemini_chunk.Chunk
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 

@@ -41,9 +41,9 @@ Values = Callable[[str, Shard], Tensor]  # (parameter, shard) -> the values of t
 
 @dataclass
 class StepResult:
-    """Results of a step, as 0-dim tensors on the device, which the step does not wait for. grad_norm: unscaled and
-    before clipping. finite: True if the norm was finite; otherwise the step has changed nothing. loss_scale: 1 except
-    in fp16. loss: mean loss of the step's micro-batches on this rank, set by the runner."""
+    """Results of a step, as 0-dim tensors. Under zero2 and fsdp, the device may still be computing them. grad_norm:
+    unscaled and before clipping. finite: True if the norm was finite; otherwise the step was skipped. loss_scale: 1
+    except in fp16. loss: mean loss of the step's micro-batches on this rank, set by the runner."""
 
     grad_norm: Tensor
     finite: Tensor
@@ -53,9 +53,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an engine's optimizer: AdamW's, the bound of the gradient norm (0: none), the micro-batches in a
-    step, the shards and the offload of fsdp, Muon's settings, blocks whose frozen weights are in host memory (not with
-    fsdp), and whether AdamW's moments are kept in 8 bits."""
+    """Settings of an engine's optimizer. For most fields, see :func:`build_engine`."""
 
     lr: float
     weight_decay: float
@@ -73,7 +71,7 @@ class Engine(ABC):
     """Base class of engines, which train a module under one plugin. Build an engine with :func:`build_engine`.
 
     Attributes:
-        skipped, skipped_in_a_row: numbers of skipped steps, 0-dim int64 tensors on the device.
+        skipped, skipped_in_a_row: numbers of all skipped steps and of the last ones in a row, 0-dim int64.
         shapes: canonical shape of every trained parameter.
         parts: layout of this rank's parameters before the engine shards them. If the ranks of ``tp`` divide the layers,
             these parameters are slices of the canonical tensors.
@@ -172,8 +170,8 @@ class Engine(ABC):
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
-        """Run a backward pass, which adds to the gradients. It starts from a loss, or on a pipeline stage without the
-        loss from the stage's output, passed as ``loss``, and its ``gradient``, which has the scale of the loss."""
+        """Run a backward pass, which adds to the gradients. Without ``gradient`` it starts from the loss. On a pipeline
+        stage without a loss, ``loss`` is the stage's output, and ``gradient`` is its gradient, times the loss scale."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
@@ -188,7 +186,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> StepResult:
-        """Do the work of ``step``, except for counting skipped steps."""
+        """Compute a step as :meth:`step` does, without counting skipped steps."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
         """Return this rank's part of each parameter's gradient since the last step, for reading. None if the engine has
@@ -232,8 +230,7 @@ class Engine(ABC):
 
     @abstractmethod
     def master(self, name: str) -> Tensor:
-        """Return this rank's fp32 master shard of a parameter. The result is the memory that steps change, not a
-        copy."""
+        """Return this rank's fp32 master shard of a parameter, in the memory that steps change."""
 
     def held(self, name: str) -> Shard:
         """Return the shard of a parameter's master and moments that this rank stores. :meth:`set_master` and
@@ -247,7 +244,8 @@ class Engine(ABC):
         self.master(name).copy_(part)
 
     def set_shard(self, name: str, shard: Tensor) -> None:
-        """Set a parameter's master from this rank's shard in ``layout``. Collective. Call finish_loading afterwards."""
+        """Set a parameter's master from this rank's shard in ``layout``, on all ranks together. Then call
+        finish_loading."""
         self.set_master(name, shard)
 
     _frozen_group: ProcessGroup | None = None  # ranks that have different parts of the frozen weights

@@ -26,8 +26,7 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # This rank stores its complete slice of every parameter, but reports only an even part of the slice as its
-        # shard.
+        # This rank stores its complete slice of every parameter, but its shard in ``layout`` is an even part of it.
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
             self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}

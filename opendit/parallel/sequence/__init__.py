@@ -135,8 +135,7 @@ def sequence_parallel(
     groups: int | None = None,
     direct: bool = True,
 ) -> SequenceParallel | None:
-    """Build the strategy ``kind`` for this rank's sequence group; return None if the group has only one rank.
-    Collective.
+    """Build the strategy ``kind`` for this rank's sequence group, on all ranks together. Return None for one rank.
 
     ``auto`` chooses by ``shape``, the shape of the model's sequences; those of other lengths work, too. keep_gathered:
     see :class:`FastSeq`. groups: see :class:`DirectUlysses`; None to choose with the cost model. direct: use symmetric
@@ -207,7 +206,8 @@ def sequence_shape(
 
 @dataclass(frozen=True)
 class SharedStreams:
-    """This rank's shards of a sequence of several streams: ``parts`` and numbers of tokens of every stream.
+    """This rank's shards of a sequence of several streams. ``parts`` has each stream's shard, ``lengths`` its total
+    length.
 
     ``exchange`` is the method of a strategy that computes attention. Its arguments are q, k, v (B, H, rows, d) of this
     rank's tokens, ``attend``, and the number of tokens of all ranks, including padding. None if projections return the
@@ -288,8 +288,8 @@ class SharedStreams:
 
 
 class RoutingByRanks:
-    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D). ``mlp`` has this
-    rank's experts if a group of ranks divides the ``experts`` evenly, otherwise all. ``shared`` is this rank's shard of
+    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D). ``experts`` is the
+    group of ranks that divide the experts evenly; None if ``mlp`` has all experts. ``shared`` is this rank's shard of
     the sequence; None if y has all tokens of its samples."""
 
     @not_compiled
@@ -331,8 +331,8 @@ class RoutingByRanks:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Tokens of this rank that experts have chosen, expert by expert: (M,) indices among the flattened tokens (B n),
-    (M,) weights, and the number of each expert."""
+    """Tokens of this rank that experts have chosen, expert by expert. rows: (M,) indices among the flattened tokens (B
+    n). weights: (M,). counts: number of tokens that each expert has chosen."""
 
     rows: Tensor
     weights: Tensor

@@ -1,18 +1,18 @@
 """Attention along the axes of a grid whose tokens are divided among ranks: Dynamic Sequence Parallelism (Zhao et al.
 2024, arXiv 2403.10266), for ST-DiT.
 
-A clip's tokens are a grid of T frames x S places. Attention within frames needs all places of a frame; attention along
-time needs all frames of a place. P ranks can divide the grid in two layouts:
+A clip's tokens are a grid of T frames x S spatial positions (places). Attention within frames needs all places of a
+frame; attention along time needs all frames of a place. P ranks can divide the grid in two layouts:
 
     by frames   T / P of the frames with all places     attention within frames needs no other rank
     by places   all frames with S / P of the places     attention along time needs no other rank
 
-A place is a spatial position. An all-to-all turns one layout into the other. Most of the model has its tokens by
-frames, or by places if that needs less padding; norms, MLPs and cross-attention work in both layouts. For the attention
-that needs the other layout, ranks exchange the attention's input before the projection to q, k, v, and its output
-afterwards. In the forward pass a rank receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads.
-Exchanging the residual stream between the two attentions instead would send as much, but would separate a projection, a
-residual connection and the next norm, which are fused.
+An all-to-all turns one layout into the other. Most of the model has its tokens by frames, or by places if that needs
+less padding; norms, MLPs and cross-attention work in both layouts. For the attention that needs the other layout, ranks
+exchange the attention's input before the projection to q, k, v, and its output afterwards. In the forward pass a rank
+receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads. Exchanging the residual stream between the
+two attentions instead would send as much, but would separate a projection, a residual connection and the next norm,
+which are fused.
 
 If P does not divide the number of frames or places, they are padded at the end. Padding frames are removed before
 attention along time, and padding places before attention within frames. A frame or place that consists only of padding
@@ -56,9 +56,8 @@ Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's shard of a grid of T x S tokens, ``sizes``, which are ordered by frame. ``home`` is the axis that is
-    divided in most of the model: with FRAMES every rank has some frames with all places, with PLACES some places with
-    all frames."""
+    """A rank's shard of a grid of (T, S) = ``sizes`` tokens, ordered by frame. ``home`` is the axis that is divided in
+    most of the model. With FRAMES every rank has all places of some frames, with PLACES all frames of some places."""
 
     group: Group
     sizes: tuple[int, int]
@@ -85,8 +84,7 @@ class GridShare:
         return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
 
     def leave(self, x: Tensor, parts: int) -> list[Exchange]:
-        """Start the exchange that brings this rank's tokens (B, n, D) to the other layout, in at most ``parts``
-        exchanges."""
+        """Start to bring this rank's tokens (B, n, D) to the other layout, in at most ``parts`` exchanges."""
         dim, ranks = 1 + self.away, self.group.size
         x = padded(x.unflatten(1, self.local(self.home)), dim, ranks * self.share(self.away))
         x = x.unflatten(dim, (ranks, -1))
@@ -104,7 +102,7 @@ class GridShare:
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """Start to send one part (B, f, s, D) of this rank's shard back to the home layout. This is the inverse of
+        """Start to send one part (B, f, s, D) of this rank's shard back to the home layout. This inverts
         :meth:`leave`."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
@@ -184,8 +182,8 @@ class SharedGrid:
     """Tokens of a grid that is divided among ranks, for a model with attention along the grid's axes. Implements
     :class:`opendit.models.attention.SequenceShards`.
 
-    ``exchange`` moves tokens from one division to the other, and back. ``full`` is the same tokens as a plain sequence,
-    for attention to all tokens; None without it. With ``full``, ``grid`` must be divided by frames.
+    ``exchange`` moves tokens from one division to the other, and back. ``full`` divides the same tokens as a plain
+    sequence, for attention to all tokens; None without it. With ``full``, ``grid`` must be divided by frames.
     """
 
     grid: GridShare
@@ -280,7 +278,7 @@ class DirectExchange:
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
-            # requires a gradient even if x is frozen, because all ranks must use the same buffers in the backward pass
+            # Even a frozen x gets a gradient, because all ranks must use the same buffers in the backward pass.
             x = x.detach().requires_grad_()
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
         parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)
@@ -311,8 +309,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # Return a view of the buffer. The backward pass of the norm that computed x reads the view before the next
-        # exchange.
+        # Return a view of the buffer. The backward pass of the norm before x reads it before the next exchange.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

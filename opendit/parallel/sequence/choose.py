@@ -1,9 +1,9 @@
 """Choose the strategy of a sequence group: the fastest according to a cost model.
 
 The cost model covers one layer and one micro-batch, forward and backward. The cost is the time that a rank waits for
-communication, plus the time of work that a single rank would not do. A rank receives these volumes in the forward pass,
-in units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
-(P-1)/P^2 for the output; ring attention 2 (P-1)/P.
+communication, plus the time of computation that a single rank would not do. A rank receives these volumes in the
+forward pass, in units of N x D (tokens x width): FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3
+(P-1)/P^2 for q, k, v and (P-1)/P^2 for the output; ring attention 2 (P-1)/P.
 """
 
 import math
@@ -112,8 +112,7 @@ class _Costs:
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
     def waves(self, heads: int) -> int:
-        """Return the number of waves of thread blocks that a card needs to compute attention for this number of
-        heads."""
+        """Return the number of waves of thread blocks in which a card computes attention for this number of heads."""
         s, m = self.shape, self.hardware
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 

@@ -73,8 +73,7 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 class PeerMemory:
     """The buffers of one group of ranks. Their size is that of the largest shape requested so far. All ranks must make
-    the same calls in the same order. allocate: function that allocates a buffer, with the interface of
-    :func:`allocate`."""
+    the same calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
@@ -87,8 +86,7 @@ class PeerMemory:
         self._copies: torch.cuda.Event | None = None  # end of the last copy; None if awaited
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
-        """Return views of the beginning of every rank's buffer. Their shape is (B, n, S, H, d) for an exchange of
-        heads."""
+        """Return views of the beginning of every rank's buffer. An exchange of heads has shape (B, n, S, H, d)."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
     @torch.inference_mode(False)  # training could not use a view that was created in inference mode
@@ -126,9 +124,9 @@ class PeerMemory:
     def ready_beside(self, buffer: Buffer) -> torch.Event:
         """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end.
 
-        The barrier runs after all copies and all work that the current stream has so far, and concurrently with later
-        work of the current stream. Enqueue the barrier only when the copies are nearly done, because a kernel that
-        waits for a copy delays the caller's kernels.
+        The barrier runs after all copies and all kernels that the current stream has so far, and concurrently with
+        later kernels of the current stream. Enqueue the barrier only when the copies are nearly done, because a kernel
+        that waits for a copy delays the caller's kernels.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -157,8 +155,9 @@ class PeerMemory:
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
         """Exchange heads with copy engines, one group after another.
 
-        The copies start after the work that the current stream has so far, and run concurrently with its later work.
-        Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory until then.
+        The copies start after the kernels that the current stream has so far, and run concurrently with its later
+        kernels. Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory
+        until then.
 
         Kernels copy the heads that stay on this rank, because copies within one card use multiprocessors in any case.
         These kernels run before any copy. If a kernel waited for a copy, it would delay the caller's kernels by the
@@ -215,7 +214,7 @@ def sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) with a copy engine, whereas Tensor.copy_ would use a kernel. Both tensors must be contiguous
+    """Copy (rows, h, d) with a copy engine, where Tensor.copy_ would use a kernel. The tensors must be contiguous
     within a row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
@@ -235,7 +234,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return (symmetric memory of the group or None, reason). The first call is collective over the group."""
+    """Return (symmetric memory of the group or None, reason). All ranks must make the first call together."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)

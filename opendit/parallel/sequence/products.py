@@ -27,8 +27,7 @@ Saved = tuple[Tensor, ...]  # a weight in the form that the backward pass needs
 
 
 class Products:
-    """Products in the dtype of the activations. Use a new object for each call of a layer. The object stores no
-    activations."""
+    """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
         """Convert the weight to the form in which all products use it, to be saved for the backward pass. group: select
@@ -121,9 +120,9 @@ def _float8(sent: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """Operands of a projection of x (B, n, D) that a strategy computes: x as a tensor of the autograd graph (without
-    values in float8), the full weight (out, D) and bias (out,) or None, the input in the form that ranks ``sent`` to
-    each other, which only ``products`` can read, and these products."""
+    """Operands of a projection of x (B, n, D) that a strategy computes. x: tensor of the autograd graph, without values
+    in float8. weight, bias: the full weight (out, D), and (out,) or None. sent: the input as ranks send it to each
+    other, which only ``products`` can read."""
 
     x: Tensor
     weight: Tensor

@@ -243,8 +243,8 @@ class Layer:
 
     ``groups`` is the number of groups of a rank's heads, ``length`` the number of tokens of all ranks, without padding,
     and ``shape`` (B, n, D) that of this rank's tokens. ``held`` are tensors that copy engines read. ``arriving`` maps a
-    group to the event at which its heads have arrived, ``doutput`` to the gradient of its output, which may still be
-    arriving.
+    group to the event at which its heads have arrived. ``doutput`` maps it to the gradient of its output, which may
+    still be arriving.
     """
 
     memory: PeerMemory
