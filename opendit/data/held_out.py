@@ -22,16 +22,16 @@ from opendit.data.base import (
 from opendit.data.order import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
-_DRAWN = 2**17  # entries of the permutation computed at once
+_DRAWN = 2**17  # number of entries of the permutation that are computed at once
 SEED = 0x76616C  # seed for held-out samples, so that they don't depend on --global_seed
 
 
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
-    """Return (rows to train on, rows held out). Together they are all rows of the data set.
+    """Return (training set, held-out set). Each row of the data set is in exactly one of them.
 
     Of n files, round(share x n) are held out, at least one. All rows of a file, such as those of a picture with several
-    captions, are on the same side. The choice depends only on the number of files, so every run on this data set holds
-    out the same files. A larger share includes the files of a smaller share.
+    captions, are in the same set. The choice depends only on the number of files, so every run on this data set holds
+    out the same files. A larger share holds out all files of a smaller share, and more.
 
     Raises ValueError if no files are left to train on."""
     files_of = dataset.describe().files
@@ -55,7 +55,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Return the files at positions [start, stop) of the hold-out permutation, sorted."""
+    """Permute the numbers of ``files`` files with the seed ``SEED``. Return entries [start, stop), sorted."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -65,8 +65,8 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the ascending rows of ascending ``files``. sources: see ``Description.files``. counts: files of each
-    source."""
+    """Return the rows of ``files``, ascending. files: file numbers, ascending. sources: see ``Description.files``.
+    counts: number of files of each source."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):
@@ -84,8 +84,8 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 class SomeRows(MediaDataset):
     """A subset of another data set's rows, renumbered from 0.
 
-    rows: the used rows of ``whole``, ascending. part: description of the subset for the log. Raises ValueError if
-    ``rows`` is empty."""
+    rows: the rows of ``whole`` in the subset, ascending. part: description of the subset for the log. Raises ValueError
+    if ``rows`` is empty."""
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:
@@ -145,7 +145,7 @@ class SomeRows(MediaDataset):
         return Fingerprint(lambda: self._identity(whole), lambda: whole.contents, whole.checksums)
 
     def _identity(self, whole: Fingerprint) -> str:
-        if self._known is None:  # cached, because it is used several times and takes a second for many rows
+        if self._known is None:  # hashing many rows takes a second
             rows = stream_of(self.rows, lambda rows: rows.astype(np.int64))
             self._known = hash_parts("rows", whole.identity, rows)
         return self._known
@@ -165,5 +165,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """Return, for each row number of ``whole`` in ``ends``, how many used rows are below it."""
+        """Return how many rows of the subset lie below each of the row numbers ``ends`` of ``whole``."""
         return self.rows.searchsorted(ends).tolist()

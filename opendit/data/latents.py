@@ -1,22 +1,22 @@
-"""Cached latents: their tars, and the data set that reads them. For the index.json see ``latents_index``.
+"""Write tars of cached latents, and read them as a data set. ``latents_index`` describes index.json.
 
     latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
       __opendit__/shard.json                the settings the tar was made with, and the files that couldn't be read
       000000000.safetensors  000000000.txt
       000000001.safetensors  000000001.txt
 
-A sample's number is its row in the original data set. A second member holds its caption (``.txt``) or class (``.cls``).
-The safetensors member has the tensors
+A member's name is the sample's row in the original data set. A second member holds the sample's caption (``.txt``) or
+class (``.cls``). The safetensors member has these tensors, where F is 2 with the mirror image and 1 without it:
 
-    moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
-    tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
-    pooled   (P,) float16                 and its pooled vector; bfloat16 is also possible, see ``text_cache``
-    features (F, N, W) float16            with --repa: a vision encoder's features of the picture's N tokens
-    first_latents (F, C, t, h, w) float16 for an image-to-video model: means of the clip with all frames but the first
-                                          made grey,
-    first_tokens  (F, L, D) float16       and, if the model has an image encoder, its tokens of the first frame
+    moments  (F, 2C, [t,] h, w) float16   mean and standard deviation
+    tokens   (L, D) float16               caption's tokens without padding, if a text encoder embedded it;
+    pooled   (P,) float16                 and its pooled vector. Both may be bfloat16, see ``EmbeddingForm``
+    features (F, N, W) float16            with --repa: a vision encoder's features for the latent's N tokens
+    first_latents (F, C, t, h, w) float16 for image-to-video models: means of the clip with all frames but the first
+                                          made grey;
+    first_tokens  (F, L, D) float16       tokens of the first frame, if the model has an image encoder
 
-In tars of another program, a sample's array is in its member ``.npz``, ``.npy`` or ``.safetensors``.
+In tars of another program, a sample's latents are an array in its member ``.npz``, ``.npy`` or ``.safetensors``.
 ``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays.
 FORM is one of the following, where C is the number of the VAE's latent channels. The values are not yet multiplied by
 the VAE's scaling factor. A leading batch dimension of 1 is removed.
@@ -103,9 +103,9 @@ class LatentDataset(ShardDataset):
 
     Args:
         index: index of one picture size.
-        tars: the tars that ``index`` lists.
+        tars: all tars that ``index`` lists, in its order.
         empty_caption: embedding of the empty string; None without an encoder.
-        of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads the latents.
+        of_run: random_flip, use_video, num_frames, frame_interval and fps of the run; see ``_take``.
 
     Attributes:
         vae: the ``--vae`` that made the latents.
@@ -113,11 +113,11 @@ class LatentDataset(ShardDataset):
         text_encoder: the encoder whose caption embeddings are cached; None if there are no embeddings.
         max_tokens: length of the padded embeddings.
 
-    Raises ValueError, which begins with ``name``, if the latents were made with other settings for clips, or lack the
-    mirror images that ``random_flip`` requests.
+    Raises ValueError, which begins with ``name``, in three cases: the latents were made with other settings for clips,
+    they lack the mirror images that ``random_flip`` requests, or captions are expected and the tars have classes.
     """
 
-    empty_captions = True  # the table that the latents were made from may have empty captions
+    empty_captions = True  # accept empty captions, which the original data set may have
     names_file = INDEX
 
     def __init__(
@@ -160,8 +160,8 @@ class LatentDataset(ShardDataset):
         frame_interval: int = 1,
         fps: float | None = None,
     ) -> None:
-        """Set the fields that follow from the index, after comparing it with the settings of the run. Raises
-        ValueError, which begins with ``name``, if the latents don't fit the run's settings."""
+        """Set the attributes that the index determines. Raises ValueError, which begins with ``name``, if the index
+        contradicts the settings of the run. random_flip: None means to mirror if mirror images are stored."""
         made = index.get("video")
         if use_video != (made is not None):
             what = (
@@ -197,7 +197,7 @@ class LatentDataset(ShardDataset):
             self.features = CachedFeatures(stored["encoder"], (rows, columns), stored["width"])
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
-        """Read a sample's tensors. Raises BadSample if they do not match the index."""
+        """Read a sample's tensors. Raises BadSample if they can't be read or do not match the index."""
         try:
             tensors = self._read_tensors(row)
             views, sides = 2 if self.index["flips"] else 1, [*self.sample_shape[1:]]
@@ -261,7 +261,7 @@ class LatentDataset(ShardDataset):
         return self._kinds
 
     def _sizes(self) -> list[tuple[int, Size]]:
-        """Return, for each tar, (the end of its rows, (frames, height, width) of their latents)."""
+        """Return (end of the tar's rows, (frames, height, width) of its latents) for each tar."""
         lengths: dict[int, int] = {}
         sizes: list[Size] = []
         for key, own in zip(self._keys, self._latent_shapes, strict=True):
@@ -274,8 +274,8 @@ class LatentDataset(ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the number of latent frames in tars with this shape key, read from a sample because index.json does
-        not record it. It is 1 for pictures in a data set of clips."""
+        """Return the number of latent frames of samples with this shape key. It is read from the first readable sample,
+        because index.json does not record it. Pictures among clips have one frame."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -299,7 +299,7 @@ class LatentDataset(ShardDataset):
         return {shard["file"]: shard["sha256"] for shard in self.index["shards"]} | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Checksums and counts are left out, so that adding them to a cache of an earlier version keeps its identity.
+        # Checksums and caption counts are left out: adding them to a cache of an earlier version keeps its identity.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "version": VERSION, "shards": shards}, sort_keys=True))
@@ -319,9 +319,9 @@ class LatentDataset(ShardDataset):
         )
 
     def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
-        """Return the picture or clip that the latents were made from, as a Medium, and the latents in false colours."""
+        """Return the size of the encoded picture or clip as a Medium, and its latents as frames in false colours."""
         video, size, along = self.index.get("video"), self.index["image_size"], 1
-        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame has one frame
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first latent frame encodes a single frame
             along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
         height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
         return Medium(along, height, width), of_moments(moments)[1]
@@ -368,7 +368,7 @@ class LatentDataset(ShardDataset):
 
 
 def open_source(asked: Request) -> ShardDataset | None:
-    """Open a folder of cached latents, or whatever an address names."""
+    """Open a folder of cached latents, or the data at an address. Return None for other local paths."""
     if asked.path is None:
         return _open_address(asked)
     folder = asked.located
@@ -426,14 +426,14 @@ def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> La
     return LatentDataset(asked.shown, index, tars, store=store, **options)
 
 
-ABOUT = "__opendit__/shard.json"  # readers of WebDataset's tars skip names with double underscores
+ABOUT = "__opendit__/shard.json"  # WebDataset's readers skip members with double underscores
 SUFFIX = "safetensors"
 FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
-HEADERS = 3 * BLOCK + 512  # bytes of a sample besides its arrays: two members' headers, a class or caption, names
+HEADERS = 3 * BLOCK + 512  # estimated bytes of a sample besides its arrays: tar headers, caption or class, tensor names
 SUFFIXES = ("safetensors", "npz", "npy")
-MIRRORED = "_flip"
-_USUAL = ("moments", "latents", "latent")  # preferred names of the array, if several have its shape
-_TIMES = 128  # maximum bytes of arrays for each latent value, because a small .npz can unpack to any size
+MIRRORED = "_flip"  # suffix of the name of the mirror image's array
+_USUAL = ("moments", "latents", "latent")  # names of the latents' array to prefer if several arrays have its shape
+_TIMES = 128  # maximum unpacked bytes of a .npz per latent value, because a small .npz can unpack to any size
 
 
 def tar_name(image_size: int, shard: int, shards: int) -> str:
@@ -442,7 +442,7 @@ def tar_name(image_size: int, shard: int, shards: int) -> str:
 
 class CachedSample(NamedTuple):
     """A sample of a tar of latents. row: the sample's row in the original data set. tensors: see the module's
-    docstring. caption: stored instead of the class ``label``, if there is one."""
+    docstring. caption: stored instead of the class ``label``; None stores the label."""
 
     row: int
     tensors: dict[str, Tensor]
@@ -451,7 +451,7 @@ class CachedSample(NamedTuple):
 
 
 def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Write a tar and then its index, each under a temporary name first, and return the tar's SHA-256."""
+    """Write a tar and then its index, both atomically. Return the tar's SHA-256. skipped: see ``LatentsShard``."""
     refuse_links(path.parent, [path.name, index_of(path).name])
     for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # left by a killed process
         remove(left)
@@ -520,7 +520,7 @@ def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
 
 
 def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
-    """Open the tars of an index. Raises ValueError, which names a tar that is missing or differs from the index."""
+    """Open the tars of an index. Raises ValueError, naming the tar, if one is missing or differs from the index."""
     tars = []
     for shard in index["shards"]:
         path = folder / shard["file"]
@@ -534,7 +534,8 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 
 
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
-    """Read the indexes of a folder behind an address; see ``read_indexes``. Raises ValueError, DataError or OSError."""
+    """Read the indexes of latents in a folder behind an address. Return None for the address of a tar, and for a folder
+    without such an index. Raises ValueError, DataError or OSError."""
     name = f"{address.rstrip('/')}/{INDEX}"
     content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
@@ -554,9 +555,9 @@ def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
 def arrays_of(
     content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Return the numeric arrays in a member, by name. The array of a ``.npy`` has the name "". names: the arrays to
-    unpack; None for all. shape: shape (2C, [t,] h, w) of the latents. Raises ValueError for a ``.npz`` that unpacks to
-    far more than such latents take, and any exception for damaged bytes."""
+    """Return the arrays in a member, by name. The array of a ``.npy`` has the name "". names: the arrays to read from a
+    ``.npz``; None for all numeric ones. shape: (2C, [t,] h, w), the shape of mean and deviation. Raises ValueError if a
+    ``.npz`` exceeds ``_TIMES`` bytes per latent value. Damaged bytes may raise any exception."""
     if suffix == ".safetensors":
         return load(content)
     if suffix == ".npy":
@@ -571,7 +572,7 @@ def arrays_of(
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the name of the array of latents, and the name of its mirror image's array if there is one. Raises
-    ValueError if no array has the shape, or several without a usual name."""
+    ValueError if no array has the shape, or if several have it and none has a name of ``_USUAL``."""
     stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
@@ -586,7 +587,7 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
 def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
     """Return the mean and standard deviation (F, 2C, [t,] h, w) fp32 of a sample, and of its mirror image if F is 2.
     foreign: the index's description of these latents: ``form``, ``array`` and, with mirror images, ``mirrored``. Raises
-    ValueError for an array that is missing, of another shape or not finite, and as :func:`arrays_of`."""
+    the exceptions of :func:`arrays_of`, and ValueError if an array is missing, not finite or of another shape."""
     names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
     arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []
@@ -625,14 +626,14 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class EmbeddingForm(NamedTuple):
-    """The format of an encoder's cached embeddings: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
+    """Format of cached embeddings: width of a token and of a pooled vector, and dtype as a key of ``DTYPES``."""
 
     width: int
     pooled: int
     dtype: str = "fp16"
 
     def numbers(self, max_tokens: int) -> int:
-        """Return how many numbers the embedding of a caption of ``max_tokens`` tokens has."""
+        """Return the number of elements in the embedding of a caption of ``max_tokens`` tokens."""
         return max_tokens * self.width + self.pooled
 
 
@@ -646,7 +647,7 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
     """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU. The dtype is that of
     :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L) bool and pooled (B, P).
-    Raises DataError if a number overflows the dtype."""
+    Raises DataError if an element overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
@@ -658,7 +659,7 @@ def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[T
 
 
 def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
-    """Write the file ``EMPTY`` atomically, and return its SHA-256."""
+    """Write the empty string's embedding to the file ``EMPTY`` atomically. Return the file's SHA-256."""
     how = {"away": True} if isinstance(encoder, PublishedText) else {}
     tokens, pooled = embed(encoder, [""], **how)[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
@@ -666,9 +667,8 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Return the embedding of the empty string, from the bytes of its file, padded to ``max_tokens``. text: the
-    ``TextEncoding`` of the cache's index. Raises ValueError, naming the file, if the file is incomplete or its tensors
-    have other shapes."""
+    """Return the embedding of the empty string, padded to ``max_tokens``. content: bytes of the file ``EMPTY``. text:
+    see ``TextEncoding``. Raises ValueError, naming the file, if it is damaged or its tensors have other shapes."""
     try:
         found = load(content)
         if found.keys() != {"tokens", "pooled"}:
@@ -685,7 +685,7 @@ def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embed
 
 
 def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Return the embedding of the empty string from a folder. Raises ValueError like :func:`read_empty_caption`."""
+    """Return :func:`read_empty_caption` of the folder's file ``EMPTY``. Raises ValueError if it can't be read."""
     name = f"--data_path {folder}: {EMPTY}"
     try:
         content = read_bounded(folder / EMPTY, MOST_EMPTY)

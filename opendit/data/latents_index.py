@@ -1,7 +1,7 @@
-"""The index of a folder of cached latents, the file ``index.json``.
+"""Read and write ``index.json``, which describes a folder of cached latents.
 
 The file holds one index for every ``--image_size``. With ``--bucket_tokens``, the tars of one size may have latents of
-different shapes. The index is written last, so a shard that is not in the index is unfinished.
+different shapes. An index is written after its shards, so a shard that no index lists is unfinished.
 """
 
 import fcntl
@@ -58,7 +58,7 @@ class LatentsSettings(JsonObject):
 
     version: Count
     data: Word
-    shapes: Word = absent()  # with --bucket_tokens: identity of the data set and its shapes
+    shapes: Word = absent()  # with --bucket_tokens: identity of the cropped data set
     bucket_tokens: Positive = absent()
     pictures: Count
     image_size: Side
@@ -74,7 +74,7 @@ class LatentsSettings(JsonObject):
 
 
 class LatentsShard(JsonObject):
-    """Metadata of a file of latents."""
+    """Content of the tar member ``latents.ABOUT``. skipped: "path: reason" of each unreadable file."""
 
     settings: LatentsSettings
     skipped: Skipped
@@ -84,7 +84,7 @@ class ShardEntry(JsonObject):
     """Entry of the index for one file of latents.
 
     shape_key: number that identifies the shape of the file's samples, see ``Shapes.keys``. latent_shape: shape of the
-    file's latents in a cache made with --bucket_tokens. If absent, the index's ``latent_shape`` holds."""
+    file's latents in a cache made with --bucket_tokens. If absent, use the index's ``latent_shape``."""
 
     file: FileName
     count: Count
@@ -95,10 +95,10 @@ class ShardEntry(JsonObject):
 
 
 class TextEncoding(JsonObject):
-    """The encoder of the embeddings that are stored with the latents.
+    """The text encoder whose embeddings are stored with the latents.
 
-    pooled: width of the pooled vectors, if it is not the width of the tokens. dtype: dtype of the embeddings, if it is
-    not fp16."""
+    pooled: width of the pooled vectors; absent if equal to the width of the tokens. dtype: dtype of the embeddings;
+    absent for fp16."""
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
@@ -107,7 +107,7 @@ class TextEncoding(JsonObject):
 
 
 class StoredFeatures(JsonObject):
-    """The vision encoder's features that are stored with the latents: one for each of grid[0] x grid[1] tokens."""
+    """Format of a vision encoder's stored features: one of ``width`` values per token of a grid (rows, columns)."""
 
     encoder: Name
     grid: Annotated[list[Side], Len(2, 2)]
@@ -117,14 +117,14 @@ class StoredFeatures(JsonObject):
 class CaptionCounts(JsonObject):
     """Statistics of the captions that an encoder embedded."""
 
-    rows: Count  # number of rows
-    counted: Count  # number of captions whose tokens were counted
-    cut: Count  # number of captions that were cut
-    longest: Count  # tokens of the longest caption
+    rows: Count  # rows of the data set
+    counted: Count  # captions whose tokens were counted
+    cut: Count  # captions among these that were truncated to ``max_tokens``
+    longest: Count  # tokens of the longest of these captions
 
 
 class ForeignTars(JsonObject):
-    """Format of tars that another program made: the form of their arrays, and the arrays' names."""
+    """Format of another program's tars: ``form`` is one of ``FOREIGN_FORMS``, the others are names of arrays."""
 
     form: str = Field(pattern=rf"^({'|'.join(FOREIGN_FORMS)})\z")
     array: Name
@@ -147,18 +147,18 @@ class LatentsOfOneSize(JsonObject):
     settings: LatentsSettings = absent()
     skipped: Skipped = []
     video: ClipSettings = absent()
-    data_fps: Rate = 1  # frames a second of the files that the clips were read from
-    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of their tokens; 0: no tokens
+    data_fps: Rate = 1  # median frame rate of the original files
+    first_frames: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of first frames' tokens; 0: none
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
     features: StoredFeatures = absent()
     captions: CaptionCounts = absent()
-    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of all files except the shards
+    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # SHA-256 of files that are not shards
     foreign: ForeignTars = absent()
 
 
 class LatentsSizes(JsonObject):
-    """The content of index.json. ``sizes`` has one entry per picture size."""
+    """The content of index.json. ``sizes`` has one index per picture size."""
 
     format: Word
     version: Count
@@ -170,7 +170,7 @@ REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if the fields of an index contradict each other. Each field alone must be valid already."""
+    """Raise ValueError if fields of an index contradict each other. ``checked`` must have accepted the index before."""
 
     def require(right: bool, problem: str) -> None:
         if not right:
@@ -202,7 +202,7 @@ OLD_FILES = "latents-*.safetensors"  # latents of version 1
 
 
 def convert_advice(folder: str) -> str:
-    """Return the end of an error message about a folder of version 1: the cause and the fix."""
+    """Return the cause and the fix for an error message about a folder of version 1."""
     return (
         "holds latents in safetensors files, as earlier versions made them; convert them: python preprocess.py shards "
         f"--data_path {shlex.quote(folder)} --output TARS"
@@ -210,8 +210,8 @@ def convert_advice(folder: str) -> str:
 
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
-    """Return the checked indexes in the content of an index.json, one for each picture size. Return None if the content
-    is no index of latents. Raises ValueError for an invalid index and for an index of another version."""
+    """Return the indexes in an index.json, one for each picture size. Return None if its content ``index`` does not
+    describe latents. Raises ValueError for an invalid index and for another version. source: path for messages."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version, folder = index.get("version"), source.rpartition("/")[0]
@@ -229,8 +229,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Read and check the indexes of a folder, see :func:`check_indexes`. Return None if the folder has none. Raises
-    ValueError for a damaged index."""
+    """Return :func:`check_indexes` of a folder's index.json. Return None if there is no such file, or if it can't be
+    parsed and the folder has no files of latents. Raises ValueError for another damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -244,7 +244,7 @@ def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> dict[str, Any]:
-    """Return the index of pictures of this size. Raises ValueError, which begins with ``name``, if there is none."""
+    """Return the index for this picture size. Raises ValueError, which begins with ``name``, if there is none."""
     found = next((index for index in indexes if index["image_size"] == image_size), None)
     if found is None:
         sizes = [str(index["image_size"]) for index in indexes]
@@ -267,17 +267,17 @@ LOCK = ".index.lock"
 
 @contextmanager
 def index_locked(folder: Path) -> Iterator[None]:
-    """Lock the folder's index against changes by other processes. Hold the lock briefly, not during encoding."""
+    """Lock the index against changes by other processes. Hold the lock briefly, not during encoding."""
     with open(open_to_write(folder / LOCK, os.O_WRONLY | os.O_CREAT), "w") as lock:
         with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # also released when the process is killed
         yield
 
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Remove from the index the latents that are about to be rewritten, so that nobody reads them while they change.
-    Return the checksums of the removed shards by file name. Raises ValueError if index.json is not an index of latents,
-    or if the folder holds latents of other data."""
+    """Remove the index of the picture size in ``settings``, so that nobody reads its shards while they are rewritten.
+    Return the removed shards' checksums by file name. Raises ValueError if index.json does not describe latents, if the
+    folder holds latents of version 1, or if its other sizes have other data, VAE, clip settings or text encoder."""
     with index_locked(folder):
         indexes, others = _indexes(folder, settings)
         if others:
@@ -289,20 +289,20 @@ def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> None:
-    """Add ``index`` to the folder's index file, and keep what other processes have added meanwhile. Call this function
-    under :func:`index_locked`. Raises ValueError as :func:`take_index` does."""
+    """Store ``index`` in index.json, and keep the indexes of other picture sizes. Call this function within
+    :func:`index_locked`. Raises ValueError as :func:`take_index` does."""
     write_index(folder, [*_indexes(folder, settings)[1], index])
 
 
 def _indexes(folder: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return (all indexes of a folder, its indexes of other picture sizes)."""
+    """Return (all indexes of a folder, those of other picture sizes). Raises ValueError, see :func:`take_index`."""
     if any(folder.glob(OLD_FILES)):
         raise ValueError(f"--output {folder}: {convert_advice(str(folder))}; or name another folder")
     if not (folder / INDEX).exists():
         return [], []
     try:
         indexes = read_indexes(folder)
-    except ValueError:  # damaged, or of another version: the index is written again
+    except ValueError:  # a damaged index, or one of another version, will be overwritten
         indexes = []
     if indexes is None:
         raise ValueError(f"--output {folder}: holds an {INDEX} of something else; pass another folder")

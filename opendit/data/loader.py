@@ -1,4 +1,4 @@
-"""Read the batches of every step in worker processes that prefetch, and choose a data set's schedule.
+"""Prefetch the batches of every step in worker processes, and choose a data set's schedule.
 
 The global batch is the same for any number of ranks, micro-batches and workers. If a worker dies, runs out of memory or
 hangs, the run ends with one error that names the file. If the main process ends, the workers end too."""
@@ -53,11 +53,11 @@ from opendit.data.shaped import ShapedDataset
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 2  # batches that each worker process prefetches
+AHEAD = 2  # number of batches that each worker process prefetches
 POLL = 1.0  # seconds between checks of the workers while the main process waits for a batch
 
 # If a thread frees a tensor while the interpreter exits, the process aborts ("terminate called without an active
-# exception"). This list keeps tensors that such a thread may still hold.
+# exception"). This list keeps loaders alive whose tensors such a thread may still hold.
 not_ended: list[Any] = []
 
 
@@ -97,8 +97,8 @@ class ReadAhead:
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # More workers than cores are useful if reads wait for a disk. torch warns about this when a loader is
-            # constructed, and in some versions again when it starts.
+            # torch warns about more workers than cores when it constructs a loader, and in some versions again when
+            # the loader starts. So many workers are useful if reads wait for a disk.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
@@ -111,18 +111,18 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # Restore the previous handler. When a worker dies, torch's handler raises wherever the main process is, perhaps
+        # Restore the SIGCHLD handler. When a worker dies, torch's handler raises wherever the main process is, perhaps
         # in the middle of a save or where Python swallows the error. Here the next ``__next__`` raises instead.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # Runs before multiprocessing's exit handler, which sends a signal that the workers ignore, and then waits.
+        # At exit this runs before multiprocessing's handler, which waits for workers after a signal that they ignore.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
             self._results._get_data = lambda: cast(ReadAhead, me())._wait_for_result()
         self._asked: float | None = None  # time at which the main process began to wait for a result
-        self._hung = ""  # error text, set when the workers are killed for a late file
+        self._hung = ""  # error text, set when the workers are killed because a read timed out
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=_watch, args=(me, self._closing, on_hang), name="reading", daemon=True)
         if patience:
@@ -138,7 +138,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result. Raises DataError if a worker died or hangs, and a worker's own error."""
+        """Return the next result. Raises DataError if a worker died or hung, and the error that a worker returned."""
         if self._results is None:
             raise StopIteration
         if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
@@ -166,13 +166,13 @@ class ReadAhead:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers because a file is late. This also wakes the main process if it is receiving a result."""
+        """Kill the workers after the timeout that ``late`` describes. This also wakes a waiting main process."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Describe the files and workers that made no progress for ``seconds``; "" if all made progress."""
+        """Describe reads that have taken ``seconds`` or longer, and stuck workers; "" if there are none."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -193,14 +193,14 @@ class ReadAhead:
         return "; ".join(late)
 
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
-        """Raise DataError if a worker died. Wait up to ``patience`` seconds, because a read can fail before its
-        worker's exit is visible."""
+        """Raise DataError if a worker died or the workers were killed after a timeout. Wait up to ``patience`` seconds
+        for a worker to exit, because a read can fail before the exit is visible."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
         dead = []
         for number, worker in enumerate(self._workers):
-            if worker.sentinel in ending:  # the exit code becomes available within moments
+            if worker.sentinel in ending:  # the exit code can come slightly later
                 worker.join(timeout=5)
             if worker.exitcode not in (None, 0):
                 row, _ = self.reading.at(number)
@@ -218,28 +218,28 @@ class ReadAhead:
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=1)  # this thread must not free the batches during exit: see not_ended
+            self._watcher.join(timeout=1)  # the watcher must not free tensors during exit, see not_ended
         if results is None or not self._workers:
             self.reading.end()
             return
-        # torch's shutdown runs in a thread because its waits have no timeout. Workers that respond end at once; the
-        # others are killed.
+        # torch's shutdown runs in a thread because its waits have no timeout. Workers that do not respond to it are
+        # killed.
         orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
         orderly.start()
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # on a busy machine; keep the batches alive, because that thread must not free them
+        if orderly.is_alive():  # possible on a busy machine; that thread must not free the batches
             not_ended.append(results)
 
 
 def shut_down(results: Any) -> None:
-    with suppress(Exception):  # queues raise if the process at the other end was just killed
+    with suppress(Exception):  # torch's queues raise if a worker was just killed
         results._shutdown_workers()
 
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
-    """Warn about late files, and end the reading when a file takes longer than ``patience``. Runs in a thread."""
+    """Warn about slow reads, and end the reading when one takes longer than ``patience``. Runs in a thread."""
     told = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
@@ -269,9 +269,9 @@ def _no_data(late: str, patience: float) -> str:
 
 
 class _Reading:
-    """The row that each worker is reading, in memory shared with the main process.
+    """Records in shared memory which row each worker is reading, and since when.
 
-    At every file a worker writes the row and the time from time.monotonic(), a clock that all processes share."""
+    The times are those of time.monotonic(), a clock that all processes share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -297,9 +297,9 @@ class _Reading:
 
 
 def _failure(error: Exception, where: str) -> Exception:
-    """Return the error that the main process raises for an ``error`` in a worker process.
+    """Return the error that the main process will raise for an ``error`` in a worker process. where: " at FILE" or "".
 
-    DataLoader would raise an error whose text is the worker's traceback. where: " at FILE" or "".
+    Otherwise DataLoader would raise an error whose text is the worker's traceback.
     """
     text = " ".join((str(error) or type(error).__name__).split())
     if isinstance(error, DataError | OSError):
@@ -357,14 +357,14 @@ class Batch:
         micro: index of the micro-batch in the step's gradient accumulation.
         segments_in_step: number of samples in the step, over all ranks and micro-batches.
         weights: (B,) float32 weights of the samples' losses; None means 1.
-        skipped: "path: reason" for every unreadable file.
+        skipped: "path: reason" for every unreadable file that was replaced.
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
         text: B captions; None if the conditioning is by label.
         embedding, first: cached embeddings of the captions, and cached inputs from the clips' first frames.
         features: (B, N, width) float16 cached features of the pictures' tokens.
         small: the enlargement that each sample still needs on the device; None if no sample needs one.
-        shared: if pinned, ``x`` in memory shared with the worker.
+        shared: the original of a pinned ``x``, in memory shared with the worker; None if ``x`` is not pinned.
     """
 
     x: Tensor | tuple[Tensor, ...]
@@ -386,8 +386,8 @@ class Batch:
     shared: Tensor | tuple[Tensor, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep ``x`` in shared memory, but send small tensors as NumPy arrays inside the message, because each tensor
-        takes another message."""
+        """Convert ``y`` and ``index`` to NumPy arrays, which are sent within the pickle. A tensor, such as ``x``, is
+        sent as a handle to shared memory, which takes another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -409,7 +409,7 @@ class _Request:
     micro: int
     epoch: int
     samples: int = 0  # number of samples in the step
-    packed: bool = False  # True if the samples have any sizes and form one sequence
+    packed: bool = False  # True if the samples have various sizes and form one sequence
 
 
 def requests(
@@ -421,7 +421,7 @@ def requests(
     start_step: int,
     end_step: int | None,
 ) -> Iterator[_Request]:
-    """Yield a request for each step and micro-batch of a rank, in order."""
+    """Yield the rank's request for each micro-batch of each step, in order. end_step: None means no end."""
     for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
         rows, epoch = schedule.rows(step), schedule.epoch(step)
         for micro in range(micro_batches):
@@ -434,8 +434,8 @@ class _BatchReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # uint8 needs a quarter of the memory to fill, stack and send to the main process. With float32, these steps
-        # take half of the time that a small clip needs.
+        # uint8 takes a quarter of the memory of float32. With float32, filling, stacking and sending the samples takes
+        # half of the time of a small clip.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
@@ -510,7 +510,7 @@ class _RingBuffer:
         """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has as
         many axes as ``shape``.
 
-        Clips are channels-last, and permuting a clip takes longer than copying it."""
+        The format is kept because clips are channels-last, and permuting a clip takes longer than copying it."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -529,12 +529,12 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Pool of reusable memory. Otherwise memory freed between two batches returns to the system, and allocating it
-    again costs as much as copying a batch."""
+    """Pool of memory for batches. Without it, memory freed between two batches returns to the system, and allocating
+    new memory costs as much as copying a batch."""
 
     def __init__(self):
-        # Pairs of a buffer and a weak reference to the view in its latest storage. A buffer is free when its view is
-        # gone.
+        # Pairs (buffer, weak reference to the view that backs its latest storage). A buffer is free when its view no
+        # longer exists.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
@@ -555,7 +555,7 @@ class OwnMemory:
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """Stack the fields of named tuples of tensors; None for a list of None."""
+    """Stack named tuples of tensors field by field. Return None for a list of None."""
     return None if parts[0] is None else type(parts[0])(*map(torch.stack, zip(*parts, strict=True)))
 
 
@@ -563,7 +563,7 @@ class BatchIterator:
     """Iterator over batches, and a context manager that ends the worker processes.
 
     Attributes:
-        read, skipped: number of files tried so far, and of unreadable ones.
+        read, skipped: number of files tried so far, and number of unreadable ones among them.
         shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes read from files and tars.
     """
@@ -598,7 +598,7 @@ class BatchIterator:
         file."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # the first call starts the verification thread, after the workers were forked
+            self.verification.check()  # the first call starts a thread, which must not exist at the fork
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -654,11 +654,12 @@ def build_loader(
     endless).
 
     In every step and micro-batch the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
-    the global batch; an entry is a sample or a pack. With 0 workers the main process reads the same batches.
+    the global batch; an entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape. With 0
+    workers the main process reads the same batches.
 
     Args:
-        max_bad: DataError is raised if a larger fraction of the files is unreadable.
-        on_skip: called once for every unreadable file.
+        max_bad: largest tolerated fraction of unreadable files.
+        on_skip: called once for every unreadable file, with "path: reason".
         as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch on the
             device.
         enlarge: if False, ``clips.enlarge`` must enlarge clips that are smaller than requested. Ignored without
@@ -696,9 +697,9 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """Return an iterator over batches of the given samples, without random changes. Pixels stay uint8.
+    """Return an iterator over batches of the samples with these keys, without augmentation. Pixels stay uint8.
 
-    The samples of one batch have the same step and shape. how: num_workers, patience, who and on_hang of ``ReadAhead``.
+    All samples of a batch must have one step and one shape. how: num_workers, patience, who, on_hang of ``ReadAhead``.
     """
     asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
@@ -717,11 +718,11 @@ def build_schedule(
     attention: float = float("inf"),
 ) -> BatchSchedule:
     """Return the schedule of a data set: a ``PackSchedule`` with ``pack_tokens``, a ``BlendSchedule`` for weighted
-    sources, a ``BucketSchedule`` for samples of several shapes, or else a ``BatchSchedule``.
+    sources, a ``BucketSchedule`` for several shapes or with ``bucket_tokens``, or else a ``BatchSchedule``.
 
     Args:
-        bucket_tokens: tokens of a bucket's entry, which holds several samples of one shape. Needs a ``ShapedDataset``.
-        pack_tokens: tokens of a pack, which holds samples of any shapes. Needs a ``ShapedDataset``.
+        bucket_tokens: maximum tokens of an entry, which holds samples of one shape. Needs a ``ShapedDataset``.
+        pack_tokens: maximum tokens of a pack, which holds samples of any shapes. Needs a ``ShapedDataset``.
         caption_tokens: tokens that each sample's caption adds to a pack.
         attention: see ``PackSchedule``.
 

@@ -33,7 +33,7 @@ from opendit.data.processes import run_apart
 from opendit.data.shards.store import Remote
 from opendit.data.sources import Recaptioned, build_dataset
 
-BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens: 1k to 128k
+BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens, from 1k to 128k
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class MediumTokens:
 class BudgetFill:
     """Result of packing media into sequences of ``budget`` tokens.
 
-    fill: used fraction of the tokens, without the emptiest sequence, because more media would fill it; None if there is
-    only one sequence. too_long: fraction of the media that is longer than a sequence and left out."""
+    fill: used fraction of the tokens. The emptiest sequence is not counted, because more media would fill it. None if
+    there are fewer than two sequences. too_long: fraction of the media that is longer than a sequence and left out."""
 
     budget: int
     fill: float | None
@@ -71,7 +71,7 @@ class BudgetFill:
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
-    """Pack media of these lengths by best fit: longest first, each into the fullest sequence with enough room."""
+    """Pack media of these token counts by best fit: longest first, each into the fullest sequence with room for it."""
     fitting = sorted((length for length in lengths if length <= budget), reverse=True)
     free: list[int] = []  # free tokens of each sequence, ascending
     for length in fitting:
@@ -106,7 +106,7 @@ def font_files() -> list[str]:
 
 @cache
 def families() -> list[str]:
-    """Return matplotlib's names of the fonts. It draws each glyph with the first font that has the glyph."""
+    """Return matplotlib's names of the fonts. matplotlib draws each glyph with the first font that has it."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
@@ -124,7 +124,7 @@ def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
-    """Return the font that lacks the fewest characters of a text, because Pillow draws a text in a single font."""
+    """Return the font that lacks the fewest characters of a text. Pillow draws a text in a single font."""
     return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
 
 
@@ -154,8 +154,7 @@ class Findings:
         looks: the rows that could be opened, in the order of the data set.
         bad: "file: reason" for every row that could not be opened.
         tokens: counts the tokens of a medium.
-        drawn: the rows that the statistics count. Several sources are drawn by weight, so a row may occur several
-            times.
+        drawn: the readable rows that the statistics count. If sources are drawn by weight, rows may be repeated.
     """
 
     dataset: MediaDataset
@@ -178,7 +177,7 @@ class Findings:
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines about long captions and captions without words among the opened rows."""
+        """Lines for the log about long captions, and captions without words, of the opened rows."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -252,7 +251,7 @@ def draw_histograms(found: Findings) -> bytes:
     import matplotlib
 
     with matplotlib.rc_context({"font.family": families()}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows these captions too
+        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows such captions completely
         return _draw_histograms(found)
 
 
@@ -311,7 +310,7 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
         return
     low, high = min(values), max(values)
-    if low == high:  # if all values are equal, draw one bar
+    if low == high:  # all values are equal: draw one bar
         axes.bar([low], [len(values)], width=0.1 * abs(low) or 0.1)
         axes.set_xlim(low - (abs(low) or 1), low + (abs(low) or 1))
     else:
@@ -380,7 +379,7 @@ def _escaped(text: str) -> str:
     return html.escape(printable(text))
 
 
-TIME_LIMIT = 60.0  # seconds for one row
+TIME_LIMIT = 60.0  # maximum seconds to open one row
 SHEET, HISTOGRAMS, PAGE = "contact_sheet.png", "histograms.png", "look.html"
 
 
@@ -432,8 +431,9 @@ def open_any(
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
     frame_interval).
 
-    An argument that is None becomes the setting of the cached latents; for other data it is 256, 16 or 1. options: more
-    fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
+    These three settings default to those of cached latents, and to 256, 16 and 1 for other data. ``fps`` defaults to
+    that of cached latents, unless ``frame_interval`` is set. options: more fields of ``sources.Request``. Raises
+    ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
         index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
@@ -442,21 +442,20 @@ def open_any(
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
     # max_bad=1.0, because bad files are only reported. The data set is first opened with clips. If that fails, it is
-    # opened as pictures, and the second error is the one to report.
+    # opened as pictures, and an error of this second attempt is raised.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:
         dataset = build_dataset(data_path, size, use_video=False, **options)
     if not _has_clips(dataset):
-        with suppress(ValueError):  # a cooker's clips are not listed in an index
+        with suppress(ValueError):  # clips made by an Energon cooker are in no index, and can't be opened as pictures
             dataset = build_dataset(data_path, size, use_video=False, **options)
     return dataset, (size, frames, interval)
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents in a folder or at an address, or of a blend's first source; None for other
-    data."""
+    """Read the indexes of cached latents, of several sources those of the first one. Return None for other data."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -469,9 +468,9 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return True if a data set that was opened with clips has any.
+    """Return False if a data set was opened with clips and has none.
 
-    Only ``PicturesAndClips`` need the check. Others open with clips only if they have some."""
+    Only ``PicturesAndClips`` are checked. Other data sets can be opened with clips only if they have some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -483,7 +482,8 @@ def _has_clips(dataset: MediaDataset) -> bool:
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
     """Return ``samples`` evenly spaced rows in ascending order, or all rows if there are fewer.
 
-    Each of several sources contributes by its initial weight, at least one row. Rows of a small source are repeated."""
+    Several sources contribute in proportion to their initial weights, at least one row each. Rows of a small source
+    are repeated."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -496,14 +496,14 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` evenly spaced rows of 0 to ``size`` - 1, ascending. If there are too few, rows are repeated
-    equally often, up to one."""
+    """Return ``count`` evenly spaced integers in [0, ``size``), ascending. If ``count`` is larger than ``size``, some
+    integers occur once more than the others."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 
 
 def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, tokens: MediumTokens) -> Findings:
-    """Open ``samples`` rows (0: all) chosen by :func:`draw_rows`, and make thumbnails of up to ``pictures`` of them."""
+    """Open ``samples`` rows (0: all) chosen by :func:`draw_rows`. Up to ``pictures`` of them get thumbnails."""
     samples = min(samples or len(dataset), len(dataset))
     drawn = draw_rows(dataset, samples)
     rows = (np.unique(drawn) if samples < len(dataset) else np.arange(len(dataset))).tolist()

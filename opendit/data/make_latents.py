@@ -1,7 +1,7 @@
 """Encode the pictures or clips of a data set, and their captions, once before training.
 
-Every rank encodes the shards ``rank, rank + world_size, ...``. The bytes of a shard depend on the settings only, not on
-the number of ranks or on how often the job was interrupted.
+Every rank encodes the shards ``rank, rank + world_size, ...``. The bytes of a shard depend only on the data and the
+settings, not on the number of ranks or on interruptions.
 """
 
 import math
@@ -58,15 +58,15 @@ from opendit.parallel.supervisor import Supervisor
 
 
 class _RowReader(Dataset[Any]):
-    """Map-style dataset that reads batches of rows in a worker process. It does not mirror rows or replace bad ones."""
+    """Map-style dataset that reads batches of rows in a worker process, without mirroring or replacing bad rows."""
 
     def __init__(self, dataset: MediaDataset):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows. The
-        captions are empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W), or
+        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows. The list
+        of captions is empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W), or
         None if no row was readable."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
@@ -113,8 +113,8 @@ class FirstFrameEncoder:
         return "latents" if self.tokens is None else self.tokens.fingerprint()
 
     def encode(self, codec: Codec, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the tensors to cache for B clips, each (B, views, ...) fp16 on the CPU. views: the clips, and their
-        mirror images if these are cached, each (B, 3, T, H, W) in [-1, 1]."""
+        """Return the tensors to cache for B clips, each (B, V, ...) fp16 on the CPU. views: V tensors (B, 3, T, H, W)
+        in [-1, 1], which are the clips and, if V is 2, their mirror images."""
         grey = [first_frames_alone(view) for view in views]
         made = {"first_latents": [codec.moments(view).chunk(2, dim=1)[0] for view in grey]}
         if self.tokens is not None:
@@ -145,24 +145,24 @@ def make_latents(
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
     """Write the latents of ``dataset`` to tars in ``output``. Complete tars that already exist are kept. One folder can
-    hold tars of the same data at several picture sizes. For the tars' format see ``opendit.data.latents``. With several
-    ranks the default process group must exist.
+    hold tars of the same data at several picture sizes. ``opendit.data.latents`` describes the format of the tars. All
+    ranks must call this together, with an initialized default process group.
 
     Args:
         flips: also encode the mirror image of every picture.
-        encoder: text encoder. Without one, captions are stored as text.
-        counted: statistics of the captions on rank 0, in tokens of the encoder; they are stored in the index.
+        encoder: text encoder; None stores the captions as text.
+        counted: statistics of the captions in tokens of ``encoder``, for the index; only rank 0 needs them.
         first: encodes first frames of clips for an image-to-video model.
         shard_size: samples of a tar.
-        tar_bytes: approximate bytes of a tar, instead of ``shard_size``.
+        tar_bytes: approximate maximum bytes of a tar, instead of ``shard_size``.
         bucket_tokens: maximum number of tokens in a sample, if ``dataset`` is a ShapedDataset.
         teacher: vision encoder whose features of the pictures are stored, too.
         max_bad: largest tolerated fraction of unreadable files.
         patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
     Return the index on rank 0, None on other ranks. Raises ValueError if ``output`` holds latents that were made with
-    other settings. Raises DataError if more than ``max_bad`` of the files can't be read, or a latent doesn't fit
-    float16.
+    other settings. Raises DataError if more than ``max_bad`` of the files can't be read, or if a latent, feature or
+    embedding overflows its dtype.
     """
     output = Path(output)
     work = _Encoding(dataset, codec, encoder, image_size, flips, teacher, first)
@@ -174,7 +174,7 @@ def make_latents(
     kept = complete_tars(output, settings)
     before = _take_index(output, settings, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, len(plan), world_size)}
-    # Every kept shard is read once for its checksum. A shard whose checksum differs from the index is recomputed.
+    # Hash every complete shard once. A shard whose hash differs from the index is encoded again.
     names = {shard: all_names[shard] for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
@@ -215,7 +215,7 @@ def make_latents(
 
 
 def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: int) -> dict[str, str]:
-    """Call ``take_index`` on rank 0, and return its result on every rank."""
+    """Call ``take_index`` on rank 0, and return its result on all ranks, which must call this together."""
     found: list[Any] = [{}]
     if rank == 0:
         found[0] = take_index(output, settings)
@@ -225,8 +225,8 @@ def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: i
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """Return the rows of every shard. Rows are grouped by shape, and stay in order within a shape. shard_size: function
-    from the rows of one shape to the number of rows per shard."""
+    """Return the rows of every shard, in order. All rows of a shard have the same shape. shard_size: returns the number
+    of rows per shard for a list of all rows of one shape."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -247,7 +247,7 @@ def inner(codec: Codec) -> Any:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A data set with its codec and encoder. Without an encoder, captions are stored as text."""
+    """Encodes the samples of a data set, and describes the result for the index; see :func:`make_latents`."""
 
     dataset: MediaDataset
     codec: Codec
@@ -278,8 +278,8 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least one. Every caption is assumed to
-        have the most tokens."""
+        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least one. Every caption is counted
+        with the maximum number of tokens."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2
@@ -311,7 +311,7 @@ class _Encoding:
             settings["text"] = self.encoder and self.encoder.fingerprint()
         if self.teacher is not None:
             settings["features"] = self.teacher.fingerprint()
-        if isinstance(self.dataset, ShapedDataset):  # one identity of the media for all picture sizes in the folder
+        if isinstance(self.dataset, ShapedDataset):  # "data" must be equal for all picture sizes in a folder
             whole = self.dataset.whole.fingerprint().identity
             settings |= {"data": whole, "shapes": data, "bucket_tokens": bucket_tokens}
         return settings
@@ -319,7 +319,7 @@ class _Encoding:
     def encode(
         self, batches: Iterable[tuple[Any, ...]], counter: BadFileCounter, bar: Progress
     ) -> tuple[list[CachedSample], list[str]]:
-        """Encode the rows of a shard. Return its samples and the skipped files."""
+        """Encode the batches of a shard. Return its samples, and "path: reason" of each skipped file."""
         samples, all_skipped = [], []
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
@@ -359,7 +359,7 @@ class _Encoding:
     def entries(
         self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the index entries of all shards, and the skipped files. Raises DataError for a missing shard."""
+        """Return the index entries of all shards, and the skipped files. Raises DataError for a bad shard."""
         entries, all_skipped = [], []
         for shard, rows in enumerate(plan):
             name = tar_name(self.image_size, shard, len(plan))
@@ -378,7 +378,7 @@ class _Encoding:
     def index(
         self, settings: dict[str, Any], entries: list[dict[str, Any]], skipped: list[str], counted: CaptionCount | None
     ) -> dict[str, Any]:
-        """Return the index of these shards. counted: see :func:`make_latents`."""
+        """Return the index that lists ``entries``, see ``LatentsOfOneSize``. counted: see :func:`make_latents`."""
         index = {
             "count": sum(entry["count"] for entry in entries),
             "class_names": list(self.dataset.describe().class_names),
@@ -438,10 +438,10 @@ def run(
     **media: Any,
 ) -> dict[str, Any] | None:
     """Run ``preprocess.py latents`` with the values of its flags. If torchrun started several processes, each uses one
-    GPU. Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
+    GPU, if there is one. If one of them fails, all end, see ``Supervisor``. Raises ValueError, OSError or DataError.
 
     patch: ([frames,] rows, columns), the model's patch. ``bucket_tokens`` counts tokens of this patch, and the encoder
-    ``repa`` computes one feature for each. media: fields of ``sources.Request`` about how files are read."""
+    ``repa`` computes one feature for each token. media: fields of ``sources.Request`` about how files are read."""
     place = find_place()
     rank, world_size = place.rank, place.world_size
     supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
@@ -449,7 +449,7 @@ def run(
         stack.enter_context(supervisor)
     with stack:
         if vae not in HUB:
-            vae = str(Path(vae).expanduser().resolve())  # absolute, because runs in other folders use it
+            vae = str(Path(vae).expanduser().resolve())  # absolute, because the index stores it
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
@@ -504,8 +504,8 @@ def run(
             print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
-            # The ranks only wait for each other at the end. The last may finish long after the first, so the
-            # timeout is long.
+            # The ranks wait for each other only at the beginning and the end. The last may finish long after the
+            # first, so the timeout is long.
             store = dist.PrefixStore("default", meet(place))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
         index = make_latents(
@@ -540,9 +540,8 @@ def run(
 def _load_encoder(
     name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype, precision: str
 ) -> AnyEncoder:
-    """Load the text encoder ``name``. With ``pretrained``, load the text encoders of its model family from the folder
-    ``name``. Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``. precision: value
-    of --text_precision."""
+    """Load the text encoder ``name`` in ``dtype``. If ``pretrained`` is set, load the text encoders of its model family
+    from the folder ``name`` instead, in bfloat16, the dtype of training. precision: value of --text_precision."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
@@ -566,7 +565,7 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
     """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``. auto: dtype for
     ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16 and bf16 would lose
-    three bits of their mantissa."""
+    three bits of the mantissa. Raises ValueError if fp16 or bf16 is requested on a CPU."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

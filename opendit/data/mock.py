@@ -1,4 +1,4 @@
-"""``--data_path mock``: random latents of the model's size, to time a training step without data."""
+"""``--data_path mock``: random latents and labels or captions, to time training steps without data."""
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ class MockDataset(MediaDataset):
     """Random data in the format of cached latents.
 
     ``x`` holds means and standard deviations, (2C, h, w) or (2C, t, h, w), in the shape that ``vae`` gives media of
-    ``image_size`` and ``num_frames`` (None for pictures). The means are drawn from N(0, 1), keyed by the row, and the
-    deviations are 0.
+    ``image_size`` and ``num_frames`` (None for pictures). The means are drawn from N(0, 1), keyed by seed and row,
+    and the deviations are 0.
 
-    Rows have one of ``num_classes`` labels. With a ``text_encoder`` they have captions instead: text for ``bytes``,
-    random embeddings of the encoder's width for any other.
+    Each row has one of ``num_classes`` labels (None: ``CLASSES``), or a caption if there is a ``text_encoder``. Any
+    encoder except ``bytes`` adds random embeddings of its width.
 
     Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode."""
 

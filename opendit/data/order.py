@@ -1,8 +1,8 @@
 """Choose the samples of each training step, as a pure function of (seed, step).
 
 A run that resumes at any step draws the same samples as an uninterrupted run. The global batches do not depend on the
-number of ranks, workers and micro-batches. A schedule computes each sample from its position in the run, with the
-random sequences at the beginning of this module: keyed permutations, pools of rows, and mixtures.
+number of ranks and workers. A schedule computes each sample from its position in the run. It uses the random sequences
+at the beginning of this module: keyed permutations, pools of rows, and mixtures.
 """
 
 import math
@@ -19,8 +19,8 @@ from opendit.diffusion.random import philox4x32
 
 SORTED = 2**16  # maximum size of a permutation that is made by sorting random words
 ROUNDS = 8  # rounds of the Feistel network
-FEW = 32  # maximum number of values for which keys are compared with each value
-CHUNK = 1024 * 1024  # keys compared at once
+FEW = 32  # with more distinct keys, sorting an array of keys is faster than comparing it with each
+CHUNK = 1024 * 1024  # number of keys compared at once
 _BLOCK = 1024  # keys per block of RowsByKey's table of counts
 
 
@@ -47,7 +47,7 @@ def permuted_each(
     positions: np.ndarray, sizes: np.ndarray, seed: int, domains: np.ndarray, epochs: np.ndarray
 ) -> np.ndarray:
     """Return the result of :func:`permuted` with a separate size, domain and epoch for every position; all arrays are
-    (n,) int64. Each distinct permutation of up to ``SORTED`` numbers needs a call of :func:`permuted`."""
+    (n,) int64. Every distinct permutation of up to ``SORTED`` numbers costs one call of :func:`permuted`."""
     out, large = np.zeros_like(positions), sizes > SORTED
     out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
     if not large.all():
@@ -76,7 +76,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Permute the numbers below the product of two bases. The product equals the size or is slightly larger."""
+    """Permute each of ``numbers`` below the product of two bases. The product is its size, or slightly larger."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
@@ -93,7 +93,7 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 
 
 class Pool:
-    """An endless sequence of ``size`` rows, with a new keyed permutation of all the rows in every epoch. domain: see
+    """An endless sequence of rows: in every epoch, a new keyed permutation of the same ``size`` rows. domain: see
     :func:`permuted`. select: maps numbers (n,) below ``size`` to rows (n,) of the data set."""
 
     def __init__(self, size: int, seed: int, domain: int, select: Callable[[np.ndarray], np.ndarray]):
@@ -148,8 +148,8 @@ class RowsByKey:
         return partial(self.select, value)
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return rows of the ``value``-th distinct key, (n,) int64. ``numbers`` (n,) are ranks among the rows of this
-        key."""
+        """Return the rows, (n,) int64, at positions ``numbers`` (n,) of the list of rows whose key is
+        ``values[value]``."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -165,7 +165,7 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
-    for value in values:  # a comparison takes a hundredth of the time of sorting
+    for value in values:  # comparing takes a hundredth of the time of sorting
         other &= keys != value
     return keys[other]
 
@@ -174,16 +174,16 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """An endless sequence that assigns a component to every position, in fixed proportions.
+    """An endless random sequence of components, such as sources or shapes, in fixed proportions.
 
     The sequence consists of blocks. ``rate_c`` is the mean number of elements of component c in a block. Component c
     occurs floor(b * rate_c) times in the first b blocks, so at the end of a block its count is less than one below the
     exact proportion. The order within a block is a keyed permutation.
 
     stages: (first position, rates) in order of position; the first stage begins at position 0. Counts of components
-    continue from one stage to the next. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: True
-    returns the elements of a component in order. False returns them in any order within a block, which makes very long
-    blocks possible."""
+    continue from one stage to the next. domain: see :func:`permuted`; stage i uses ``domain + i``. in_order: if True,
+    the elements of a component come in order. If False, they come in any order within a block, and blocks may be very
+    long."""
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
@@ -279,29 +279,28 @@ class _Stage:
         return before + np.bincount(component, minlength=len(self.rates))
 
 
-KEYED = "keyed"  # name of this order in checkpoints; old checkpoints have "sorted" or no name
-POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``Stream`` has others
-MANY_EPOCHS = 10_000  # epochs over which the mean number of steps per epoch is computed
-WINDOW = 1024  # number of rows computed at once, or the number of rows in a step if that is larger
-_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which sources are shuffled (samples), and shapes (parts)
-_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; more would make domains overlap
+KEYED = "keyed"  # name of the order of samples in checkpoints; old ones have "sorted" or no name
+POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations; ``random.Stream`` has others
+MANY_EPOCHS = 10_000  # epochs over which the steps per epoch are averaged
+WINDOW = 1024  # number of rows computed at once, but at least those of one step
+_SAMPLES, _PARTS = 128, 16  # mean block sizes of mixtures: samples for sources, micro-batches for shapes
+_MOST, _MOST_SHAPES = 256, 4096  # maximum sources and shapes of a blend; with more, domains would overlap
 
 
 Key = TypeVar("Key", bound=tuple)
 
 
 class StepRows(NamedTuple):
-    """The samples of a step. rows: rows of all samples, in order of position. ends: end of each unit of the step among
-    these rows."""
+    """The samples of a step. rows: the samples' rows, in order of position. ends: for each unit of the step (see
+    ``BatchSchedule``), the index in ``rows`` after its last sample."""
 
     rows: list[int]
     ends: Sequence[int]
 
 
 class BatchSchedule:
-    """The rows of every global batch. They are consecutive permutations of the data set, one for each epoch. A batch
-    may contain the end of one epoch and the beginning of the next, so every row is drawn once in each epoch for any
-    batch size.
+    """A schedule that draws every row once per epoch, in a new random order. A global batch may contain the end of one
+    epoch and the beginning of the next, so this holds for any batch size.
 
     global_batch: units of one optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is one
     sample; in subclasses a unit may have several samples. Raises ValueError if the data set has fewer than
@@ -365,17 +364,17 @@ class BatchSchedule:
         return self._of_step(step).rows
 
     def ends(self, step: int) -> Sequence[int]:
-        """Return the end of each of the ``global_batch`` units of ``step`` among its :meth:`rows`."""
+        """Return :attr:`StepRows.ends` of ``step``, for its ``global_batch`` units."""
         return self._of_step(step).ends
 
     def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
         """Return the positions among :meth:`rows` that ``rank`` reads for micro-batch ``micro``. ranks: number of
-        data-parallel ranks. units: units of a micro-batch on one rank."""
+        data-parallel ranks. units: number of units of a micro-batch on one rank."""
         first, ends = (micro * ranks + rank) * units, self.ends(step)
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the samples of a rank's micro-batch in the order of reading. A key's first field is its row."""
+        """Return the keys of a rank's micro-batch in the order of reading. The first field of a key is the row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
@@ -391,8 +390,8 @@ class BatchSchedule:
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows at positions [start, stop) of the run, int64. Only for schedules whose units are samples.
-        Positions count the samples of all steps."""
+        """Return the rows of samples ``start`` to ``stop`` - 1 of the run, int64. Samples are numbered across all
+        steps. Only for schedules whose units are single samples."""
         pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
         return pool.rows(np.arange(start, stop))
 
@@ -428,8 +427,8 @@ class BucketSchedule(BatchSchedule):
     all complete parts, in keyed order. Over E epochs every row is drawn E times, except the rows left over at the end
     of the run. These are fewer than one part of each shape plus the parts of one step.
 
-    The samples of a step depend only on (seed, global batch, micro_batches). They are the same for any number of ranks
-    and of accumulated micro-batches that divides the parts equally.
+    The samples of a step depend only on (seed, global batch, micro_batches). They are the same for all
+    numbers of ranks and accumulated micro-batches that divide the parts equally.
 
     keys: the shape key of every row. samples: number of samples in a unit, for each shape in order of its key; None
     means one. Raises ValueError if an epoch has too few rows for a step."""
@@ -505,8 +504,8 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the number of units of a micro-batch over all ranks. Raises ValueError if ``micro_batches`` does not
-    divide ``global_batch``."""
+    """Return the units of a micro-batch, counted over all ranks. Raises ValueError if ``micro_batches`` does not divide
+    ``global_batch``."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
@@ -526,12 +525,12 @@ class SourceRows:
     # A source of weight 0 is not drawn in that stage.
     stages: tuple[tuple[int, tuple[Fraction, ...]], ...]
     epoch: int  # number of samples of a pass over the data
-    # how often a pass draws each source, if the user specified epochs instead of weights. The weights of the first
-    # stage are then epochs x sizes.
+    # Number of times that a pass draws each source. None if the user specified weights instead of epochs. With epochs,
+    # the weights of the first stage are epochs x sizes.
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":
-        """Return the same sources for a subset of the rows, renumbered. ends: end of each source's remaining rows."""
+        """Return the same sources for a subset of the rows, renumbered from 0. ends: the new ``ends``."""
         left = replace(self, ends=tuple(ends))
         if self.epochs is None:
             return replace(left, epoch=round(self.epoch * ends[-1] / self.ends[-1]))
@@ -597,7 +596,8 @@ class BlendSchedule(BatchSchedule):
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
         self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
-        # For each source: the fraction of its rows that each shape has, and a ``Pool`` of rows for each of its shapes.
+        # _shares: for each source, the fraction of its rows that each shape has. _pools: for each source, a ``Pool`` of
+        # rows for each shape that it has, in one list.
         self._shares, self._pools = [], []
         self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> index of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
@@ -625,7 +625,7 @@ class BlendSchedule(BatchSchedule):
         return [[weight * share for share in shares] for weight, shares in zip(weights, self._shares, strict=True)]
 
     def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
-        """Return the frequency of micro-batches of each shape. A shape with more samples in a unit needs fewer
+        """Return the relative number of micro-batches of each shape. A shape with more samples in a unit needs fewer
         micro-batches."""
         of_shapes = [sum(column, Fraction(0)) for column in zip(*table, strict=True)]
         return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
@@ -678,11 +678,11 @@ class BlendSchedule(BatchSchedule):
         if not self._shaped:
             return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: start of each part
+        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: index in ``rows`` of each part
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts in between are needed
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # nearly all parts between them are needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
@@ -692,8 +692,8 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pools of samples ``start`` to ``stop`` - 1 of a shape, and the samples' positions in these pools.
-        A pool has the samples of one shape and one source."""
+        """Return the pool index of each of the samples ``start`` to ``stop`` - 1 of a shape, and its position in the
+        pool. A pool holds the rows of one shape and one source."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers

@@ -2,8 +2,8 @@
 
 Samples come in the same keyed order as without packs. This order is cut into windows, and each window fills whole steps
 of packs. Samples that do not fit wait, and are placed first in the next window. The packs of a step thus depend only on
-the seed, the lengths of the samples and the number of packs in a step. A checkpoint stores the position in the order at
-which the current window begins, and the samples that wait there, so a resumed run plans the same packs.
+the seed, the data set and the sizes of packs and steps. A checkpoint stores the position in the order at which the
+current window begins, and the samples that wait there, so a resumed run plans the same packs.
 
 A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass, the
 samples that do not fill a step are combined with samples of the next pass. A sample of pass p is not placed while a
@@ -23,12 +23,12 @@ import numpy as np
 from opendit.data.order import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows, permuted
 from opendit.data.shaped import Lengths, summary_of
 
-WINDOW = 192  # number of packs planned together, or the number of packs in a step if that is larger
+WINDOW = 192  # number of packs planned together, rounded up to whole steps
 SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
-SAMPLED = 4  # minimum number of windows from which the mean fill is estimated
-PASSES = 16  # number of passes with which fewer windows suffice
-COUNTED = 4096  # minimum number of samples whose steps are counted, not estimated
-KEPT = 16  # maximum number of full windows in memory
+SAMPLED = 4  # number of full windows from which the mean fill is estimated
+PASSES = 16  # number of passes over the data after which fewer windows are enough
+COUNTED = 4096  # minimum number of samples of these windows, whose steps are counted exactly
+KEPT = 16  # maximum number of steps in memory, in full windows
 EVERY = 64  # number of full windows between two stored beginnings of windows
 _CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
@@ -43,9 +43,9 @@ def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
 
 class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
-    Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the least work so far among
-    the packs with room for it (LPT, Graham 1969, with a capacity). If a sample does not fit, it would still not fit at
-    the end if any one sample placed later were taken out. Exchanging two samples therefore can't fill a pack further.
+    Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the lowest cost so far
+    among the packs with room for it (LPT, Graham 1969, with a capacity). A sample that does not fit would not fit if
+    any one later, shorter sample were removed. Exchanging two samples therefore can't fill a pack further.
 
     least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
     pack."""
@@ -54,14 +54,14 @@ class Packer:
         self.least, self.attention = least, attention
         self.packs: list[list[int]] = [[] for _ in range(count)]
         self._room = [capacity] * count
-        # Heap of (work, pack) for packs that had room when last examined.
+        # Heap of (cost, pack) for packs that had room for the last sample they were examined for.
         self._open = [(0.0, pack) for pack in range(count)]
-        # Heap of (-room, work, pack) for the other packs. A pack returns to ``_open`` when a sample fits into its room.
+        # Heap of (-room, cost, pack) for the other packs. A pack returns to ``_open`` when a sample fits into its room.
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return the numbers of the samples that
-        fit into no pack. Samples of earlier calls stay in the packs. Samples of equal length are placed in the given
+        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return the numbers of those that fit
+        into no pack. Samples of earlier calls stay in the packs. Samples of equal length are placed in the given
         order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
@@ -89,7 +89,7 @@ class Beginning:
     """The state at the beginning of a window."""
 
     step: int  # first step of the window
-    position: int  # position in the order of samples
+    position: int  # position in the order of samples of the first sample that no earlier window considered
     carry: tuple[int, ...] = ()  # earlier positions whose samples wait, ascending
     # positions in the order at which the weights of a blend have changed so far; the first is 0
     stages: tuple[int, ...] = (0,)
@@ -139,7 +139,7 @@ class PackSchedule(BatchSchedule):
         sources: the sources, if the data set has several.
         attention: see ``work_of``.
 
-    Raises ValueError if a sample is longer than a pack.
+    Raises ValueError if a sample is longer than a pack or has no tokens.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class PackSchedule(BatchSchedule):
         return window.ends[place]
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the samples sorted by descending length, because a rank joins several packs into one sequence."""
+        """Return the keys by descending length of the samples, because a rank joins several packs into one sequence."""
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
@@ -296,9 +296,9 @@ class PackSchedule(BatchSchedule):
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
         """Continue from the ``state`` that :meth:`state` returned after ``step`` steps. If the capacity of packs or the
-        number of packs in a step has changed, the samples not drawn yet come in another order. Checkpoints of old
-        releases, whose windows had a fixed number of steps, do not store the window's first step. The run then
-        continues with the samples from the beginning of that window.
+        number of packs in a step has changed, the samples not drawn yet are packed differently. Checkpoints of old
+        releases, whose windows had a fixed number of steps, do not store the window's first step. After such a
+        checkpoint the run repeats the samples from the beginning of the window.
 
         Return True if the next packs are the same as in an uninterrupted run. Raises ValueError if the state is
         damaged, or the blend lists fewer changes of weights than had already happened."""
@@ -344,8 +344,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return the beginning of the first window after the steps before ``step``, and the positions before that
-        beginning that none of these steps drew, (n,) int64."""
+        """Return the beginning of the first window that begins at ``step`` or later. Also return the positions before
+        it that no step before ``step`` drew, (n,) int64."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -427,7 +427,7 @@ class PackSchedule(BatchSchedule):
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
         """Return the waiting samples, followed by the samples from ``begin`` on. They are enough for a whole window, or
-        for one step if a source begins another pass within the window."""
+        for one step if a source begins another pass earlier."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)

@@ -22,7 +22,7 @@ from opendit.data.files import TIME_LIMIT, printable, problem
 MAX_PIXELS = 178_956_970
 MAX_WHOLE_FILE = 2**28  # maximum bytes of a file that Pillow reads completely before decoding (WebP, AVIF)
 MAX_SCANS = 500  # maximum scans of a progressive JPEG; each takes a full decoding pass, and about ten are usual
-LONGEST = 16  # a picture with a larger ratio of its sides is cropped before it is enlarged
+LONGEST = 16  # pictures with a larger ratio of their sides are cropped before they are enlarged
 
 ORIENTATION = 274  # EXIF tag; values from 5 on swap width and height
 SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
@@ -57,7 +57,7 @@ def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> 
 
 
 def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Return ADM's centre crop of size x size pixels.
+    """Return ADM's crop of size x size pixels, by default at the centre.
 
     The picture is halved by a box filter while both sides stay at least ``size``, resized bicubically until the shorter
     side is ``size``, and cropped. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
@@ -81,7 +81,7 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
     """Return the largest crop with the aspect ratio width : height, resized to width x height pixels.
 
-    This generalises :func:`center_crop` to any ratio, but does not crop long pictures before it enlarges them."""
+    For a square this is :func:`center_crop`. For other ratios, long pictures are not cropped before enlarging."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
@@ -138,7 +138,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """A file with a deadline for reads, and with bounded reads.
+    """An open file that limits the time and the size of reads.
 
     Decoders request as many bytes as a header claims, but a read never allocates more than the file's size."""
 
@@ -197,7 +197,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def open_picture_file(file: PictureFile) -> Image.Image:
-    """Return the undecoded Pillow image of a file. Raises ValueError for too large a picture, and Pillow's errors."""
+    """Return the undecoded image of a file. Raises Pillow's errors, and ValueError for a picture of refused size."""
     image = Image.open(file, formats=_formats())
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:

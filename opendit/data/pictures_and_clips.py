@@ -58,7 +58,7 @@ from opendit.data.sources import Request
 from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
-CHECKED_FILES = 2000  # files that are checked when a data set is opened
+CHECKED_FILES = 2000  # maximum number of files that are checked when a data set is opened
 CHECKED_CLIPS, DECODED_FILES = 200, 100  # limits of ``_readable``
 
 
@@ -75,7 +75,7 @@ class PicturesAndClips(MediaDataset):
         random_crop, seed, max_bad: see ``Description``.
         training: True draws a random window of each clip, False uses the middle one.
 
-    Raises ValueError, naming the flag, for invalid settings of windows and for a reader that is not installed."""
+    Raises ValueError, naming the flag, for invalid settings of clips and for a reader that does not work."""
 
     rated = 32  # number of clips whose frame rate is read
 
@@ -120,7 +120,7 @@ class PicturesAndClips(MediaDataset):
         return Item(pixels[:, None] if self.use_video else pixels)
 
     def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
-        """Return a window of a clip's file as an item. name: the file's name in messages. Raises BadSample."""
+        """Read a window of the clip in a file. name: the file's name in messages. Raises BadSample."""
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         clip, shortened = read_clip(
             path,
@@ -237,7 +237,7 @@ def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | No
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Return the size of a picture of ``size`` bytes inside another file. ``read(at, count)`` returns its bytes."""
+    """Return the size of a picture of ``size`` bytes. ``read(at, count)`` returns ``count`` bytes from byte ``at``."""
     if size > HEAD:
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
@@ -249,9 +249,9 @@ def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes])
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Return the size of a clip of ``size`` bytes inside another file. ``read(at, count)`` returns its bytes.
+    """Like :func:`stored_picture_size`, for a clip. count: see ``clip_size``.
 
-    If possible, only an MP4's tables and the start of its first frame are read. count: see ``clip_size``."""
+    If possible, only an MP4's tables and the start of its first frame are read."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
@@ -263,7 +263,7 @@ def stored_clip_size(
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
-    """Return the size in a row's columns height, width and, for a clip, num_frames; None without valid ones."""
+    """Return the size from a table row's columns height, width and, for a clip, num_frames; None without valid ones."""
     try:
         frames = 1 if is_picture else int(extra["num_frames"])
         found = frames, int(extra["height"]), int(extra["width"])
@@ -284,7 +284,7 @@ class PictureFolder(NamedTuple):
 def find_pictures(folder: str) -> PictureFolder:
     """Find the pictures of a folder.
 
-    Every subfolder is a class and is searched to any depth. A folder with pictures and no subfolder is a single class.
+    Every subfolder is a class and is searched to any depth. If no subfolder has pictures, the folder is a single class.
     Raises FileNotFoundError if there are no pictures, and ValueError for a folder that can't be read, a class without
     pictures, or subfolders that are splits. Errors name the flag and the fix."""
     ignored, suffixes = Ignored(), picture_suffixes()
@@ -362,7 +362,7 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tuple[list[int], dict[int, str]]:
-    """Return up to ``most`` evenly spaced rows of ``count``, and row -> reason of those that ``why_not`` faults."""
+    """Call ``why_not`` for up to ``most`` of ``count`` rows, evenly spaced. Return (these rows, {row: its reason})."""
     picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
     rows = spread(count, most)
     found = in_threads(why_not, rows)
@@ -398,7 +398,7 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
 
 
 class MediaFiles(PicturesAndClips):
-    """Data set of one file per row: pictures, and clips where ``keys`` says so."""
+    """Data set of one file per row. ``keys`` tells whether it is a picture or a clip."""
 
     paths: TextTable
     keys: np.ndarray | int = PICTURE
@@ -554,10 +554,10 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
-    """Return the rows except those whose files turned out to be unreadable, and a line about these files.
+    """Try to read some files. Return the rows without unreadable files, and a line for the log if there are such files.
 
-    Up to 100 files are decoded if they are pictures. Otherwise the headers of evenly spaced files are read: up to 2,000
-    of pictures only, up to 200 if there are clips. Raises ValueError if no file that was tried can be read."""
+    Up to 2,000 evenly spaced files are tried, or 200 if there are clips. Pictures are decoded if there are at most 100
+    rows. Otherwise only the sizes are read. Raises ValueError if all files that were tried are unreadable."""
 
     def why_not(at: int) -> str | None:
         row, is_picture = rows[at]

@@ -1,7 +1,7 @@
 """Run jobs in worker processes that neither outlive their parent process nor delay its end.
 
-``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs on files that may crash or hang their decoder. Such a file
-loses only its own job.
+``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs that may crash or hang, for example on a damaged file. Then
+only that job fails.
 """
 
 import ctypes
@@ -37,9 +37,9 @@ def leave_inherited_garbage() -> None:
 
 def end_with_parent() -> None:
     """Make this process end when its parent ends, even if the parent is killed. On Linux the kernel ends this process,
-    even while it is stopped or stuck in a read. If Python's fork server forked this process, a thread ends it. The
-    kernel watches the thread that started this process, not the parent process. So only call this function in a process
-    that the parent's main thread started."""
+    even while it is stopped or stuck in a read. A thread also ends it, for processes that Python's fork server forked.
+    The kernel watches the thread that started this process, not the whole parent. So only call this function in a
+    process that the parent's main thread started."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -75,8 +75,8 @@ def _begin_process() -> None:
 
 
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
-    """Compute ``work(job)`` for all jobs in ``count`` processes, and yield the results in the order of completion.
-    Raises the first error of a job, after which no more jobs start. Raises DataError if a process was killed."""
+    """Compute ``work(job)`` for all jobs in ``count`` processes (1: in this one). Yield results in order of completion.
+    Raises the first error of a job, after which no more jobs start, and DataError if a process was killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return

@@ -66,10 +66,10 @@ class PythonDataset(PicturesAndClips):
     keys as the first. If a sample has both "text" and "label", "text" is used. Class names are ``data.classes``, or
     else the numbers below ``num_classes``.
 
-    A run resumes exactly if ``data[i]`` is the same at each call and in each process. ``data.fingerprint``, a str,
-    should change with the data. Without it, the identity is a hash of 32 evenly spaced samples.
+    A run resumes exactly if ``data[i]`` is the same at each call and in each process. ``data.fingerprint`` (or
+    ``data._fingerprint``), a str, should change with the data. Without it, 32 evenly spaced samples are hashed.
 
-    Raises ValueError, which names the fix, if ``data`` is another kind of data set."""
+    Raises ValueError, naming the fix, if ``data`` is no such data set."""
 
     def __init__(self, data: Any, image_size: int, *, num_classes: int | None = None, **options: Any):
         super().__init__(image_size, **options)

@@ -1,6 +1,6 @@
-"""Arrays with an entry for every row of a data set, without a copy in every process.
+"""Share arrays with an entry for every row of a data set among the processes of a machine.
 
-One process of a machine computes a large array and stores it in a file. The other processes map the file.
+One process computes a large array and stores it in a file. The other processes map the file.
 """
 
 import json
@@ -17,8 +17,8 @@ from opendit.common.safe_files import creating, remove_tree, rename, write_whole
 from opendit.common.utils import HashedStream
 from opendit.data.files import file_locked
 
-_ROWS = 2**20  # rows hashed or selected at once
-_LOOKED_AT = 2**16  # rows searched at once
+_ROWS = 2**20  # number of rows hashed or selected at once
+_LOOKED_AT = 2**16  # number of rows searched at once
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
@@ -137,7 +137,7 @@ def kept_file(
 ) -> Kept:
     """Return the result of ``make()`` from the machine's cache. One process computes it, and all others read it. If the
     cache can't be written, or the written file is damaged, the result of ``make()`` is returned directly. name: hash of
-    everything that determines the result. read: returns None for a missing or damaged file."""
+    everything that determines the result. read: returns None if ``file`` is missing or damaged."""
     folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
     with ExitStack() as stack:
         try:

@@ -88,7 +88,7 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """Return (rows, columns) in tokens of the shapes whose area is a square of ``side`` pixels, or just below."""
+    """Return (rows, columns) in tokens of the shapes whose area in pixels is ``side`` squared or slightly less."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
@@ -143,8 +143,8 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """The number of tokens of every row's sample, indexed like an array but looked up by shape. keys: (rows,) index of
-    each row's shape; may be mapped from a file. tokens: (shapes,) tokens of each shape."""
+    """The number of tokens of every row's sample, indexed like an array. keys: (rows,) index of each row's shape; may
+    be mapped from a file. tokens: (shapes,) number of tokens of each shape."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -157,7 +157,7 @@ class Lengths:
 
 
 class Summary(NamedTuple):
-    """Number of rows in a range, and minimum, maximum and sum of their tokens."""
+    """Number of rows in a range, and minimum, maximum and sum of their samples' numbers of tokens."""
 
     rows: int
     least: int
@@ -170,7 +170,7 @@ class Summary(NamedTuple):
 
 
 def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
-    """Summarise the rows [start, stop), at least one, with constant memory."""
+    """Summarise the lengths of rows [start, stop), at least one row, with constant memory."""
     parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
     found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
     least, most, total = zip(*found, strict=True)
@@ -228,8 +228,8 @@ def crop_media(
     fine: bool = False,
 ) -> ShapedDataset:
     """Return a data set of pixels whose media are cropped to similar shapes of at most ``most`` tokens. num_frames:
-    frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, naming ``flag`` and
-    the fix, like ``shape_table`` and ``shape_media``."""
+    maximum frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, naming
+    ``flag`` and the fix, like ``shape_table`` and ``shape_media``."""
     try:
         table = shape_table(image_size, num_frames, token, most, fine=fine)
     except ValueError as error:
@@ -239,10 +239,9 @@ def crop_media(
 
 
 def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
-    """Return a data set of pixels at the shapes of ``table``. interval: distance between the frames of a clip. Media
-    that can't be read, and media smaller than every shape, are left out. The note in the log counts and names them.
-    Raises ValueError, naming ``flag`` and the fix, if no medium is left, or if more than the data set's ``max_bad``
-    can't be read."""
+    """Return a data set of pixels at the shapes of ``table``. interval: see :func:`assign`. Media that can't be read or
+    are too small for every shape are left out. The note in the log counts them and names some. Raises ValueError,
+    naming ``flag`` and the fix, if no medium is left, or if more than the data set's ``max_bad`` can't be read."""
 
     def find() -> KeptArrays:
         chosen, note = _shapes_of_media(dataset, table, interval, upscale, flag)
@@ -250,7 +249,7 @@ def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale
         return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
     def name() -> str:
-        # The key includes the first file's name, because notes contain file names.
+        # The cache key includes the first file's name, because the stored note contains file names.
         how = f"{interval} {upscale} {dataset.describe().max_bad} {dataset.shapes().read_as} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
         known = dataset.fingerprint()
@@ -268,7 +267,7 @@ def _shaped(
 ) -> ShapedDataset:
     """Build a ShapedDataset. For many rows, the shapes are stored in a file under the key ``name()``."""
 
-    def find_with_identity() -> KeptArrays:  # stores the identity too, which takes seconds for many rows
+    def find_with_identity() -> KeptArrays:  # the identity takes seconds for many rows
         found = find()
         identity = ShapedDataset(dataset, found, sizes, tokens).fingerprint().identity
         return found._replace(about={**found.about, "identity": identity})

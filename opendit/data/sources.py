@@ -51,7 +51,8 @@ class Request:
         split: "train" or "test", for a source that has both.
         max_bad: largest fraction of unreadable files to skip.
         video_reader: one of ``video_files.CHOICES``.
-        vae, num_classes, text_encoder, max_text_tokens: settings of random latents.
+        vae, text_encoder, max_text_tokens: settings of random latents, see ``MockDataset``.
+        num_classes: number of classes of random latents, and of a program's data without class names.
         energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
         file_column, caption_column: see ``Columns``.
         caption_prefix, shuffle_tags, tag_drop: see ``Recaptioned``.
@@ -108,7 +109,7 @@ class Request:
         }
 
     def check_split(self) -> None:
-        """Raise NoSplit if a split is requested from a source without splits."""
+        """Raise NoSplit if ``split`` is not "train". Sources without splits call this."""
         if self.split != "train":
             raise NoSplit(f"{self.shown}: has no split {self.split!r}; give the folder of that split instead")
 
@@ -152,7 +153,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
 
 
 def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
-    """Return the data set with captions changed by the flags. Raises ValueError if they can't be changed."""
+    """Return the data set with captions changed as the flags request. Raises ValueError if that is impossible."""
     flags = {
         "caption_prefix": bool(asked.caption_prefix),
         "shuffle_tags": asked.shuffle_tags,
@@ -224,11 +225,11 @@ def _file_advice(path: Path) -> str:
 
 
 class Recaptioned(SomeRows):
-    """All rows of another data set, with ``prefix`` and a blank before each caption.
+    """All rows of another data set with changed captions. prefix: text to put before each caption, with a blank.
 
-    Tags are the parts of a caption between commas. ``View.tags`` keys the random choices of each use; without this key
-    a caption keeps its tags. shuffle: shuffle the tags at each use. drop: fraction of the tags that each use drops, but
-    never all."""
+    Tags are the parts of a caption between commas. Each read of a sample may shuffle and drop tags at random, keyed by
+    ``View.tags``; without this key a caption keeps its tags. shuffle: True shuffles them. drop: probability to drop a
+    tag; one tag always remains."""
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
         super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")
@@ -265,7 +266,7 @@ class Recaptioned(SomeRows):
 
 
 def change_tags(text: str, key: int, *, shuffle: bool, drop: float) -> str:
-    """Return a caption whose tags are shuffled and dropped at random, keyed by ``key``."""
+    """Shuffle and drop the tags of a caption at random, keyed by ``key``. A caption of one tag is unchanged."""
     tags = [tag for part in text.split(",") if (tag := part.strip())]
     if len(tags) < 2:
         return text

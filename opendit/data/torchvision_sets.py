@@ -1,7 +1,7 @@
 """Small picture data sets that torchvision downloads, recognised by their files on disk.
 
-torchvision reads CIFAR-10, CIFAR-100, STL-10 and SVHN, and checks the files' MD5 sums first. CIFAR's files are pickles,
-so an unchecked one is never opened. MNIST and Fashion-MNIST are plain arrays.
+For CIFAR-10, CIFAR-100, STL-10 and SVHN, torchvision checks the files' MD5 sums before it reads them. CIFAR's files are
+pickles, which are never opened without this check. MNIST and Fashion-MNIST are plain arrays.
 """
 
 import os
@@ -78,7 +78,7 @@ KNOWN = (
 
 
 def find_known(path: Path) -> tuple[KnownSet, Path] | None:
-    """Return (data set, folder of its files) if ``path`` is torchvision's root or a folder of the data set, else None.
+    """Return (data set, folder of its files) if ``path`` is torchvision's root or a folder of a data set, else None.
 
     Raises ValueError, naming the folders, if the root holds several data sets."""
     found = []

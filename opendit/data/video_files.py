@@ -1,8 +1,8 @@
 """Decode clips with torchcodec or PyAV behind one interface, with the same pixels, and write MP4 files.
 
 FFmpeg, when it decodes a file from the start, defines the frames of the file. A reader that seeks returns other frames
-for some files, for example if an edit list hides frames. So the contents of a file are looked up first, and only files
-that a reader is known to get right are read by seeking. PyAV decodes all others from the start
+for some files, for example if an edit list hides frames. So a file's packets are examined first. Readers seek only in
+files for which they are known to return the right frames. PyAV decodes all other files from the start
 (``opendit.data.clips``)."""
 
 import os
@@ -97,7 +97,7 @@ class Geometry:
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
     def declared(self, height: int, width: int) -> int:
-        """Return the number of displayed pixels of a frame of this coded size."""
+        """Return how many pixels players show for a frame of this coded size."""
         height, width = self._stretched(*self._cut(height, width))
         return height * width
 
@@ -165,12 +165,12 @@ _SMALLEST = 16  # least bytes of a coded MPEG-4 frame; shorter packets repeat th
 
 @dataclass(frozen=True)
 class Contents:
-    """The frames of a file.
+    """Facts about the frames of a file, found without decoding.
 
     Attributes:
-        length: number of frames.
-        counted: True if FFmpeg decodes exactly ``length`` frames. Otherwise only decoding the whole file gives the
-            number, and no frame can be found by its number.
+        length: number of packets with frames that are not hidden.
+        counted: True if FFmpeg decodes exactly ``length`` frames. Otherwise the number is known only after decoding
+            the whole file, and no frame can be found by its number.
         times: display times of the frames, rising, in units of time_base; None if a frame has no time or two have the
             same.
         keys: (display time, decoding time) of the frames at which decoding can begin.
@@ -246,10 +246,10 @@ def video_stream(file: Any) -> Any:
 
 
 class Packet(NamedTuple):
-    """Times and flags of a packet that holds a frame.
+    """Times and flags of a packet.
 
-    hidden: an edit list hides the frame. holds: the packet contains a complete frame that is shown; decoding can begin
-    at it if it is also a key frame."""
+    shown, decoded: display and decoding time. hidden: True if an edit list hides the frame. holds: True if the packet
+    contains a complete frame that is shown. If it is also a key frame, decoding can begin there."""
 
     shown: int | None
     decoded: int | None
@@ -259,7 +259,7 @@ class Packet(NamedTuple):
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
-    """Read a file's contents with PyAV without decoding.
+    """Return the :class:`Contents` of a file, found with PyAV without decoding.
 
     whole: False if only the parts of the file that describe the frames are present. Raises NoVideo, UnknownColours, or
     libav's errors."""
@@ -334,8 +334,8 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
     """Return the packets of a stream that are not empty.
 
-    whole: if False, only the first packet is complete, and ``holds`` is False for packets whose contents would
-    decide."""
+    whole: if False, only the first packet is complete, and ``holds`` is False for other packets whose contents would
+    be needed to tell."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []

@@ -77,7 +77,7 @@ from opendit.data.sources import Request
 CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened
 REMOTE_CAPTIONS = 64  # captions checked before training if each must be fetched from an address
 WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning -> words
-OPEN_A_THREAD = 16  # open indexes, and open tars, per thread that reads media sizes
+OPEN_A_THREAD = 16  # maximum number of open indexes of a thread that reads media sizes
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if the header's number of pictures is valid for ``use_video``. The header counts animations as
-        clips; without ``use_video`` they are pictures."""
+        """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips, but
+        without ``use_video`` they are pictures."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
@@ -404,7 +404,8 @@ class ShardDataset(PicturesAndClips):
 
 
 def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
-    """Return the conditioning that all tars share. Tars without captions and classes have "label", with one class."""
+    """Return the conditioning of all tars; "label" for tars without captions and classes, which have a single class.
+    Raises ValueError if the tars differ, and DataError if there are none."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)
@@ -420,8 +421,8 @@ def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
 
 
 def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
-    """Check the records of the first tars, up to ``CHECKED`` samples. Other records are checked when they are read.
-    Raises ValueError."""
+    """Check the records of the first tars, up to ``CHECKED`` samples; others are checked when they are read. Raises
+    ValueError for an invalid record."""
     left = CHECKED
     for shard in shards:
         left -= shard.index.header.rows

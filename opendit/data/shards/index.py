@@ -69,9 +69,9 @@ BLOCK = 512  # bytes of a tar's header, and the unit of its size
 MOST_EXTENSION = 1 << 20  # maximum bytes of one extension header
 LONGEST = 4096  # maximum characters of a member's name
 _EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next one
-# A member whose folder or whole name is enclosed in double underscores belongs to no sample.
+# A member whose top folder or whole name is enclosed in double underscores belongs to no sample.
 _META = re.compile(r"__[^/]*__($|/)")
-EXAMPLES, EXAMPLE_LETTERS = 5, 500  # samples without a record that a header names, and characters of each
+EXAMPLES, EXAMPLE_LETTERS = 5, 500  # maximum number of left-out samples that a header names, and characters of each
 _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
@@ -110,7 +110,7 @@ def read_class_names(folder: Path) -> list[str]:
 
 
 class Record(NamedTuple):
-    """One record, with the fields of ``ROW``."""
+    """One record, with the fields of ``ROW`` except the padding."""
 
     medium_at: int
     medium_bytes: int
@@ -181,8 +181,7 @@ class TarIndex:
         return Record(*_RECORD.unpack(self._read(self._start + row * ROW.itemsize, ROW.itemsize)))
 
     def _is_valid(self, found: Any) -> Any:
-        """Return True if a record can be that of a sample in the tar. For the columns of many records, return a bool
-        array."""
+        """Return True if all fields of a record are in range. For an array of records, return an array of bool."""
         header, size = self.header, self.header.tar_bytes
         valid = (found.medium_at <= size) & (found.medium_bytes <= size - found.medium_at)
         valid &= (found.text_at <= size) & (found.text_bytes <= size - found.text_at) & (found.text_bytes <= MAX_TEXT)
@@ -194,7 +193,7 @@ class TarIndex:
         return valid
 
     def check(self) -> None:
-        """Check all records like :meth:`record`, and the counts in the header. Raises DataError, naming the sample."""
+        """Check all records as :meth:`record` does, and the counts in the header. Raises DataError."""
         header, last, pictures = self.header, 0, 0
         clips = np.array([is_clip(suffix) for suffix in header.suffixes] or [False])
         for start in range(0, header.rows, _CHUNK):
@@ -279,7 +278,7 @@ def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, in
 
 
 def check_whole(content: bytes) -> None:
-    """Raise OSError if ``content`` is an incomplete index, and ValueError if it is not an index at all."""
+    """Raise OSError if ``content`` is an incomplete or invalid index, and ValueError if it is no index."""
     try:
         _read_start("what came", io.BytesIO(content), len(content))
     except ValueError as error:
@@ -299,8 +298,8 @@ def is_index(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of an index that a data set uses, if not all: the rows [first, last) except ``without``. ``without`` is
-    ascending and within that range. The data set numbers the used rows 0, 1, ..."""
+    """The rows of an index that a data set uses: [first, last) except ``without``. ``without`` is ascending and within
+    that range. The data set numbers the used rows 0, 1, ..."""
 
     first: int
     last: int
@@ -314,7 +313,7 @@ class KeptRows:
         return Complement(self.last - self.first, self.without - self.first)
 
     def row(self, place: int) -> int:
-        """Return the index row of the ``place``-th used row."""
+        """Return the row in the index of used row number ``place``."""
         return self.first + self._places[place]
 
     def rows(self) -> np.ndarray:

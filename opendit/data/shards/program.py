@@ -77,8 +77,8 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to pack: a media file, and a caption or class that becomes a second member of the tar. ``bytes`` and
-    ``changed`` are the media file's size and modification time (ns). ``ending`` is its extension."""
+    """A sample to pack: a media file, and a caption or class ``text`` that becomes a second member. ``bytes`` and
+    ``changed`` are the media file's size and modification time (ns). ``ending`` is its extension in the tar."""
 
     key: str
     path: str
@@ -111,7 +111,7 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
         for row in read_table(data_path) if captioned is None else captioned.rows:
             suffix = suffix_of(str(row.path))
             if suffix not in picture_suffixes() | CLIPS:
-                suffix = ".jpg" if row.is_picture else ".mp4"  # only tells pictures from clips; decoders ignore it
+                suffix = ".jpg" if row.is_picture else ".mp4"  # any suffix of a picture or clip: decoders ignore it
             media.append((str(row.path), suffix, row.text))
     states = in_threads(lambda medium: _state(medium[0]), media, 16)
     entries, left_out = [], []
@@ -153,7 +153,7 @@ def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPl
 
 
 def is_done(job: TarPlan) -> bool:
-    """Return True if the tar and its index exist. Raises ValueError if the index was made for another plan."""
+    """Return True if the index exists, and the tar at its full size. Raises ValueError for an index of another plan."""
     if not index_of(job.tar).exists():
         return False
     header = TarIndex(index_of(job.tar)).header
@@ -166,8 +166,8 @@ def is_done(job: TarPlan) -> bool:
 
 
 def write_job(job: TarPlan) -> int:
-    """Write a tar and then its index, each under a temporary name first. Return the number of samples. Raises
-    ValueError if a file has changed since the tars were planned, and OSError, for example if the disk is full."""
+    """Write a tar and then its index, both atomically. Return the number of samples. Raises ValueError if a file has
+    changed since the tars were planned, and OSError, for example if the disk is full."""
     with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
         written = write_file(new, tar_blocks(_members(job.entries)))
         header, rows, keys = scan(Path(new.name), plan=job.plan, sha256=written["sha256"])
@@ -196,12 +196,12 @@ def _content(entry: Entry) -> Iterator[bytes]:
 # ------------------------------------------------------------------------------------------ the commands
 
 
-_TRIED = 100  # maximum number of samples that are read to find the array's name
+_TRIED = 100  # maximum number of samples that are read to find the name of the latents' array
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
-    """Pack a folder of pictures or a CSV into tars of up to ``shard_size`` bytes, or convert latents of version 1. Tars
-    that exist are kept. Raises ValueError, OSError or DataError."""
+    """Pack a folder or table of media into tars of up to ``shard_size`` bytes, or convert latents of version 1.
+    Complete tars are kept. Raises ValueError, OSError or DataError."""
     path = Path(data_path)
     if path.is_dir() and holds_old_latents(path):
         return convert_latents(path, Path(output), shard_size=shard_size, num_workers=num_workers)
@@ -346,7 +346,7 @@ def index_latents(
     force: bool = False,
 ) -> None:
     """Index a folder of tars with latents of ``form`` (see opendit/data/latents.py) from another program. Training then
-    reads the folder like one that ``preprocess.py latents`` made. Of the VAE, only the configuration is read, not the
+    reads the folder like one that ``preprocess.py latents`` made. Only the VAE's configuration is read, not its
     weights. Raises OSError; and ValueError, which says what to do, if the latents do not fit this form, VAE and size,
     or if the samples do not all have captions or all have classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
@@ -411,7 +411,7 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:
-    """Return the names from ``choose_arrays`` for the first readable sample of a tar."""
+    """Return ``choose_arrays`` of the first sample that has such latents. Tries up to ``_TRIED``. Raises ValueError."""
     problem = "no samples"
     with open(open_regular(tar), "rb") as file:
         for row in range(min(_TRIED, index.header.rows)):
@@ -430,11 +430,11 @@ def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown:
 
 # ------------------------------------------------------------------------------------------ latents of early versions
 
-# A folder of these holds latents-00000-of-00012.safetensors, ... and an index.json of version 1, which describes one
-# picture size. A file of n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents),
+# A folder of version 1 holds latents-00000-of-00012.safetensors, ... and an index.json, which describes one picture
+# size. A file of n samples has the tensors moments (n, F, 2C, [t,] h, w) float16 (see opendit.data.latents),
 # labels and rows (n,) int64 and, with captions, captions (bytes,) uint8 in UTF-8 with caption_ends (n,). With a text
 # encoder it also has tokens (sum of the captions' lengths, D) with token_ends (n,), and pooled (n, P). The metadata
-# hold the settings and the files that couldn't be read. Nothing is encoded when these are packed into tars.
+# hold the settings and the files that couldn't be read. Converting such files to tars encodes nothing.
 _KEY = "opendit"  # the only metadata key of a file
 
 
@@ -450,8 +450,8 @@ LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
 
 @dataclass(frozen=True)
 class LatentsTar:
-    """A tar to write. files: index entries of the safetensors files to pack, all of one shape. settings, skipped:
-    contents of the tar's first member."""
+    """A tar of converted latents to write. files: index entries of the safetensors files to pack, all of one shape.
+    settings, skipped: contents of the tar's first member."""
 
     path: Path
     files: tuple[dict[str, Any], ...]
@@ -472,9 +472,9 @@ def holds_old_latents(folder: Path) -> bool:
 
 
 def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers: int) -> None:
-    """Pack the latents of a folder into tars in ``output``. Each tar takes whole files, up to ``shard_size`` bytes in
-    total. Existing tars are kept, so the same command continues an interrupted conversion. Raises ValueError for an
-    invalid index and for an ``output`` with other tars; DataError for files that differ from the index."""
+    """Pack the latents of a folder into tars in ``output``. Each tar takes whole files of up to ``shard_size`` bytes in
+    total, or one larger file. Existing tars are kept, so the same command continues an interrupted conversion. Raises
+    ValueError for an invalid index or an ``output`` with other tars, and DataError for files unlike the index."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
     del index["format"], index["version"]
@@ -496,7 +496,7 @@ def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers:
 
 
 def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int) -> list[LatentsTar]:
-    """Divide the files, by shape and in order, into tars of up to ``shard_size`` bytes, with at least one file each."""
+    """Group the files by shape, in order, into tars of up to ``shard_size`` bytes or one larger file."""
     headers = [_header(folder / file["file"]) for file in index["shards"]]
     settings = {**headers[0]["settings"], "version": VERSION, "shard_size": shard_size}
     skipped = tuple(file for header in headers for file in header["skipped"])

@@ -116,7 +116,7 @@ CHUNK = 1 << 18  # bytes per read
 AT_ONCE = 16  # number of indexes fetched concurrently
 MOST_TARS = 1_000_000  # maximum number of names that all patterns together may give
 MOST_LETTERS = 1 << 27  # maximum number of characters of these names together
-MOST_BRACES = 200  # maximum pairs of braces in one pattern
+MOST_BRACES = 200  # maximum number of pairs of braces in one pattern
 _DIGITS = 18  # maximum digits of a number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 MOST_PAGE = 16 * MIB  # maximum bytes of a web page that lists a folder
@@ -124,7 +124,7 @@ MOST_INDEX = 1024 * MIB  # maximum bytes of one tar's index
 NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
-GROUPS = 16  # maximum number of prefetched groups that are not yet used
+GROUPS = 16  # maximum number of prefetched groups of ranges that are not yet used
 BYTES = 2**28  # maximum bytes of these groups; a single group may be larger, because clips are large
 GAP = 2**14  # ranges at most this many bytes apart share a request: reading the gap is cheaper than another request
 
@@ -166,7 +166,7 @@ class FileCache:
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        """Store an entry. If the disk is full or not writable, print a note once and store nothing from then on."""
+        """Store an entry of up to ``limit`` bytes. If a write fails, print a note and store nothing from then on."""
         if self._off or len(content) > self.limit:
             return
         path = self.path(name)
@@ -192,7 +192,7 @@ class FileCache:
         for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    # Keep this file, because another process may be writing it. Killed processes leave few such files.
+                    # Another process may be writing this file. Killed processes leave few such files.
                     if file.name.endswith(".partial"):
                         continue
                     with suppress(OSError):  # another process may delete it
@@ -248,7 +248,7 @@ class _Begun(NamedTuple):
 class FetchAhead:
     """Fetches groups of byte ranges in threads while the process decodes earlier ranges. A thread that hangs blocks
     only a caller that takes a range of that thread's group. The process does not wait for the threads when it ends.
-    fetch: returns the contents of a group. :meth:`take` raises the errors of ``fetch``."""
+    fetch: returns the bytes of each range of a group. :meth:`take` raises its errors."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
@@ -256,14 +256,14 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Start fetching the ranges that will be taken next, in this order. Drop the ranges of earlier calls."""
-        self._process = os.getpid()  # to detect a fork, which does not inherit the threads
+        """Start fetching the groups that will be taken next, in this order. Drop the groups of earlier calls."""
+        self._process = os.getpid()  # to detect a fork, because a child has no threads of its parent
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
     def take(self, part: ByteRange) -> bytes | None:
-        """Wait for a range and return its bytes. A range can be taken once. Return None if the range is not being
-        fetched; the caller then reads it."""
+        """Wait for a range and return its bytes, once. Return None if the range is not being fetched; the caller must
+        then read it."""
         if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
         while part not in self.begun[0].ranges:  # drop groups of samples that the caller skipped
@@ -383,7 +383,7 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file from a web server, or ``most`` bytes of it starting at ``start``."""
+    """Return a file of at most ``most`` bytes from a web server, or exactly ``most`` bytes of it from ``start`` on."""
     import aiohttp
 
     headers = {"Accept-Encoding": "identity"}  # a small compressed answer could unpack to any size
@@ -535,7 +535,7 @@ class Remote:
         return sync(self.system.loop, function, *args, timeout=timeout, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call the fsspec method ``name`` with a time limit and, for ``cat_file``, a size limit."""
+        """Call the fsspec method ``name``, with a time limit if it is asynchronous. ``cat_file`` has a size limit."""
         if name == "cat_file":
             return self._cat(*args, **options)
         system = self.system
@@ -546,7 +546,7 @@ class Remote:
 
 class RemoteTars:
     """Tars behind addresses, with a cache of the ranges that were read. The interface is that of ``LocalTars``.
-    contents: checksum of each tar. sizes: number of bytes of each tar, as its index records it."""
+    contents: checksum of each tar, or "". sizes: number of bytes of each tar, as its index records it."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
