@@ -1,8 +1,9 @@
 """The interface of data sets, and the reading of samples.
 
-A data set implements ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. A blend or a held-out split
-is a data set that wraps others. A training step requests a sample with a ``SampleKey``, which keys all random numbers
-of the sample. The same key gives the same numbers in any process, on any number of GPUs and after any resume."""
+Every data set is a ``MediaDataset``. A blend or a held-out split is a data set that wraps others.
+
+Training requests each sample by a ``SampleKey``. The key and the run's seed determine all random changes of the sample,
+so they are the same in any process, on any number of GPUs and after any resume."""
 
 import math
 from collections import Counter
@@ -24,20 +25,20 @@ from opendit.data.order import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 
-# Seconds by which a display time may be late. Matroska rounds times to milliseconds, and files of other formats that
-# were copied from a Matroska stream keep the rounded times.
+# Tolerance of display times in seconds. Matroska rounds times to milliseconds, and files of other formats that were
+# copied from a Matroska stream keep the rounded times.
 ROUNDING = 1e-3 + 1e-6
-COLOURS = "colours"  # key in the Image.info of a decoded picture, see ``Medium.colours``
-# Quantiles of latent values that are shown as black and white, so that outliers don't reduce the contrast.
+COLOURS = "colours"  # ``Image.info`` of a decoded picture holds its ``Medium.colours`` under this key
+# Previews show these quantiles of the latents as black and white, so that outliers don't reduce the contrast.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or clip as stored in its file. A picture has one frame and no rate.
+    """Properties of a picture or clip. A picture has one frame and ``fps`` 0.
 
-    duration: seconds that a clip is shown; 0 means frames / fps. colours: a name such as "HDR (PQ)" for colours that
-    need conversion, else ""."""
+    duration: seconds for which a clip is shown; 0 means frames / fps. colours: a name such as "HDR (PQ)" if the file's
+    colours are converted when it is read, else ""."""
 
     frames: int
     height: int
@@ -51,7 +52,7 @@ class Medium:
         return self.duration or (self.frames / self.fps if self.fps else 0.0)
 
     def frames_at(self, fps: float | None) -> int:
-        """Return the number of frames at the rate ``fps``; None means all frames."""
+        """Return the number of frames at ``fps`` frames per second; without ``fps`` or a rate, that of all frames."""
         return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
@@ -61,8 +62,9 @@ def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
 
 
 def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1]. The frames are its first, middle and last
-    one, (n, H, W) or (n, H, W, 3) uint8."""
+    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1].
+
+    The frames are the distinct ones of the first, middle and last frame, (n, H, W) or (n, H, W, 3) uint8."""
     x = x[:, None] if x.ndim == 3 else x
     length = x.shape[1]
     shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
@@ -72,9 +74,9 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a VAE's means and standard deviations (2C, [T,] h, w), like :func:`of_pixels`.
+    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w), as :func:`of_pixels` does.
 
-    The first three channels of the means are shown as red, green and blue, or the first as grey."""
+    The frames show the first three means as red, green and blue. With fewer than three, they show the first as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
@@ -82,7 +84,7 @@ def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def count_colours(media: Iterable[Medium]) -> list[str]:
-    """Return a line such as "2 clips are HDR (PQ), tone-mapped to SDR" for each kind of converted colours."""
+    """Return lines such as "2 clips are HDR (PQ), tone-mapped to SDR", one for each kind of converted colours."""
     counts = Counter((medium.colours, medium.frames > 1) for medium in media if medium.colours)
     lines = []
     for (colours, clips), count in sorted(counts.items()):
@@ -93,20 +95,21 @@ def count_colours(media: Iterable[Medium]) -> list[str]:
 
 
 class Small(NamedTuple):
-    """Marks a sample in the upper left ``height`` x ``width`` pixels of its place in a batch, which must still be
-    enlarged and, if ``mirrored``, then mirrored."""
+    """Size of a sample that fills only the upper left part of its batch entry, until ``clips.enlarge`` enlarges it.
+
+    mirrored: the sample must also be mirrored, after it has been enlarged."""
 
     height: int
     width: int
     mirrored: bool
 
 
-USUALLY_COUNTED = 10_000  # number of captions that are checked before training starts
+USUALLY_COUNTED = 10_000  # default number of captions that are checked before training starts
 Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that can't be read
 
 
 class SampleKey(NamedTuple):
-    """Request to a data set for one sample of the run."""
+    """Names one sample of a training run: which row to read, and the step and position at which it is used."""
 
     sample: int  # row of the data set
     step: int  # global optimizer step
@@ -114,7 +117,7 @@ class SampleKey(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """A caption's cached embedding by a frozen text encoder. A batch adds a leading dimension B.
+    """Cached output of a frozen text encoder for a caption. A batch adds a leading dimension B.
 
     Attributes:
         tokens: (L, D) float16.
@@ -128,12 +131,11 @@ class Embedding(NamedTuple):
 
 
 class FirstFrames(NamedTuple):
-    """Cached inputs that an image-to-video model gets from a clip's first frame. A batch adds a leading dimension B.
+    """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B.
 
     Attributes:
-        latents: (C, t, h, w) float16, the VAE's means of the clip with all frames but the first made grey, not yet
-            scaled.
-        tokens: (L, D) float16 tokens of the frame by an image encoder; (0, 0) for models without one.
+        latents: (C, t, h, w) float16, a VAE's unscaled means of the clip whose later frames are replaced by grey.
+        tokens: (L, D) float16, an image encoder's tokens of the first frame; (0, 0) for models without such an encoder.
     """
 
     latents: Tensor
@@ -145,15 +147,15 @@ class View(NamedTuple):
 
     Attributes:
         flip: mirror the sample left to right.
-        place: position of the crop, (down, across), each in [0, 1) as a fraction of the possible range; None: the
-            centre.
-        tags: random key for the order of the caption's tags, see ``Recaptioned``.
-        start: position in [0, 1) at which a clip's window begins; None: the middle window.
-        shape: (frames, height, width) in pixels that replaces the data set's ``sample_shape``, except for cached
-            latents.
-        as_bytes: return pixels as uint8; ``to_pixels`` converts the batch to [-1, 1]. Data sets that do not consist of
-            bytes ignore it.
-        enlarge: False returns a clip that is smaller than requested at its stored size, so that the device enlarges it
+        place: crop offset (down, across), each a fraction in [0, 1) of the largest possible offset; None centres the
+            crop.
+        tags: random key by which ``Recaptioned`` shuffles and drops the caption's tags; None changes no tags.
+        start: number in [0, 1) that selects one of a clip's possible windows; None selects the middle window.
+        shape: (frames, height, width) in pixels of the sample; None means the data set's ``sample_shape``. Cached
+            latents ignore it.
+        as_bytes: return pixels as uint8, which ``to_pixels`` later converts to [-1, 1]. Data sets whose pixels are not
+            stored as uint8 ignore it.
+        enlarge: False does not enlarge a clip whose crop is smaller than requested, so that the GPU can do it
             (``clips.enlarge``). Requires ``as_bytes``.
     """
 
@@ -173,15 +175,16 @@ class Item(NamedTuple):
     """One sample.
 
     Attributes:
-        x: float32 of the data set's ``sample_shape``, or uint8, see :class:`View`.
+        x: pixels or latents, float32 or uint8; :class:`View` determines shape and type.
         y: class, if the conditioning is by label.
         text: caption, if the conditioning is by text.
-        skipped: "path: reason" of each unreadable file that this sample replaces.
-        embedding, first: cached embedding of the caption, and cached inputs from the first frame.
+        skipped: "path: reason" of each row that could not be read before this one was read in its place.
+        embedding: cached embedding of the caption.
+        first: cached inputs from a clip's first frame.
         features: (N, width) float16 cached features of the picture's tokens.
-        small: enlargement that is still to be done if ``x`` is smaller than requested.
-        whole: (height, width) after that enlargement.
-        shortened: True if the frames of a short clip are closer together than requested.
+        small: the size of ``x`` if it must still be enlarged, else None.
+        whole: (height, width) to which ``x`` must be enlarged; () if ``small`` is None.
+        shortened: True if a clip was too short, so that its frames are closer together than requested.
         bytes_read: bytes read from files and tars; 0 if samples are generated or in memory.
     """
 
@@ -199,8 +202,9 @@ class Item(NamedTuple):
 
 
 class CachedFeatures(NamedTuple):
-    """Features of pictures cached with their latents (``preprocess.py latents --repa``): the folder of the ``encoder``,
-    the (rows, columns) of the ``grid`` of tokens, and the ``width`` of a token's feature."""
+    """Format of the features that ``preprocess.py latents --repa`` caches for each picture.
+
+    encoder: folder of the encoder. grid: (rows, columns) of tokens. width: channels per token."""
 
     encoder: str
     grid: tuple[int, int]
@@ -208,7 +212,7 @@ class CachedFeatures(NamedTuple):
 
 
 class BadSample(Exception):
-    """Raised for a file that can't be read. The caller replaces the sample with another one."""
+    """Raised for a row that can't be used, such as a damaged file. ``SampleReader`` reads another row in its place."""
 
     def __init__(self, path: str, reason: object):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
@@ -216,7 +220,7 @@ class BadSample(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipReading:
-    """Settings that choose the frames of a clip, see ``clips.read_clip``."""
+    """Settings by which ``clips.read_clip`` chooses the frames of a clip."""
 
     num_frames: int
     frame_interval: int
@@ -226,32 +230,33 @@ class ClipReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Description of a data set for models, logs and training.
+    """Properties of a data set.
 
     Attributes:
         text: one line for the log.
-        kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
+        kind: "pixels", or "latents" for samples that are a VAE's means and standard deviations.
         conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
         class_names: one name per class, in the order of the labels; empty for "text".
-        sample_shape: (C, H, W) or (C, T, H, W) of an item.
+        sample_shape: (C, H, W) or (C, T, H, W) of ``Item.x``, unless a :class:`View` requests another shape.
         clips: settings for reading clips; None if the data set has no clips.
-        random_flip, random_window, random_crop, random_tags: what training changes at random: it mirrors half of the
-            samples, moves windows of clips and crops, and shuffles or drops tags.
+        random_flip: training mirrors half of the samples.
+        random_window, random_crop: training chooses windows of clips, and positions of crops, at random.
+        random_tags: training shuffles or drops tags of captions.
         seed: seed of the run.
         max_bad: largest fraction of unreadable files that training tolerates.
         vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
         text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
-        features: cached features of pictures.
-        first_frames: width of the tokens of cached first frames (0: without tokens); None if none are cached.
-        cut_captions, notes: lines for the log about captions truncated before they were embedded, and about files left
-            out.
-        counted_captions: (rows, captions checked before training starts) for each source; empty means
-            ``USUALLY_COUNTED``.
-        sources: the sources of a blend.
-        blend: the weights of a blend as text, for people and for the resume fingerprint.
+        features: format of cached features; None if none are cached.
+        first_frames: channels of cached first-frame tokens; 0 without tokens, None without cached first frames.
+        cut_captions: lines for the log about captions truncated before they were embedded.
+        notes: lines for the log about files left out.
+        counted_captions: (rows, how many of their captions to check before training starts) for each source; empty
+            means ``USUALLY_COUNTED``.
+        sources: the sources of a blend; None for other data sets.
+        blend: the weights of a blend as text, for the log and for the check at a resume.
         files: returns (rows, file number of each row) for each source. Rows may share a file, such as a picture with
-            several captions; None instead of numbers means one file per row.
-        largest_label: returns the largest label and the name of a sample with that label; None if they are not known.
+            several captions. None instead of the numbers means one file per row.
+        largest_label: returns (largest label, name of a sample with that label), or None if it is not known.
     """
 
     text: str
@@ -289,16 +294,16 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Shapes of a data set's samples, and sizes of the media files.
+    """Shapes of a data set's samples, and sizes of its files.
 
     Attributes:
-        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Rows with equal keys have samples
-            of one shape; only these may share a micro-batch.
-        media: returns (rows, 3) int32, the :data:`Size` of each row's file after rotation to upright; None if all files
-            have ``sample_shape``.
-        read_as: text with all settings, besides the files, that determine the sizes.
-        latents: returns the sizes of cached latents, as (end, size) for each run of rows of equal size.
-        frame_rates: returns the frames per second of some evenly spaced clips; empty if none are known.
+        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Only rows with equal keys, whose
+            samples have the same shape, may share a micro-batch.
+        media: returns (rows, 3) int32, the upright :data:`Size` of each row's file, or None if all files have
+            ``sample_shape``.
+        read_as: text that names the settings that change the result of ``media``.
+        latents: returns (end row, :data:`Size` in latents) for consecutive ranges of rows; None without cached latents.
+        frame_rates: returns the frames per second of some clips; empty if none are known.
     """
 
     keys: np.ndarray | int = 0
@@ -321,9 +326,9 @@ class Shapes:
 
 
 class Fingerprint:
-    """Identity of a data set. Each hash is computed at its first use.
+    """Hashes that identify a data set. Each is computed at its first use.
 
-    checksums: checksums of the files; None if none are known."""
+    checksums: SHA-256 of the files; None if they are not known."""
 
     def __init__(
         self,
@@ -335,7 +340,7 @@ class Fingerprint:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the rows, from their file names and labels or from their contents."""
+        """Hash of all rows, from the names and labels of their files or from their contents."""
         return self._identity()
 
     @cached_property
@@ -345,8 +350,10 @@ class Fingerprint:
 
 
 class MediaDataset(Dataset[Any]):
-    """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
-    samples of several shapes, ``shapes``. It overrides other methods where a faster way exists."""
+    """Base class of data sets.
+
+    A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for samples of several shapes,
+    ``shapes``. It may override the other methods, for example to read a caption without its picture."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -366,28 +373,31 @@ class MediaDataset(Dataset[Any]):
         raise NotImplementedError
 
     def source(self, row: int) -> str:
-        """Return the name of a row's file, for messages."""
+        """Return the name of a row for messages, such as its path."""
         return f"row {row} of {type(self).__name__}"
 
     def label(self, row: int) -> int:
-        """Read only the class of a row; 0 if the conditioning is by caption. Raises BadSample."""
+        """Return the class of a row; 0 if the conditioning is by caption. Raises BadSample."""
         return self.read(row).y
 
     def caption(self, row: int) -> str | None:
-        """Read only the caption of a row; None if the conditioning is by label. Raises BadSample."""
+        """Return the caption of a row; None if the conditioning is by label. Raises BadSample."""
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return facts about a row's file, and its first, middle and last frame at original size, (n, H, W) or (n, H,
-        W, 3) uint8. May raise any exception."""
+        """Return (medium, frames) of a row for display. May raise any exception.
+
+        The frames are the first, middle and last frame, (n, H, W) or (n, H, W, 3) uint8."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Start to fetch ``rows``, which will be read next in this order, if the storage is slow."""
+        """Start to fetch ``rows``, which will be read next in this order. By default nothing is fetched."""
 
     def next_row(self, row: int) -> int:
-        """Return the row that replaces an unreadable row: the next row of the same shape, in a cycle."""
+        """Return the row to read in place of an unreadable ``row``: the next row of the same shape.
+
+        The row after the last one is the first."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -408,12 +418,12 @@ class SampleReader:
         self.view, self.augment = View(as_bytes=as_bytes, enlarge=enlarge or not as_bytes), augment
 
     def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
-        """Yield the samples of one step. Their random numbers are drawn in one call, which takes 0.3 ms.
+        """Yield the samples of one step.
 
-        on_read: called with each row before it is read.
+        sample_keys: keys that all have the same ``step``. on_read: called with each row before it is read.
 
-        Raises DataError if too many consecutive rows are unreadable: more than 100 and more than a fraction
-        ``max_bad``."""
+        Raises DataError if more than max(100, ``max_bad`` * rows) consecutive rows, or all of a shape, are unreadable.
+        """
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:
@@ -443,7 +453,7 @@ class SampleReader:
                 skipped.append(str(bad))
             row = self.dataset.next_row(row)
             if row == first:
-                break  # all rows of this shape were tried
+                break  # all rows of this shape are unreadable
         raise DataError(f"{len(skipped)} files in turn can't be read: {name_few(skipped)}")
 
 
@@ -457,8 +467,8 @@ def to_pixels(x: Tensor) -> Tensor:
 class BadFileCounter:
     """Counts readable and unreadable files, and reports each unreadable file once.
 
-    max_bad: largest fraction of unreadable files, checked after ``minimum`` files. on_skip: called with "path: reason".
-    """
+    max_bad: largest tolerated fraction of unreadable files, checked once ``minimum`` files were tried. on_skip: called
+    with "path: reason" of each unreadable file."""
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
         self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum
@@ -467,7 +477,8 @@ class BadFileCounter:
         self.files: dict[str, None] = {}  # distinct unreadable files, in order of their first failure
 
     def add(self, good: int, skipped: tuple[str, ...] | list[str]) -> None:
-        """Count ``good`` readable files and the ``skipped`` ones. Raises DataError if too many were skipped."""
+        """Count ``good`` readable files and the unreadable ones, ``skipped``. Raises DataError if those are too many.
+        """
         self.read += good + len(skipped)
         self.skipped += len(skipped)
         for file in skipped:

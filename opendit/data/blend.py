@@ -1,4 +1,4 @@
-"""A blend: several data sets as one, mixed by weight. A YAML file or a text like ``A:0.7,B:0.3`` lists the sources."""
+"""Blends: several data sets as one, mixed by weight. A YAML file or a text like ``A:0.7,B:0.3`` lists the sources."""
 
 import os
 from collections import Counter
@@ -44,17 +44,18 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Data set of the concatenated rows of several data sets, which keep their settings for mirroring and windows of
-    clips.
+    """Data set of the concatenated rows of several data sets, the sources.
+
+    A source's ``random_flip`` and ``random_window`` apply to its samples only.
 
     Args:
         names, parts: names and data sets of the sources.
-        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as there are
-            rows.
-        classes: for each source, a mapping from its class names to the blend's, for names that differ.
+        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
+        shown: the blend's name in messages.
+        classes: for each source, a mapping from those of its class names that differ from the blend's to the blend's.
         union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 
-    Raises ValueError if the sources can't be trained on together; the message says what to do."""
+    Raises ValueError if the sources can't be trained on together."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class BlendedDataset(MediaDataset):
     def describe(self) -> Description:
         abouts = self._abouts
         sources = "; ".join(f"{name}: {about.text}" for name, about in zip(self.names, abouts, strict=True))
-        # The weights, for people and for the resume fingerprint.
+        # The weights of each stage, relative to their sum.
         blend = "; ".join(
             (f"from step {step:,} " if step else "")
             + ", ".join(f"{name} {float(w / sum(ws)):.4g}" for name, w in zip(self.names, ws, strict=True))
@@ -241,7 +242,9 @@ class BlendedDataset(MediaDataset):
 def _merged(
     names: Sequence[str], abouts: Sequence[Description], classes: Sequence[dict[str, str]], union: bool, shown: str
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the blend's classes, and for each source an array that maps its labels to the blend's labels."""
+    """Return the blend's class names, and for each source an array that maps its labels to the blend's labels.
+
+    Raises ValueError for a class that a source lacks."""
     renamed = []
     for name, about, mapped in zip(names, abouts, classes, strict=True):
         if unknown := sorted(mapped.keys() - set(about.class_names)):
@@ -259,14 +262,14 @@ def _merged(
     return merged, [np.array([number[each] for each in own], dtype=np.int64) for own in renamed]
 
 
-MOST = 1_000  # maximum number of sources, and of changes of weights
-LONGEST = 4096  # maximum characters of a path
+MOST = 1_000  # maximum number of sources, and of changes of their weights
+LONGEST = 4096  # maximum characters of a path, a name or a flag in ``OF_CAPTIONS``
 OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that each source may set separately
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 
 def open_source(asked: Request) -> BlendedDataset | None:
-    """Open a blend from a YAML file of sources, or from a text like ``A:0.7,B:0.3``."""
+    """Open the blend that ``asked.data_path`` names, as a YAML file or as text; None if it is neither."""
     if inline := inline_sources(asked.data_path):
         sources = [{"path": path, "weight": weight} for path, weight in inline]
         return _open({"sources": sources}, asked, Path())

@@ -1,11 +1,11 @@
 """Find pictures and clips with captions in tables and folders, write tables, and check the files.
 
-A table is CSV, JSON lines or Parquet, with a column of files and one of captions. A CSV has the columns ``path,text``
-with or without a header, and may have more; ``file_name`` and ``caption`` are other usual names. Paths are absolute, or
-relative to the table's folder. The text is UTF-8, but file names may contain any bytes.
+A table is CSV, JSON lines or Parquet, with a column of files and one of captions. The column of files is called
+``path`` or ``file_name``, that of captions ``text`` or ``caption``. A CSV without a header begins with the columns
+``path,text``. Paths are absolute or relative to the table's folder. Captions are UTF-8; file names may have any bytes.
 
-A folder holds metadata.jsonl, metadata.csv or metadata.parquet, as in the imagefolder of Hugging Face datasets, or the
-caption of name.jpg in name.txt, name.caption, or name.json under "caption" or "text"."""
+A folder holds metadata.jsonl, metadata.csv or metadata.parquet, like an imagefolder of Hugging Face ``datasets``.
+Otherwise the caption of name.jpg is in name.txt, in name.caption, or in name.json under "caption" or "text"."""
 
 import csv
 import io
@@ -47,16 +47,16 @@ from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.processes import run_apart
 
 MAX_LINE = 2**20  # maximum characters of a line
-FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # usual column names; the first one present is used
+FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # usual column names, the preferred one first
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_BINARY = {  # first bytes of formats that are often used by mistake
+_BINARY = {  # first bytes of a file that is not UTF-8 text -> end of the message about it
     b"\xff\xfe": "UTF-16, not UTF-8; save it as UTF-8",
     b"\xfe\xff": "UTF-16, not UTF-8; save it as UTF-8",
     b"PK\x03\x04": "no text but an Excel file or another archive; save it as a CSV in UTF-8",
     b"\x1f\x8b": "compressed; unpack it with gunzip",
 }
-# First bytes of picture files.
+# First bytes of files in picture formats.
 _SIGNATURES = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|BM....\0\0\0\0|GIF8[79]a|II\*\0|MM\0\*|P[1-6]\s|....ftypavi[fs]",
     re.DOTALL,
@@ -65,7 +65,9 @@ _SIGNATURES = re.compile(
 
 @dataclass(frozen=True)
 class TableRow:
-    """A medium with its caption. ``path`` is absolute or relative to the working directory, not to the table."""
+    """A picture or clip with its caption. extra: other columns of a CSV, name -> text.
+
+    A relative ``path`` is relative to the working directory, not to the table."""
 
     path: Path
     text: str
@@ -73,7 +75,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True for a picture by the file's suffix or, if that is unknown, by its first bytes."""
+        """True if the file's suffix, or else its first bytes, are those of a picture format, animated or not."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -81,7 +83,7 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True for a picture that is not an animation. Everything else is read as a clip."""
+        """True if the file is read as a picture: one in a picture format that is not an animation."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -89,17 +91,17 @@ class TableRow:
 
 
 class NoColumns(ValueError):
-    """Raised if a table lacks the column of files or of captions."""
+    """Raised if a table lacks the column of files or the column of captions."""
 
 
 class Columns(NamedTuple):
-    """Names of the columns (``--file_column``, ``--caption_column``); None: the usual names."""
+    """Names of the columns (``--file_column``, ``--caption_column``); None means ``FILES`` or ``CAPTIONS``."""
 
     file: str | None = None
     caption: str | None = None
 
     def find(self, names: Collection[str]) -> tuple[str | None, str | None]:
-        """Return the names of the file and caption columns among ``names``, or None for a missing column."""
+        """Return (file column, caption column) among ``names``, with None for a missing column."""
         of_each = ((self.file,) if self.file else FILES), ((self.caption,) if self.caption else CAPTIONS)
         file, caption = (next((name for name in usual if name in names), None) for usual in of_each)
         return file, caption
@@ -118,9 +120,8 @@ USUAL = Columns()
 def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
     """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one.
 
-    A CSV without a header has the columns path and text. Its first line is a header if it names both columns. name: the
-    table's name in messages, by default ``--data_path`` and its path. Raises FileNotFoundError or ValueError
-    (NoColumns for missing columns), naming the file, the line and the fix."""
+    The first line of a CSV is a header if it names both columns. name: the table's name in messages, by default
+    ``--data_path`` and its path. Raises FileNotFoundError or ValueError (NoColumns for missing columns)."""
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
     if not os.path.lexists(path):
@@ -200,7 +201,9 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
-    """Return (names of the columns, lines without the header). The usual columns are renamed to path and text."""
+    """Return (names of the columns, lines without the header). The two columns in use are renamed to path and text.
+
+    lines: (line number, cells) of each row. Raises ValueError, NoColumns if the header lacks one of the two columns."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -226,7 +229,7 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
 
 
 def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
-    """Raise ValueError if the first cell contains several values, separated by something other than a comma."""
+    """Raise ValueError if the first cell holds several values, separated by semicolons, tabs or bars."""
     for delimiter, plural in _OTHER_DELIMITERS.items():
         first, found, _ = cells[0].partition(delimiter)
         names = {part.strip().lower() for part in cells[0].split(delimiter)}
@@ -270,9 +273,9 @@ def check_utf8(here: str, column: str, cell: str) -> None:
 
 
 def locate(folder: Path, here: str, path: str) -> Path:
-    """Return the file that a path in a table of ``folder`` names.
+    """Return the path of a file that a table in ``folder`` names.
 
-    Raises ValueError, beginning with ``here``, for a URL and for the home folder of an unknown user."""
+    Raises ValueError, beginning with ``here``, for a URL and for an unknown home folder (``~user``)."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
@@ -282,8 +285,7 @@ def locate(folder: Path, here: str, path: str) -> Path:
 
 
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:
-    """Write a CSV with a header. Paths below its folder are relative. It replaces an existing file when it is
-    complete."""
+    """Write a CSV with a header, atomically. Paths below the CSV's folder are written relative to that folder."""
     path = Path(path)
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()
@@ -294,7 +296,7 @@ def write_csv(path: str | Path, rows: list[TableRow]) -> None:
         for row in rows:
             medium = row.path.resolve()
             shown = str(medium.relative_to(folder) if medium.is_relative_to(folder) else medium)
-            # Without ./, readers would expand a leading ~ to a home folder and strip a leading blank.
+            # Without ./ before it, readers would expand a leading ~ to a home folder and strip a leading blank.
             shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
             writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
         file.detach()
@@ -304,7 +306,9 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row from two cells. Raises ValueError, beginning with ``here``, for a cell of another type."""
+    """Make a row from the cells of file and caption. A caption may be a string, a number or None (empty).
+
+    Raises ValueError, beginning with ``here``, for other cells."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -364,10 +368,10 @@ MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order in which they are tried
 FILE_NAME = "file_name"  # column of a table that holds the files' paths
-# Reasons for leaving files out.
+# Reasons for which files are left out, the keys of ``CaptionedFiles.left_out``.
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # source of captions that consist of the prefix only
+ALONE = "--caption_prefix alone"  # named as the source of captions that are empty before the prefix
 
 
 @dataclass
@@ -375,10 +379,11 @@ class CaptionedFiles:
     """The captioned files of a folder, and the files that are left out.
 
     Attributes:
-        sources: number of captions from each kind of source.
-        left_out: kind of left-out files, such as ``BARE`` -> "path" or "path: reason" of each file.
-        table: path of the table that was read, if any.
-        has_captions: False if no file in the folder is meant as a caption.
+        rows: the captioned files.
+        sources: kind of source, such as ".txt files" -> number of captions from it.
+        left_out: reason, such as ``BARE`` -> "path" or "path: details" of each file.
+        table: path of the folder's table; None if it has none.
+        has_captions: True if there is a table or a row, or a .txt or .caption file is beside a picture or clip.
         ignored: files that are neither media nor captions.
     """
 
@@ -406,11 +411,12 @@ class CaptionedFiles:
 def find_captions(
     root: str | Path, *, columns: Columns = USUAL, folder_names: bool = False, bare: bool = False
 ) -> CaptionedFiles:
-    """Find every clip and picture below ``root`` with its caption, or return the rows of the table in ``root``.
+    """Find the clips and pictures below ``root`` with their captions, which are in a table or beside the files.
 
     Args:
-        folder_names: without a table, a file without a caption beside it gets its folder's name as caption, with spaces
-            for _ and -, except directly in ``root``.
+        columns: names of the table's columns.
+        folder_names: without a table, a file without a caption gets its folder's name as caption, with spaces for _
+            and -, unless it is directly in ``root``.
         bare: use an empty caption for files without a caption. By default such files are left out.
 
     A file whose caption can't be read is left out. Raises ValueError for several tables or a damaged one."""
@@ -441,7 +447,7 @@ def find_captions(
 
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
-    """Return the rows of a table or of a captioned folder, and lines about files that were left out.
+    """Return (rows of a table or folder, lines about files of the folder that were left out).
 
     name: the path's name in messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
     if not os.path.isdir(path):
@@ -453,7 +459,9 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return (media, caption files) below a folder. The caption files are: path without suffix -> suffix -> path."""
+    """Return (paths of media, caption files) below a folder.
+
+    The caption files are a nested dictionary: path without suffix -> suffix -> path."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -466,8 +474,9 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return the path and the rows of a folder's table. Ignore one without the usual columns, unless flags name
-    others."""
+    """Return (path, rows) of a folder's table, or (None, []).
+
+    Tables that lack a column are ignored. If flags name a column, they raise NoColumns."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -503,7 +512,9 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
-    """Return (the caption on one line, its source, the reason if it can't be read). files: suffix -> caption file."""
+    """Return (caption on one line, kind of source, ""); ("", "", reason) if it can't be read; ("", "", "") if none.
+
+    files: suffix -> path of the caption file."""
     for suffix in BESIDE:
         if suffix in files:
             path = Path(files[suffix])
@@ -516,7 +527,7 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return "caption" of a JSON object, else "text", else "". Raises ValueError or OSError."""
+    """Return the value of "caption" in a JSON file, else of "text", else "". Raises ValueError or OSError."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -561,7 +572,7 @@ def class_caption(name: str) -> str:
 
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
-    """Find every clip below ``root``; its caption is its folder's name. Clips directly in ``root`` are left out.
+    """Find the clips below ``root``, whose captions are their folders' names. Clips directly in ``root`` are left out.
 
     Raises FileNotFoundError if there is no folder or no clip in a class folder."""
     if not os.path.isdir(root):
@@ -585,9 +596,9 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 
 
 def find_folder(root: str | Path) -> CaptionedFiles:
-    """Find every clip and picture below ``root`` with its caption, by default its folder's name.
+    """Find the clips and pictures below ``root``. A file without a caption gets its subfolder's name as caption.
 
-    Raises FileNotFoundError if there is no folder, no medium or no caption."""
+    Raises FileNotFoundError if there is no folder, no picture or clip, or no caption."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found = find_captions(root, folder_names=True)
@@ -607,7 +618,7 @@ def _note(ignored: Ignored) -> str:
 
 
 def make(kind: str, root: str, output: str) -> None:
-    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write the CSV and print a summary."""
+    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``, by ``kind``: write a CSV and print a summary."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
     for line in found.lines():
@@ -625,7 +636,9 @@ TIME_LIMIT = 60.0  # seconds for decoding two frames of a file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Decode a picture, or a clip's first and last frame, as in training. May raise any exception."""
+    """Return the Medium of a file after decoding the picture, or the clip's first and last frame.
+
+    May raise any exception."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -641,8 +654,8 @@ def check_rows(
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
     """Check rows, and return (remaining rows in order, their media, dropped rows).
 
-    Files are decoded in separate processes, because decoders crash and hang on broken files. The dropped rows are a
-    dictionary: reason -> list of "path: problem", under the first reason that applies. A picture is never too short."""
+    The dropped rows are a dictionary from each of ``REASONS`` to a list of "path: problem". A picture is never too
+    short. Files are decoded in separate processes, because decoders crash and hang on broken files."""
     found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
@@ -679,9 +692,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of the minimum, median and maximum of durations, frames, sizes and frame rates.
-
-    Durations, frames and rates cover only the clips."""
+    """Return a text table of minimum, median and maximum: of duration, frames and rate of clips, and of all sizes."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
@@ -706,7 +717,7 @@ def check(
     image_size: int = 0,
     **how: Any,
 ) -> None:
-    """Run ``preprocess.py check`` with the values of its flags. how: arguments of :func:`check_rows`.
+    """Run ``preprocess.py check``, whose flags are the arguments. how: arguments of :func:`check_rows`.
 
     Raises DataError and writes nothing if no row is left."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))

@@ -1,7 +1,6 @@
 """Count captions that a text encoder truncates, and captions without content.
 
-They are counted before training or encoding starts. How many depends on how fast a data set can read them
-(``Description.counted_captions``)."""
+Training and encoding do this before they start. ``Description.counted_captions`` limits the number of captions read."""
 
 import math
 import unicodedata
@@ -22,15 +21,15 @@ MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # maximum characters of a caption that may be in ``MISSING``, with blanks and quotes
+MOST_MISSING = 40  # maximum characters, with blanks and quotes, of a caption that is looked up in ``MISSING``
 AT_ONCE = 1024  # captions measured per call
-MOST_TOKENIZED = 10_000  # maximum captions that a tokenizer counts before training, which takes one or two seconds
+MOST_TOKENIZED = 10_000  # maximum captions tokenized before training starts, in one or two seconds
 
 Measure = Callable[[list[str]], Sequence[int]]  # maps captions to their numbers of tokens
 
 
 def says_nothing(caption: str) -> bool:
-    """Return True if a caption consists of whitespace, punctuation and control characters only."""
+    """Return True if a caption is empty, or has only whitespace, punctuation and control characters."""
     if caption[:1].isalnum():  # fast path for nearly all captions
         return False
     return all(unicodedata.category(char)[0] in "ZP" or unicodedata.category(char) in ("Cc", "Cf") for char in caption)
@@ -46,12 +45,15 @@ class CaptionCount:
     """Statistics of some captions of a data set of ``rows`` rows.
 
     Attributes:
-        name: beginning of every line that is returned.
-        counted: number of captions that were read.
-        tokens, words: length of a caption in tokens, or in words -> number of captions with that length.
-        longest_at: name of the sample with the longest caption.
-        empty, missing, unreadable: number of captions without content (see ``says_nothing``), of words for a missing
-            value, by spelling, and of captions that can't be read; each with the first such sample (``empty_at``).
+        name: text with which all lines of this object begin.
+        counted: number of captions counted, including unreadable ones.
+        tokens, words: for each length in tokens, or in words, the number of captions of that length.
+        longest_at: name of the sample whose caption has the most tokens.
+        empty: number of captions without content, see ``says_nothing``.
+        missing: for each spelling of a missing value, such as "NaN", the number of captions that consist of it.
+        unreadable: number of captions that can't be read.
+        empty_at, missing_at: name of the first such sample.
+        unreadable_at: error of the first unreadable caption.
     """
 
     rows: int
@@ -73,7 +75,7 @@ class CaptionCount:
 
     @property
     def among(self) -> str:
-        """The counted captions in words: "of 500", or "of the 10,000 looked at among 1,000,000"."""
+        """The number of counted captions as text: "of 500", or "of the 10,000 looked at among 1,000,000"."""
         if self.counted == self.rows:
             return f"of {self.rows:,}"
         return f"of the {self.counted:,} looked at among {self.rows:,}"
@@ -82,7 +84,7 @@ class CaptionCount:
         return _above(self.tokens, limit)
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
-        """Count the captions of some rows. source: returns the name of a row's sample."""
+        """Count ``captions``, a dictionary from rows to captions. source: returns the name of a row's sample."""
         lengths = measure([*captions.values()])
         if lengths and (most := max(lengths)) > self.longest:
             self.longest_at = printable(source([*captions][lengths.index(most)]))
@@ -98,7 +100,7 @@ class CaptionCount:
                 self.missing[caption.strip()] += 1
 
     def without_words(self) -> list[str]:
-        """Return a line for each kind of captions that are empty, mean a missing value, or can't be read."""
+        """Return up to three lines: about empty captions, missing values, and unreadable captions."""
         lines = []
         if self.empty:
             lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
@@ -116,8 +118,9 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return a line about captions with more than ``limit`` tokens of ``encoder``, ending in ``advice``, if there
-        are any."""
+        """Return [a line about the captions of more than ``limit`` tokens], or [] if there are none.
+
+        encoder: name of the encoder in the line. advice: end of the line."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -126,11 +129,11 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about caption lengths before an encoder is chosen. The captions must have been counted by
-        :func:`byte_tokens`.
+        """Return lines about the captions' lengths if no encoder is chosen yet. ``tokens`` must count bytes
+        (:func:`byte_tokens`).
 
-        They name the tokens that the bytes encoder of a new run takes, and a lower bound on the captions that CLIP and
-        T5 truncate, which counts a token for each word."""
+        The lines give the default length of the encoder ``bytes``, and how many captions CLIP and T5 truncate at least.
+        This lower bound takes every word as one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -154,15 +157,15 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return advice to keep a longest caption of ``tokens`` tokens whole, which ends a line; "" if no flag does."""
+    """Return the end of a line: the flag with which captions of ``tokens`` tokens fit, or "" if they are too long."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
     """Return the rows whose captions are counted before training starts, ascending int64.
 
-    Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. The rows form
-    evenly spaced groups of neighbours, which are usually in one file and are read faster together."""
+    Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. Larger sources
+    contribute evenly spaced groups of adjacent rows, because these are usually in one file and faster to read."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)
@@ -179,9 +182,9 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
 def count_captions(
     dataset: MediaDataset, measure: Measure = byte_tokens, most: int | None = None, name: str = "captions"
 ) -> CaptionCount:
-    """Count the captions of :func:`caption_rows`. A data set without captions gives an empty count.
+    """Count the captions of the rows in :func:`caption_rows`. A data set without captions gives an empty count.
 
-    measure: returns the number of tokens of each caption. name: beginning of every line about these captions."""
+    measure: returns the number of tokens of each caption. name: see :class:`CaptionCount`."""
     rows = caption_rows(dataset, most).tolist() if dataset.describe().conditioning == "text" else []
     return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
 
@@ -194,9 +197,10 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """Count the captions of ``rows``, out of ``total`` rows; see :func:`count_captions`.
+    """Count the captions of ``rows``, out of ``total`` rows.
 
-    caption, source: return the caption of a row, and the name of its sample for messages."""
+    caption: returns the caption of a row. source: returns the name of a row's sample for messages. measure, name: see
+    :func:`count_captions`."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

@@ -1,7 +1,7 @@
-"""Choose frames of a clip, and read them rotated upright, resized and cropped.
+"""Choose frames of a clip, and read them upright, resized and cropped.
 
-A reader of ``video_files`` decodes only the parts of a file that the frames need. If it fails, or is not known to read
-the file correctly, PyAV reads the file. If frames have no times, PyAV decodes the file from its start."""
+A reader of ``video_files`` decodes only the parts of a file that contain the chosen frames. PyAV replaces the chosen
+reader if that fails, or is not known to read the file correctly. Without display times, PyAV decodes from the start."""
 
 import functools
 import math
@@ -48,21 +48,21 @@ from opendit.data.video_files import (
 )
 
 MAX_FRAME_PIXELS = 2**26  # about twice the largest frame that H.264 and H.265 allow at any level
-WINDOW = 2**28  # maximum bytes of full-size frames in memory at once
+WINDOW = 2**28  # maximum bytes of decoded frames in memory before they are resized
 SHORT_CLIPS = ("skip", "interval")
-REMEMBERED = 4096  # maximum number of files per ``FileMemory``
+REMEMBERED = 4096  # maximum number of files in a ``FileMemory``
 Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """Result of ``read_clip``. shortened: the frames are closer together than requested."""
+    """Result of ``read_clip``. shortened: True if the frames are closer together than requested."""
 
     pixels: Tensor
     shortened: bool
 
 
 class Crop(NamedTuple):
-    """A crop to height x width pixels at ``place``, see ``start_of_crop``."""
+    """Size of a crop in pixels, and its position ``place``, see ``start_of_crop``."""
 
     height: int
     width: int
@@ -73,7 +73,7 @@ FrameSize = int | tuple[int, int] | Crop  # side of a square; (height, width); o
 
 
 class FileMemory(OrderedDict[str, tuple[Any, ...]]):
-    """Facts about the last ``REMEMBERED`` files by path."""
+    """Dictionary by path, which keeps the last ``REMEMBERED`` files."""
 
     def __setitem__(self, path: str, what: tuple[Any, ...]) -> None:
         super().__setitem__(path, what)
@@ -82,19 +82,17 @@ class FileMemory(OrderedDict[str, tuple[Any, ...]]):
             self.popitem(last=False)
 
 
-# Each process remembers files that hung, files that it could not open, and frame counts that needed decoding.
-# Otherwise a file that hangs would cost its time limit in every epoch.
+# Files that took too long or could not be opened, and frame counts that needed decoding, remembered by this process.
+# Otherwise such files would cost their time again in every epoch.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enlarge: bool = True) -> Tensor:
     """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing.
 
-    enlarge: False keeps the size of a crop that is smaller than ``size``, see :func:`enlarge`.
-
-    Returns (3, T, height, width) float32 in [-1, 1]; with ``as_bytes``, uint8 with a pixel's colours adjacent in
-    memory."""
-    # Crop first, so that both axes have the same scale and a long thin frame is not slower than other frames.
+    enlarge: False returns a crop smaller than ``size`` at its size. Returns (3, T, height, width) float32 in [-1, 1];
+    with ``as_bytes``, uint8 whose channels are adjacent in memory."""
+    # Crop before resizing, so that both axes have the same scale and a long thin frame is not slower than others.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -103,7 +101,7 @@ def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enl
     top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
     if (high, wide) != (down, across) and (enlarge or scale > 1):
-        # Resizing uint8 is 3x as fast as float32. torch would copy a non-contiguous tensor to channels-first.
+        # Resizing uint8 is 3x as fast as float32. torch would copy a non-contiguous tensor to channels-first memory.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
@@ -138,23 +136,23 @@ def read_clip(
     name: str | None = None,
     reader: str = "auto",
 ) -> Clip:
-    """Read a window of a clip, upright: (3, num_frames, height, width) float32 in [-1, 1] or, with ``as_bytes``, uint8.
+    """Read ``num_frames`` frames of a clip, upright, cropped and resized. See :func:`resize_and_crop` for the result.
 
-    Frames are chosen by number, or with ``fps`` by their times (see ``timed_window``).
+    Frames are chosen by number (``clip_window``), or with ``fps`` by their times (``timed_window``).
 
     Args:
-        size, enlarge: see :func:`resize_and_crop`.
+        size, as_bytes, enlarge: see :func:`resize_and_crop`.
         start: see ``clip_window``.
-        short_clips: "skip" raises BadSample for a clip that is too short, "interval" reads it at the largest interval
-            that fits.
+        short_clips: "skip" raises BadSample for a clip that is too short. "interval" reads it at a smaller interval, if
+            it has ``num_frames`` frames.
         name: the file's name in messages, if ``path`` is a temporary copy.
         reader: one of ``video_files.CHOICES``; all give the same pixels.
 
-    Raises BadSample if the file is too short, can't be read within ``time_limit`` seconds, or once took too long."""
+    Raises BadSample if the clip is too short, can't be decoded, or takes, or once took, more than ``time_limit`` s."""
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     if (limit := _hung.get(name)) is not None:
-        raise BadSample(name, _too_long(*limit))  # the same message as at first, so that it is logged once
+        raise BadSample(name, _too_long(*limit))  # the first message again, so that it is logged only once
     shortened = False
 
     def choose(timeline: Timeline) -> list[int]:
@@ -211,11 +209,11 @@ def _too_long(seconds: float) -> str:
 def clip_size(
     path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True, count: Callable[[Timeline], int] | None = None
 ) -> tuple[int, int, int]:
-    """Return (frames, height, width) of a clip as it is shown. Raises BadSample.
+    """Return (frames, height, width) of a clip, upright. Raises BadSample.
 
     Args:
-        count: returns the number of frames to report, from the file's timeline; the default is the number in the file.
-        whole: False if ``path`` has only an MP4's tables and the beginning of its first frame, and zeros elsewhere.
+        whole: False if ``path`` is an MP4 of which only ``container_header.table_parts`` are present.
+        count: returns the number of frames to report, from the clip's timeline; None means all frames of the file.
     """
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
@@ -250,9 +248,9 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
-    """Return facts about a clip, and its first, middle (if ``middle``) and last frame, (2 or 3, H, W, 3) uint8.
+    """Return (medium, frames) of a clip. The frames are its first, middle and last one, (3, H, W, 3) uint8.
 
-    May raise any exception."""
+    middle: False leaves the middle frame out. May raise any exception."""
     found: list[Timeline] = []
 
     def choose(timeline: Timeline) -> list[int]:
@@ -267,12 +265,12 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
-        duration = 0.0  # number of frames / rate gives the duration
+        duration = 0.0  # the Medium's default, which means frames / rate
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
 
 
 class _Helper:
-    """A thread that runs jobs one after the other. Starting a new thread for every clip would take 0.1 ms."""
+    """A thread that runs jobs one after the other, because starting a thread for every clip would take 0.1 ms."""
 
     def __init__(self):
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -280,7 +278,7 @@ class _Helper:
         self.thread.start()
 
     def __del__(self):
-        self.jobs.put(None)  # ends the helper thread when the reading thread ends
+        self.jobs.put(None)  # end the thread
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:
@@ -288,22 +286,22 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         work, stop, outcome = job
         try:
             outcome.put((work(stop), None))
-        except BaseException as error:  # handed to the waiting thread
+        except BaseException as error:  # the waiting thread raises it
             outcome.put((None, error))
         del job, work, stop, outcome  # free these objects before waiting for the next job
 
 
-_helpers = threading.local()  # one helper per reading thread, so that no thread waits for another thread's file
+_helpers = threading.local()  # has a ``_Helper`` per calling thread, so that no thread waits for another one's file
 
 
 def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
-    """Return ``work(stop)``. Raises TimeoutError if it takes longer than ``seconds``.
+    """Return ``work(stop)``. Raises TimeoutError, and sets the event ``stop``, if it takes longer than ``seconds``.
 
     ``work`` runs in a separate thread, because decoders and stalled disks hang inside C code, where Python can't run
-    signal handlers. A thread that hangs remains until the process ends, and the next call uses a new one. After a
-    timeout ``stop`` is set, so that a thread that is only slow ends its work."""
+    signal handlers. A slow ``work`` should return once ``stop`` is set. A thread that hangs remains until the process
+    ends, and the next call uses a new thread."""
     helper = getattr(_helpers, "helper", None)
-    if helper is None or not helper.thread.is_alive():  # a forked process inherits the object, not the thread
+    if helper is None or not helper.thread.is_alive():  # a forked process has the object without its thread
         helper = _helpers.helper = _Helper()
     stop, outcome = threading.Event(), SimpleQueue()
     helper.jobs.put((work, stop, outcome))
@@ -319,7 +317,7 @@ def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result
             raise error
         return result
     finally:
-        del error  # breaks a reference cycle, which would keep all stack frames of the traceback alive
+        del error  # break a reference cycle, which would keep all stack frames of the traceback alive
 
 
 def decode_frames(
@@ -329,9 +327,9 @@ def decode_frames(
     size: FrameSize | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Decode the frames whose indices ``choose`` returns for a file's timeline, (T, H, W, 3) uint8. Raises BadSample.
+    """Return the frames whose indices ``choose`` returns for a clip's timeline, (T, H, W, 3) uint8. Raises BadSample.
 
-    With ``size``, frames of more than ``WINDOW`` bytes in all are decoded, cropped and resized in groups."""
+    size: if the frames have more than ``WINDOW`` bytes, resize them to this size in groups; None never resizes."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -346,16 +344,16 @@ def decode_frames(
                 if _is_final(error):
                     raise  # decoding from the start below finds the error, if there is one
     finally:
-        # Delete the reader now; an error's traceback would keep it until garbage collection. Until then its frames
-        # would fill memory, and a forked process that collects it would wait for threads that don't exist there.
+        # An error's traceback would keep the reader until garbage collection. Its frames would fill the memory until
+        # then. A forked process that collects the reader would wait for threads that don't exist there.
         del file
     return _decode_in_order(path, indices, stop, size)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if no other reader should be tried, because the file is bad or memory has run out.
+    """Return True for errors after which no other reader is tried: BadSample and MemoryError, but not libav's.
 
-    libav's MemoryError does not count: damaged files cause it by declaring absurd sizes."""
+    Damaged files cause libav's MemoryError by declaring absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -364,11 +362,11 @@ def _shrink(frames: Tensor, size: FrameSize) -> np.ndarray:
 
 
 def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> tuple[Reader, bool]:
-    """Return a file's reader, and True if it finds frames by number. Raises BadSample. whole: see :func:`clip_size`."""
+    """Return (reader of a file, True if it finds frames by number). Raises BadSample. whole: see :func:`clip_size`."""
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
-        version = state.st_mtime_ns, state.st_size  # a repaired file has a new version and is tried again
+        version = state.st_mtime_ns, state.st_size  # differs once the file is repaired, so that it is tried again
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
         if (kind := kind_of(state.st_mode)) is not None:  # opening a pipe may block
@@ -406,9 +404,9 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, path: str, name: str, version: tuple[int, int], stop: threading.Event, whole: bool
 ) -> tuple[Reader, bool]:
-    """Open a file with ``reader``, or with PyAV if ``reader`` is not known to read the file correctly. See ``_open``.
+    """Open a file with ``reader``, or with PyAV if ``reader`` fails or can't read it correctly. See ``_open``.
 
-    name: the file's name for FFmpeg. version: its time and size."""
+    name: the file's name for FFmpeg. version: the file's modification time and size."""
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
@@ -426,8 +424,9 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Return ``contents`` with the number and times of the frames, found by decoding up to the end or the first
-    error."""
+    """Return ``contents`` with the number and times of the frames that can be decoded before the first error.
+
+    Return ``contents`` unchanged if an error comes before the first frame."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -441,13 +440,13 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
         if _is_final(error):
             raise
         if not times:
-            return contents  # a later read raises the error
+            return contents  # reading the frames will raise the error again
     return replace(contents, length=len(times), times=rising_times(times))
 
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a UTF-8 name that FFmpeg can only take as the file's path (a file may be called "concat:a|b")."""
+    """Yield a name of a file in UTF-8, which FFmpeg can't take for a protocol, as it would take "concat:a|b"."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path
@@ -479,7 +478,7 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
         if len(kept) < len(wanted):
             raise BadSample(path, f"damaged: frame {max(wanted)} is needed, {count} frames can be decoded")
         return np.stack([kept[index] for index in indices])
-    except Exception as error:  # libav's errors, and frames that change their size
+    except Exception as error:  # libav's errors, or np.stack's if the frames differ in size
         if _is_final(error):
             raise
         raise BadSample(path, f"damaged: {getattr(error, 'strerror', None) or error}") from error
@@ -487,8 +486,9 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file, in memory if possible, of ``size`` bytes that contains ``parts``, as (offset,
-    bytes), and zeros elsewhere."""
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible.
+
+    parts: (offset, bytes) of its contents. All other bytes are zero."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)
@@ -509,10 +509,10 @@ def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Return indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if they don't fit.
+    """Return the indices of ``num_frames`` frames that are ``frame_interval`` apart, or None if they don't fit.
 
-    length: number of frames of the clip. start: number in [0, 1) that selects one of all windows that fit, all equally
-    likely. None selects the middle window."""
+    length: number of frames of the clip. start: number in [0, 1) that selects one of the possible windows, which have
+    equal shares of [0, 1); None selects the middle one."""
     last_start = length - 1 - (num_frames - 1) * frame_interval
     if last_start < 0:
         return None
@@ -521,17 +521,18 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
-    """Return the largest interval up to ``frame_interval`` at which ``num_frames`` frames fit into ``length``, or
-    ``frame_interval`` if none fits."""
+    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` of ``length`` frames fit.
+
+    Return ``frame_interval`` if no interval fits."""
     too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
     return (length - 1) // (num_frames - 1) if too_short else frame_interval
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
-    """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart, or None if the clip is shorter.
+    """Return the indices of the frames shown at ``num_frames`` times that are 1 / ``fps`` seconds apart.
 
-    A window begins at the display time of a frame. start: selects one of the frames at which a window can begin, as in
-    ``clip_window``."""
+    Return None if the clip is shorter. start: selects the frame at whose display time the window begins, among all
+    possible ones, as in ``clip_window``."""
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
@@ -543,31 +544,31 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Return indices of the frames shown at ``num_frames`` evenly spaced times from the first frame to the last."""
+    """Return the indices of the frames shown at ``num_frames`` evenly spaced times from the first to the last frame."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
-AT_ONCE = 2**25  # maximum values resized at once; temporary memory is eight bytes per value
+AT_ONCE = 2**25  # maximum values resized at once, with eight bytes of temporary memory per value
 _SHARPNESS = -0.5  # parameter a of Keys' cubic convolution, as in PIL and torch's antialiased resizing
-_MOST_BITS = 22  # maximum fractional bits of a weight
+_MOST_BITS = 22  # maximum fractional bits of a fixed-point weight
 
 
 def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
-    """Enlarge every :class:`Small` sample of a batch to full size, on ``x``'s device.
+    """Return a batch with every :class:`Small` sample enlarged to H x W and, if requested, mirrored, on ``x``'s device.
 
-    Resizing small clips on a CPU takes half as long as decoding them. The result is bit-identical to
+    On a CPU, this would take half as long as decoding. The pixels are bit-identical to those of
     ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on a CPU. The host waits for the
     device only when a pair of sizes occurs for the first time.
 
     Args:
         x: (B, C, [T,] H, W) uint8, in any memory order.
-        small: B entries, None for a sample at full size; or None if all samples are.
-        at_once: values of ``x`` that are resized together, at least one sample.
+        small: for each sample its ``Small``, or None if it has full size; None instead of all if every sample has.
+        at_once: maximum values of ``x`` that are resized together, if more than one sample.
     """
     if small is None:
         return x
     x = x.clone()
-    frames = x.movedim(1, -1)  # (B, [T,] H, W, C), the memory order of decoders
+    frames = x.movedim(1, -1)  # view (B, [T,] H, W, C), the memory order of decoders
     each = max(1, at_once // max(1, x[0].numel()))
     for first, last, (height, width) in _runs(small, each):
         corner = frames[first:last, ..., :height, :width, :]
@@ -591,7 +592,7 @@ def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize frames (..., H, W, C) uint8 to size = (height, width), bicubic with antialiasing, on their device.
 
-    Like PIL, and torch for uint8 on a CPU, it adds integers and rounds to bytes after each axis, the width first."""
+    Like PIL, and torch for uint8 on a CPU, it uses fixed-point sums, rounded to bytes after each axis, width first."""
     for axis, length in ((-2, size[1]), (-3, size[0])):
         if frames.shape[axis] != length:
             frames = _along(frames, axis, length)
@@ -602,7 +603,7 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
     places, weights, bits = _taps(frames.shape[axis], length, frames.device)
     shape = [1] * frames.ndim
     shape[axis] = length
-    total = frames.new_full((), 1 << (bits - 1), dtype=torch.int32)  # 0.5, so that the shift below rounds
+    total = frames.new_full((), 1 << (bits - 1), dtype=torch.int32)  # half of 1 << bits, so that >> rounds
     for place, weight in zip(places, weights, strict=True):
         part = frames.index_select(frames.ndim + axis, place) * weight.view(shape)
         total = part.add_(total)
@@ -611,10 +612,10 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the taps that resize an axis from ``source`` to ``length`` pixels: the positions of the old pixels and
-    their fixed-point weights, int32 (taps, length) each, and the number of fractional bits of a weight.
+    """Return (positions, weights, fractional bits) of the filter that resizes an axis from ``source`` to ``length``.
 
-    The computation uses double precision and torch's order of operations, because the result must be bit-identical."""
+    Output pixel i is the sum over taps k of weights[k, i] times input pixel positions[k, i]; both are int32 (taps,
+    length). Double precision and torch's order of operations keep the result bit-identical to torch's."""
     scale = source / length
     reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
     most = math.ceil(reach) * 2 + 1
@@ -628,7 +629,7 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
         weights.append([weight / total for weight in row] + [0.0] * (most - count))
         places.append([first + tap for tap in range(count)] + [first] * (most - count))
     largest, bits = max(map(max, weights)), 0
-    while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # until 16 bits are full
+    while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # the largest weight stays below 2^15
         bits += 1
     fixed = [[int(math.copysign(0.5, weight) + weight * (1 << bits)) for weight in row] for row in weights]
     places, fixed = (torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device) for rows in (places, fixed))
@@ -636,7 +637,7 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _cubic(x: float) -> float:
-    """Return the weight at distance ``x``: equation 15 of Keys, "Cubic convolution interpolation", 1981."""
+    """Return the cubic kernel at distance ``x`` (equation 15 of Keys, "Cubic convolution interpolation", 1981)."""
     a, x = _SHARPNESS, abs(x)
     if x < 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1

@@ -1,14 +1,15 @@
 """Convert HDR and wide-gamut colours to BT.709 and sRGB, the colours that models are trained on.
 
-Primaries and transfers are identified by their numbers in ITU-T H.273. All files are converted in the same steps:
+Primaries and transfers are identified by their numbers in ITU-T H.273. LittleCMS converts pictures with ICC profiles.
+A :class:`Conversion` converts other files in these steps:
 
 1. Decode the signal to linear light: PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display
-   of 1,000 nits, gamma 1.2 (BT.2100); SDR clips by a power of 2.4 (BT.1886), and SDR pictures by sRGB's curve.
-2. Divide by the reference white of HDR, 203 nits (BT.2408). SDR white is 1.
-3. Convert the primaries to BT.709's by a matrix. Negative values, which are outside the gamut, become 0.
-4. Compress each colour x above ``KNEE``, so that 10,000 nits become 1 (extended Reinhard):
+   of 1,000 nits, gamma 1.2 (BT.2100); SDR clips by a power of 2.4 (BT.1886); SDR pictures by their gamma or sRGB's
+   curve. Divide HDR light by HDR's reference white, 203 nits (BT.2408). SDR white is 1.
+2. Convert the primaries to BT.709's by a matrix. Negative values, which are outside the gamut, become 0.
+3. For HDR, compress each channel x above ``KNEE``, so that 10,000 nits become 1 (extended Reinhard):
    y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), with t = (x - KNEE) / (1 - KNEE), and T the t of 10,000 nits.
-5. Encode the light as an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
+4. Encode the light as an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
 """
 
 import io
@@ -20,11 +21,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageCms
 
-PQ, HLG = 16, 18  # transfers
+PQ, HLG = 16, 18  # numbers of the transfers
 WHITE_NITS = 203.0
 KNEE = 0.9
 _MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2
-_CHUNK = 1 << 16  # pixels per step, few enough for the processor's cache
+_CHUNK = 1 << 16  # pixels converted at once, few enough for the processor's cache
 
 _D65, _DCI = (0.3127, 0.3290), (0.314, 0.351)
 # Number of the primaries -> (x, y) of red, green, blue and white.
@@ -35,12 +36,12 @@ _PRIMARIES = {
     12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _D65),
 }
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
-_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # transfer -> gamma, for pictures whose transfer is a power
+_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # transfer that is a power -> gamma, for pictures
 UNSPECIFIED = 2  # number for unspecified primaries, transfer or matrix
-# Number of the matrix -> weights of red and blue in luma.
+# Number of a matrix from RGB to YCbCr -> weights of red and blue in luma.
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
-# Matrices that FFmpeg's scaler does not support; it would give wrong colours.
+# Matrices that FFmpeg's scaler does not support, so that its colours would be wrong.
 _NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 14: "ICtCp", 15: "IPT-C2"}
 _NO_MATRIX |= dict.fromkeys((12, 13), "chromaticity-derived")
 
@@ -49,7 +50,7 @@ Chromaticities = tuple[tuple[float, float], ...]
 
 
 def kind_of_colours(primaries: int, transfer: int) -> str:
-    """Return a name such as "HDR (PQ)" or "wide gamut (BT.2020)" for colours that need conversion, "" for others."""
+    """Return a name such as "HDR (PQ)" or "wide gamut (BT.2020)" if the colours need conversion, else ""."""
     if transfer in (PQ, HLG):
         return "HDR (PQ)" if transfer == PQ else "HDR (HLG)"
     return f"wide gamut ({_WIDE[primaries]})" if primaries in _WIDE else ""
@@ -60,18 +61,18 @@ def unknown_matrix(matrix: int) -> str:
 
 
 def is_high_definition(width: int, height: int) -> bool:
-    """Return True if players assume BT.709 for a clip of this size without a matrix, and False for BT.601."""
+    """Return True if players assume BT.709's matrix for a clip of this size that names none; False means BT.601's."""
     return width >= 1280 or height > 576
 
 
 class Conversion:
-    """Converts pixels with given colours to 8-bit BT.709 or sRGB.
+    """Converts pixels to 8-bit BT.709 or sRGB.
 
     Args:
-        to_light: maps signals in [0, 1], float64, to light in units of white.
-        matrix: (3, 3), applied to the light.
-        to_signal: maps light to signals in [0, 1].
-        hlg: apply HLG's OOTF to the light before the matrix.
+        to_light: maps signals in [0, 1], float64, to light in units of white, or to HLG's scene light in [0, 1].
+        matrix: (3, 3) from the light's primaries to BT.709's.
+        to_signal: maps light in units of white to signals in [0, 1].
+        hlg: apply HLG's OOTF before the matrix, and divide by white.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class Conversion:
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert three planes (H, W) of Y, Cb and Cr, of ``bits`` bits, to (H, W, 3) uint8.
+        """Convert planes (H, W) of Y, Cb and Cr to (H, W, 3) uint8.
 
-        full: True for full range. matrix: a key of ``MATRICES``."""
+        bits: bits of a value. full: True for full range, False for limited range. matrix: a key of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
@@ -120,7 +121,7 @@ class Conversion:
         count = max(1, _CHUNK // max(1, shape[1]))
         for first in range(0, shape[0], count):
             rows = slice(first, first + count)
-            # Use only tables and sums of products, because they give the same bits on every machine.
+            # Table look-ups and sums of products give the same bits on every machine; other operations may not.
             light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
@@ -132,9 +133,9 @@ class Conversion:
 
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
-# Light is looked up in tables by the upper bits of its float32 value. There are 2,048 bins per power of 2, so an 8-bit
-# result is off by at most 0.03 of a level. _BINS: the middle of each bin. The first bin includes 0 and negative
-# numbers.
+# Tables are indexed by the upper bits of the light's float32 value. There are 2,048 bins per power of 2, so an 8-bit
+# result is off by at most 0.03 of a level. ``_BINS`` has the middle of each bin. The first bin stands for 0 and
+# includes negative numbers.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
 _LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
@@ -152,7 +153,7 @@ def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 
 def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
-    """Return a clip's matrix or, if it specifies none, the one that players assume."""
+    """Return the number of a clip's matrix or, if the clip names none, of the one that players assume."""
     if matrix != UNSPECIFIED:
         return matrix
     if transfer in (PQ, HLG) or primaries == 9:
@@ -162,7 +163,7 @@ def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: in
 
 @cache
 def of_clip(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a clip's signals; None for SDR in BT.709 or BT.601, and for unspecified colours."""
+    """Return the conversion of a clip's signals; None for SDR whose primaries are not wide or not specified."""
     if not kind_of_colours(primaries, transfer):
         return None
     known = primaries if primaries in _PRIMARIES else 9
@@ -175,7 +176,7 @@ def of_clip(primaries: int, transfer: int) -> Conversion | None:
 def of_picture(primaries: int, transfer: int) -> Conversion | None:
     """Return the conversion of a picture's signals, from the codes in PNG's cICP or AVIF's nclx.
 
-    Return None for unknown codes, and for those of sRGB or BT.709, which count as sRGB's."""
+    Return None for unknown codes, and for those of sRGB and BT.709, whose pixels are not changed."""
     if transfer in (PQ, HLG):
         return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
     if primaries not in _WIDE and transfer not in _GAMMAS:
@@ -187,7 +188,7 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion of signals equal to light ** ``gamma``; None means sRGB's curve.
+    """Return the conversion of a picture whose signals are light ** ``gamma``; None means sRGB's curve.
 
     chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for degenerate ones."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
@@ -221,17 +222,16 @@ def encode_srgb(light: np.ndarray) -> np.ndarray:
 
 
 def compress(light: np.ndarray) -> np.ndarray:
-    """Compress light in units of white, up to 10,000 nits, to [0, 1]: step 4 of the conversion."""
+    """Compress light in units of white, up to 10,000 nits, to [0, 1], as the module's docstring says."""
     most = (_MOST_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
     above = np.maximum(light - KNEE, 0) / (1 - KNEE)
     return np.minimum(light, KNEE) + (1 - KNEE) * above * (1 + above / most**2) / (1 + above)
 
 
 def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
-    """Return the (3, 3) matrix from light in these primaries to light in BT.709's, with white kept (Bradford
-    adaptation).
+    """Return the (3, 3) matrix from light in these primaries to light in BT.709's, with Bradford adaptation of white.
 
-    Raises ValueError for degenerate primaries."""
+    chromaticities: (x, y) of red, green, blue and white. Raises ValueError for degenerate primaries."""
     try:
         white, wanted = (_BRADFORD @ _xyz(each[3]) for each in (chromaticities, _PRIMARIES[1]))
         adapted = np.linalg.solve(_BRADFORD, np.diag(wanted / white) @ _BRADFORD)
@@ -253,16 +253,16 @@ def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
     return columns * np.linalg.solve(columns, _xyz(chromaticities[3]))
 
 
-MAX_PROFILE = 2**22  # maximum bytes of a profile; printing profiles have up to three million
-_CODES = "cicp"  # key in Image.info for (primaries, transfer), as numbers of H.273
-_CHUNKS, _BOXES = 1000, 1000  # maximum chunks and boxes that are searched
+MAX_PROFILE = 2**22  # maximum bytes of an ICC profile; printers' profiles have up to three million
+_CODES = "cicp"  # key in Image.info of a picture's colour codes: (primaries, transfer), as numbers of H.273
+_CHUNKS, _BOXES = 1000, 1000  # maximum PNG chunks, and AVIF boxes in a box, that are searched for the codes
 _SRGB_GAMMA, _SRGB_PRIMARIES = 1 / 2.2, (0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06)
 
 Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Store a PNG's or AVIF's colour codes, which Pillow ignores, in ``image.info``, before it is decoded."""
+    """Store the colour codes of a PNG or AVIF, which Pillow ignores, in ``image.info``. file: the opened file."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -273,16 +273,16 @@ def note_codes(image: Image.Image, file: BinaryIO) -> None:
 
 
 def kind_of_picture(image: Image.Image) -> str:
-    """Return "HDR (PQ)" or "HDR (HLG)"; "" for a picture that is not HDR."""
+    """Return "HDR (PQ)" or "HDR (HLG)" by the codes of :func:`note_codes`, or "" for a picture that is not HDR."""
     kind = kind_of_colours(*image.info.get(_CODES, (1, 1)))
     return kind if kind.startswith("HDR") and _codes_count(image) else ""
 
 
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
-    """Return (mode, function) to convert a picture's colours to sRGB; None if no conversion is needed.
+    """Return (mode, function) to convert a picture's colours to sRGB; None if nothing needs or allows conversion.
 
-    The function converts pictures of this mode ("RGB", "L" or "CMYK", 8 bits per channel) to RGB. As in browsers, a
-    profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or made for other channels."""
+    The function takes a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) and returns one in "RGB". As in
+    browsers, an ICC profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or for other channels."""
     info = image.info
     if _codes_count(image):
         convert = of_picture(*info[_CODES])
@@ -305,7 +305,7 @@ def _by(convert: Conversion) -> Convert:
 def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
     if len(profile) < 128 or len(profile) > MAX_PROFILE:
         return None
-    # Bytes 16 to 19 of a profile name the channels that the profile is made for.
+    # Bytes 16 to 19 of a profile name its colour space.
     grey = mode in ("1", "L", "LA", "La") or mode.startswith(("I", "F"))
     wanted = {b"GRAY": "L" if grey else "", b"CMYK": "CMYK" if mode == "CMYK" else ""}.get(profile[16:20], "")
     if profile[16:20] == b"RGB " and mode not in ("CMYK", "LAB"):
@@ -316,13 +316,13 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 
 @lru_cache(maxsize=16)
 def transform_of(profile: bytes, mode: str) -> Convert | None:
-    """Return the perceptual transform (Pillow's default) of a profile.
+    """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
 
-    Return None for a damaged profile, and for one that changes no colour by more than one level of 255, by which
-    versions of the sRGB profile differ."""
+    Return None for a damaged profile. Return None for one that changes no colour of "RGB" or "L" by more than one level
+    of 255, which is how much versions of the sRGB profile differ."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        # By default LittleCMS makes a coarse table for greys, which is off by 9 levels for dark greys in linear light.
+        # By default LittleCMS uses a coarse table for "L", which is off by 9 levels for dark greys in linear light.
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
@@ -332,7 +332,7 @@ def transform_of(profile: bytes, mode: str) -> Convert | None:
         if abs(found.astype(int) - np.asarray(probe.convert("RGB"))).max() <= 1:
             return None
         return made.apply if mode == "RGB" else lambda image: Image.fromarray(found[0][np.asarray(image)])
-    except Exception:  # LittleCMS may reject a profile with any error
+    except Exception:  # Pillow raises several types for a profile that LittleCMS rejects
         return None
 
 
@@ -347,7 +347,7 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return the conversion by PNG's gAMA and cHRM. Invalid values are ignored.
+    """Return ("RGB", function) for PNG's gAMA and cHRM, or None if both are sRGB's or invalid.
 
     A gamma within 5 % of sRGB's, and chromaticities within 0.001, count as sRGB's (libpng's bounds)."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
@@ -372,7 +372,7 @@ def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
 
 
 def _png_codes(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (primaries, transfer) of a PNG's cICP chunk."""
+    """Return (primaries, transfer) in a PNG's cICP chunk; None without this chunk."""
     at = 8
     for _ in range(_CHUNKS):
         file.seek(at)
@@ -387,7 +387,7 @@ def _png_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (primaries, transfer) of the first nclx colour box of an AVIF."""
+    """Return (primaries, transfer) in an AVIF's first colour box of type nclx; None without one."""
     file.seek(0)
     data = file.read(1 << 16)
     for meta in _inside(data, b"meta", 0, len(data)):
@@ -400,12 +400,12 @@ def _avif_codes(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _inside(data: bytes, wanted: bytes, at: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of the contents of each box of the kind ``wanted`` in data[at:last]."""
+    """Yield (begin, end) of the contents of each box of type ``wanted`` in data[at:last]."""
     for _ in range(_BOXES):
         if at + 8 > last:
             return
         length, kind = struct.unpack_from(">I4s", data, at)
-        if length < 8:  # 1: a 64-bit length follows; 0: the box ends with the file; neither is supported
+        if length < 8:  # not supported: 1, a 64-bit length follows; 0, the box ends with the file
             return
         if kind == wanted:
             yield at + 8, min(at + length, last)

@@ -1,7 +1,7 @@
-"""Read headers of clips: check their tables before a decoder trusts them, find hidden borders, and count animations.
+"""Read headers of clips: check tables before FFmpeg uses them, find hidden borders, and count frames of animations.
 
-FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. So a file of 2 KB can make it allocate
-gigabytes, and the failure ends the process. MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T
+FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. So a file of 2 KB can make FFmpeg
+allocate gigabytes, which ends the process. MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T
 H.264, 7.3."""
 
 import os
@@ -19,25 +19,25 @@ from opendit.data.files import problem
 
 MAX_FRAMES = 2**22  # maximum frames of a clip: 19 hours at 60 frames per second
 MAX_TABLES = 2**28  # maximum bytes of a file's tables; those of a 19-hour file take a fifth of this
-# Maximum number of boxes at the top level of a file, and inside a box. A fragmented file has two per few seconds.
+# Maximum number of boxes at the top level of a file, and inside one of these. A fragmented file has two top-level boxes
+# for every few seconds.
 MAX_BOXES = 100_000
-_MOST_PARTS = 8  # maximum number of separate reads for one file inside a tar
+_MOST_PARTS = 8  # maximum number of parts that ``table_parts`` reads
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-# Bytes per entry, for the kinds of tables that begin with a version, flags and the number of entries.
+# Bytes per entry of the tables that begin with a version, flags and the number of entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 _VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its child boxes
 _SLICES, _SLICE_OF_IDR = (1, 2, 3, 4), 5  # kinds of NAL units of H.264
-_INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
+_INTRA = (2, 4, 7, 9)  # types of slices that refer to no other frame
 
 
 def problem_of_tables(path: str) -> str | None:
-    """Return the reason why the tables of an MP4 are invalid.
+    """Return why an MP4 must not be decoded: invalid or too large tables, or colours that can't be converted.
 
-    Return None if they are valid, and for a file that is no MP4 or so damaged that no table is found. Raises OSError.
-    """
+    Return None for any other file, also for one that is not an MP4 or has no tables. Raises OSError."""
     read, samples, frames = 0, 0, 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -50,7 +50,7 @@ def problem_of_tables(path: str) -> str | None:
                     return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
                 file.seek(begin)
                 more, shown = _count(file.read(length))
-                # In a fragmented file every fragment declares only its samples, so the numbers are added.
+                # Every fragment of a fragmented file declares only its samples, so add the numbers.
                 samples, frames = samples + more, frames + shown
                 if samples > size:
                     return f"declares {samples:,} samples, more than its {size:,} bytes"
@@ -62,7 +62,9 @@ def problem_of_tables(path: str) -> str | None:
 
 
 def read_movie(file: BinaryIO) -> bytes:
-    """Return the contents of an MP4's first ``moov`` box, or b"". Raises OSError, and ValueError for too many boxes."""
+    """Return the first ``moov`` box of an MP4, up to ``MAX_TABLES`` bytes, or b"" without one.
+
+    Raises OSError, and ValueError for too many boxes."""
     for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
         if kind == b"moov":
             file.seek(begin)
@@ -71,7 +73,9 @@ def read_movie(file: BinaryIO) -> bytes:
 
 
 class _Parts:
-    """File-like object that stores the parts of a file that are read in ``parts``, as (offset, bytes)."""
+    """File-like object that collects what is read, as (offset, bytes) in ``parts``.
+
+    read: see :func:`table_parts`. size: bytes of the file. least: minimum bytes per call of ``read``."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -92,10 +96,10 @@ class _Parts:
 
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
-    """Return (offset, bytes) of the parts of a file of ``size`` bytes that describe all its frames.
+    """Return (offset, bytes) of those parts of an MP4 of ``size`` bytes that describe its frames.
 
-    The parts include the first ``least`` bytes. Return None if the whole file is needed, because it is not an MP4 or is
-    fragmented. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
+    The parts include the first ``least`` bytes. Return None if the file must be read as a whole: if it is not a valid
+    MP4, is fragmented, or is mostly tables. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
     file = _Parts(read, size, least)
     try:
         for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
@@ -106,16 +110,15 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # an invalid file; reading all of it will report the error
+    except ValueError:  # an invalid file, for which the decoder will report the error
         pass
     return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) of an MP4's top-level boxes; nothing for another
-    file.
+    """Yield (kind, offset of the contents, length of the contents) of each top-level box of an MP4.
 
-    Raises ValueError after ``MAX_BOXES`` boxes."""
+    Yield nothing for another file. Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
     for _ in range(MAX_BOXES):
         file.seek(at)
@@ -140,23 +143,23 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int]:
-    """Return (largest number of samples in a table of any track, largest number in a video track).
+    """Return (largest number of samples in a table, the same for video tracks only) of a moov or moof box.
 
-    Raises ValueError for colours that can't be converted, and for a table that declares more entries than it holds,
-    because FFmpeg would read the bytes after it as entries."""
+    Raises ValueError for colours that can't be converted, and for a table that declares more entries than it holds.
+    FFmpeg would read the bytes after such a table as entries."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # The handler box, which tells if a track is video, is a sibling of the box with the track's tables.
+        # The handler box says whether a track is video. It is a sibling of the box that contains the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
-            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, then a box per codec
+            elif kind == b"stsd" and is_video:  # version and flags, the number of codecs, then a box per codec
                 for _, first, last in _boxes(data, begin + 8, end, left):
                     if (profile := dolby_profile(data[first:last])) is not None:
                         raise ValueError(
@@ -190,19 +193,21 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError as :func:`_count`."""
+    """Return the number of samples that a table in data[begin:end] declares; 0 if it is of a kind that does not.
+
+    Raises ValueError if the table declares more entries than it holds."""
     size = end - begin
     _check(kind, 8, size)
-    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the common size of the samples, or 0
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of every sample, or 0 if the sizes differ
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
         if kind not in (b"stts", b"ctts"):
             return 0
-        runs = np.frombuffer(data, ">u4", number * 2, begin + 8)[::2]  # the counts of (count, value) pairs
+        runs = np.frombuffer(data, ">u4", number * 2, begin + 8)[::2]  # counts of the (count, value) pairs
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # flags: has duration, size, flags, offset
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # a sample has duration, size, flags, offset
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
     _check(kind, 12, size)
@@ -220,7 +225,7 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return, for each video track, the pixels that its ``clap`` box crops; None for a track without this box."""
+    """Return, for each video track, the crop of its ``clap`` box; None for a track without a valid one."""
     return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
 
 
@@ -255,8 +260,7 @@ def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the Dolby Vision profile in a sample entry if the pictures can only be shown as Dolby Vision, else
-    None."""
+    """Return the Dolby Vision profile of a sample entry whose frames only Dolby Vision can show; None for others."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
@@ -269,10 +273,10 @@ def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
 
 
 def begins_anew(sample: bytes, length: int) -> bool:
-    """Return True if an H.264 frame refers to no other frame.
+    """Return True if an H.264 frame refers to no other frame, judged by its first slice.
 
     sample: bytes of the frame, at least up to the beginning of its first slice. length: bytes of the size field before
-    each NAL unit; 0 if start codes separate them."""
+    each NAL unit; 0 if start codes separate the units. Raises ValueError if the slice's header is cut off."""
     for unit in _units(sample, length):
         kind = unit[0] & 31
         if kind == _SLICE_OF_IDR:
@@ -283,7 +287,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type, the second Exp-Golomb number of a header. Raises ValueError if it is cut off."""
+    """Return the slice type, which is the second Exp-Golomb number of a slice header. Raises ValueError."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)
@@ -304,14 +308,14 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
         at = end
 
 
-# Suffixes of files that may be still pictures or animations.
+# Suffixes of files that may be either still pictures or animations.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
-_HEAD_BYTES = 64  # bytes that tell the format of an animation
-_MOST_CHUNKS = 1 << 22  # maximum number of chunks read from a file
+_HEAD_BYTES = 64  # number of first bytes that identify a format
+_MOST_CHUNKS = 1 << 22  # maximum number of chunks or blocks read from a file
 
 
 def has_animation_format(path: str) -> bool:
-    """Return True if a file has a format with animations, even if it is a still picture. Raises OSError."""
+    """Return True if a file's format can hold animations, even if the file is a still picture. Raises OSError."""
     with open(path, "rb") as file:
         return _format(file.read(_HEAD_BYTES)) is not None
 
@@ -349,7 +353,7 @@ def _format(head: bytes) -> str | None:
 
 @contextmanager
 def _from_start(file: BinaryIO) -> Iterator[str | None]:
-    """Yield the format of an animation, with the file at its start. Afterwards restore the file's position."""
+    """Yield a file's format, None if it can't hold animations. The file is at its start, and restored afterwards."""
     at = file.tell()
     file.seek(0)
     kind = _format(file.read(_HEAD_BYTES))
@@ -361,7 +365,9 @@ def _from_start(file: BinaryIO) -> Iterator[str | None]:
 
 
 def count_frames(file: BinaryIO, most: int) -> int:
-    """Count the frames of a file, up to ``most``; 0 if its format has no animations."""
+    """Return the number of frames of a file; 0 for a still PNG or WebP, and for formats without animations.
+
+    A GIF, PNG or WebP counts as having at most ``most`` frames."""
     with _from_start(file) as kind:
         if kind in _WALKS:
             return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))
@@ -372,13 +378,13 @@ def count_frames(file: BinaryIO, most: int) -> int:
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Return the seconds of each frame from the file's tables; None for a format that stores them with the frames."""
+    """Return the seconds for which each frame of a GIF, PNG or WebP is shown; None for other formats."""
     with _from_start(file) as kind:
         return list(_WALKS[kind](file)) if kind in _WALKS else None
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """Yield the delay of each image of a GIF89a, which is in the block before the image, in hundredths of a second."""
+    """Yield the seconds for which each image of a GIF is shown. The block before the image has them, in 1/100 s."""
     head = file.read(13)
     file.seek(3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0, os.SEEK_CUR)
     delay = 0
@@ -411,7 +417,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _png(file: BinaryIO) -> Iterator[float]:
-    """Yield the delays in an APNG's fcTL chunks. Yield nothing for a PNG without an acTL chunk before the image."""
+    """Yield the seconds in an APNG's fcTL chunks. Yield nothing for a PNG without an acTL chunk before the image."""
     file.seek(8)
     left, animated = 0, False
     for _ in range(_MOST_CHUNKS):
@@ -432,7 +438,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
-    """Yield the durations in a WebP's ANMF chunks, which are in milliseconds."""
+    """Yield the seconds in a WebP's ANMF chunks, which store milliseconds."""
     file.seek(12)
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)
@@ -448,17 +454,17 @@ def _webp(file: BinaryIO) -> Iterator[float]:
 
 
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
-Crop = tuple[int, int, int, int]  # columns and rows that are cut off: left, right, top, bottom
+Crop = tuple[int, int, int, int]  # columns cut off at the left and right, rows cut off at the top and bottom
 _READ = 1 << 16  # bytes read from the start of a Matroska file
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
 _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
 
 
 def container_crop(name: str, container: str, number: int) -> Crop:
-    """Return the borders that a file's container hides in video stream ``number``.
+    """Return the borders of video stream ``number`` that the container says to hide, which FFmpeg does not cut off.
 
-    They lie outside an MP4's clean aperture, or are the crop fields of a Matroska track. FFmpeg leaves them to players.
-    container: FFmpeg's name of the container."""
+    They lie outside an MP4's clean aperture, or are given by the crop fields of a Matroska track. Return zeros without
+    any. container: FFmpeg's name of the container."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0

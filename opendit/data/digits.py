@@ -1,7 +1,6 @@
-"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn, which need no download, and clips of
-them.
+"""The built-in data: 1,797 handwritten digits of 8x8 pixels from scikit-learn, which need no download.
 
-The demo's clips are H.264 files with captions, in which a digit moves in one of four directions."""
+``make_demo`` writes H.264 clips with captions, in which a digit moves in one of four directions."""
 
 import json
 from functools import cache
@@ -21,13 +20,13 @@ from opendit.data.captioned_media import TableRow, write_csv
 from opendit.data.sources import Request
 from opendit.data.video_files import write_mp4
 
-SIZE = 8  # pixels of a side as shipped
+SIZE = 8  # side in pixels of scikit-learn's pictures
 SPLITS = ("train", "test")
 
 
 @cache
 def _load() -> tuple[Tensor, Tensor, Tensor]:
-    """Return pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and which rows are held out (1797,) bool."""
+    """Return pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and True for rows of the split "test" (1797,)."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -43,7 +42,7 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
 def digits_split(split: str) -> tuple[Tensor, Tensor]:
     """Return images (N, 1, 8, 8) float32 in [-1, 1] and labels (N,) int64 of "train" or "test".
 
-    Four fifths of every class are "train". The split never changes."""
+    Four fifths of every class are in "train". The splits never change. Raises ValueError for another split."""
     if split not in SPLITS:
         raise ValueError(f"digits has the splits {' and '.join(SPLITS)}, not {split!r}")
     images, labels, test = _load()
@@ -52,7 +51,7 @@ def digits_split(split: str) -> tuple[Tensor, Tensor]:
 
 
 class DigitsDataset(MediaDataset):
-    """The digits as (1, image_size, image_size). Most mirrored digits aren't digits, so mirroring is off by default."""
+    """The digits as (1, image_size, image_size). By default none is mirrored: most mirrored digits aren't digits."""
 
     def __init__(self, image_size: int, *, seed: int = 0, random_flip: bool | None = None, split: str = "train"):
         self.images, self.labels = digits_split(split)
@@ -95,20 +94,19 @@ SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
 
 
 def caption(digit: int, direction: str) -> str:
-    """Return a clip's caption, such as "a seven moving left". Raises ValueError for anything but a digit and a
-    direction."""
+    """Return a clip's caption, such as "a seven moving left". Raises ValueError for an unknown digit or direction."""
     if digit not in range(10) or direction not in DIRECTIONS:
         raise ValueError(f"there is no clip of {digit!r} moving {direction!r}")
     return f"{name_digit(digit)} moving {direction}"
 
 
 def name_digit(digit: int) -> str:
-    """Return a digit's caption: name_digit(7) is "a seven"."""
+    """Return a digit's caption, such as "a seven"."""
     return f"a{'n' * (digit == 8)} {DIGIT_NAMES[digit]}"
 
 
 def all_captions(moving: bool) -> list[str]:
-    """List the captions of all digits; if ``moving``, of all digits in all directions."""
+    """Return the captions of the ten digits or, if ``moving``, of their clips in all four directions."""
     if not moving:
         return [name_digit(digit) for digit in range(10)]
     return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
@@ -124,11 +122,11 @@ def parse_caption(text: str) -> tuple[int, str]:
 
 
 def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
-    """Draw a digit that crosses a black frame at constant speed, from one side to the other and always in view.
+    """Return a clip (frames, size, size, 3) uint8 of a digit that crosses a black frame at constant speed.
 
-    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, at fractional positions. jitter_seed: seed of the
-    random offset perpendicular to the motion, up to an eighth of the frame. Returns uint8 (frames, size, size, 3).
-    Raises ValueError for another shape, an unknown direction or too small a frame."""
+    image: (8, 8) in [-1, 1]. The digit is 5/8 as wide as the frame and always in view; its positions are fractional.
+    jitter_seed: seed of its random offset perpendicular to the motion, at most an eighth of the frame. Raises
+    ValueError for another image shape, an unknown direction, no frames or too small a frame."""
     if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
         raise ValueError(
             f"can't draw {tuple(image.shape)} moving {direction!r} in {frames} frames of {size} pixels: it takes an "
@@ -144,7 +142,7 @@ def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed
         [middle + (way * middle * step if step else torch.full_like(way, offset)) for step in DIRECTIONS[direction]],
         dim=1,
     )
-    # The frame's pixels in the digit's coordinates, where -1 and 1 are its outer edges.
+    # Positions of the frame's pixels in the digit's coordinates, where -1 and 1 are the digit's outer edges.
     x, y = (((torch.arange(size) + 0.5 - corner[:, i, None]) * 2 / side - 1) for i in (0, 1))  # (T, size) each
     grid = torch.stack([x[:, None].expand(-1, size, -1), y[:, :, None].expand(-1, -1, size)], dim=-1)
     drawn = F.grid_sample(digit.expand(frames, -1, -1, -1), grid, align_corners=False)[:, 0]
@@ -160,10 +158,11 @@ def make_demo(
     seed: int = 0,
     split: str = "train",
 ) -> Path:
-    """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path. Existing clips are kept.
+    """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path. Existing clips are not written again.
 
-    The clips cycle through the 40 pairs of digit and direction. Clip i's picture and offset are keyed by (seed, i).
-    Raises ValueError if the folder holds a demo with other settings."""
+    clips, frames: number of clips, and of frames per clip. size: height and width. The clips cycle through the 40 pairs
+    of digit and direction. (seed, i) determines the picture and the offset of clip i. Raises ValueError if the folder
+    has a demo with other settings."""
     folder = Path(folder)
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS
