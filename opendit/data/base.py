@@ -477,8 +477,7 @@ class BadFileCounter:
         self.files: dict[str, None] = {}  # distinct unreadable files, in order of their first failure
 
     def add(self, good: int, skipped: tuple[str, ...] | list[str]) -> None:
-        """Count ``good`` readable files and the unreadable ones, ``skipped``. Raises DataError if those are too many.
-        """
+        """Count ``good`` readable files and the unreadable files ``skipped``. Raises DataError if too many failed."""
         self.read += good + len(skipped)
         self.skipped += len(skipped)
         for file in skipped:

@@ -198,7 +198,7 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
     Raises ValueError if the table declares more entries than it holds."""
     size = end - begin
     _check(kind, 8, size)
-    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of every sample, or 0 if the sizes differ
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of all samples, or 0
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
         if kind not in (b"stts", b"ctts"):

@@ -1,7 +1,7 @@
-"""Folders that ``energon prepare`` prepared, read unchanged and without that package.
+"""Read folders that ``energon prepare`` prepared, without the package megatron-energon.
 
-``.nv-meta/`` names the tars, the splits and the fields of samples. A tar's index lies beside the tar if
-``preprocess.py index`` made it for the same fields, else it is made once in a cache folder on the local disk. In a
+``.nv-meta/`` names the tars, the splits and the fields of samples. A tar needs an index. ``preprocess.py index`` writes
+it beside the tar; if none for the same fields is there, it is made once, in a cache folder on the local disk. In a
 cooked data set, the user's code makes each sample from the members of a tar.
 """
 
@@ -47,20 +47,20 @@ from opendit.data.shards.store import FOLDER, FileCache, expand
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
-MOST_BYTES = 64 * MIB  # maximum size of a list of tars
-MOST_OPTIONS = 64  # maximum number of alternatives for one field, and of parts in an alternative's path
+MOST_BYTES = 64 * MIB  # maximum size of the files that list the tars and the splits
+MOST_OPTIONS = 64  # maximum number of alternatives for a field in field_map, and of steps in one like json[a][0]
 COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# Energon's settings for decoding and shuffling. They are ignored, because this project does both differently.
+# Keys of dataset.yaml for decoding and shuffling, which are ignored, because OpenDiT does both differently.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
 ).split()
 _KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
-SMALL = 64 << 20  # tars of fewer bytes in total are indexed in one process, because starting several takes longer
+SMALL = 64 << 20  # tars of fewer bytes in total are indexed by one process, which is faster than starting several
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class PreparedSet:
     """One split of a prepared folder."""
 
     folder: Path
-    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of all samples) of each tar
-    without: frozenset[tuple[str, str]]  # (tar, key) of each sample that is left out
-    fields: Fields  # which members of a sample hold the picture or clip, the caption and the label
+    tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples) of each tar
+    without: frozenset[tuple[str, str]]  # (tar, key) of each sample that the split excludes
+    fields: Fields  # the members of a sample with the picture or clip, the caption and the label
     subflavors: dict[str, Any] = field(default_factory=dict)  # values that a cooker gets with each sample
 
     @property
@@ -91,8 +91,10 @@ def read_prepared(
     split_config: str | None = None,
     cooked: bool = False,
 ) -> PreparedSet:
-    """Read the first of ``splits`` that the folder has; None reads the tars of all splits. cooked: True if the user's
-    code reads the samples. Raises ValueError or FileNotFoundError; the message begins with ``shown`` and names the fix.
+    """Read the first of ``splits`` that the folder has. None instead of splits means every tar of the folder.
+
+    dataset_config, split_config: names of files in ``.nv-meta``; None means dataset.yaml, and split.yaml or split.json.
+    cooked: True if the user's code reads the samples. Raises ValueError or FileNotFoundError, beginning with ``shown``.
     """
     meta = folder / META
     counts = _counts(meta, shown)
@@ -123,7 +125,7 @@ def _counts(meta: Path, shown: str) -> dict[str, int]:
 def _split(
     meta: Path, shown: str, splits: Sequence[str], config: str | None, counts: dict[str, int]
 ) -> tuple[list[str], frozenset[tuple[str, str]]]:
-    """Return the tars of a split in order, and the (tar, key) of each sample that is left out."""
+    """Return the tars of the first of ``splits`` in order, and (tar, key) of each excluded sample."""
     path = meta / (config or "split.yaml")
     if config is None and not path.exists():
         path = meta / "split.json"
@@ -250,9 +252,10 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. One process per machine makes missing indexes, with a progress bar. Raises
-    ValueError, which begins with ``shown``, if a tar is missing, damaged or has another number of samples than Energon
-    counted, or if the cache folder can't be written to. Raises DataError if a process was killed."""
+    """Open the index of every tar, in order. One rank per machine makes missing indexes, and the others wait.
+
+    Raises ValueError, beginning with ``shown``, if a tar is missing, damaged or has another number of samples than
+    Energon counted, or if the cache folder can't be written to. Raises DataError if a process was killed."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -263,7 +266,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
             raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
     if any(not place.exists() for place in places.values()):
         try:
-            with file_locked(folder / "lock", root=folder.parent, make=True):  # one rank per machine makes the indexes
+            with file_locked(folder / "lock", root=folder.parent, make=True):  # one rank per machine at a time
                 _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
         except OSError as error:
             what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"
@@ -284,7 +287,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
 
 
 def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
-    """Raise ValueError if the tar has changed since Energon prepared it."""
+    """Raise ValueError if a tar has another number of samples than ``count``, which Energon counted."""
     if (found := index.header.rows + index.header.left_out) != count:
         raise ValueError(
             f"{shown}: {printable(tar)} has {found:,} samples, and {count:,} when Energon prepared it; prepare it again"
@@ -321,13 +324,13 @@ def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
-TRIED = 100  # samples tried when the data set is opened; the first readable one determines the parts of all samples
+TRIED = 100  # samples tried when the data set is opened, to find the first readable one
 
 Cooker = Callable[[dict[str, Any]], Any]
 
 
 def load_cooker(name: str) -> Cooker:
-    """Import ``module:function`` from Python's path or the working directory. Raises ValueError."""
+    """Import and return ``module:function`` from Python's path or the working directory. Raises ValueError."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"{FLAG} {name}: must be MODULE:FUNCTION, such as my_data:cook for cook() of my_data.py")
@@ -335,7 +338,7 @@ def load_cooker(name: str) -> Cooker:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the user's module raises any type
+    except Exception as error:  # the user's module may raise any error
         raise ValueError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{FLAG} {name}: {function} is no function")
@@ -343,8 +346,9 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """Return the key of a sample, and a dictionary from the extensions of its members to their bytes. content: the
-    bytes of the sample in a tar."""
+    """Return (key of a sample, dictionary from extensions to the bytes of its members).
+
+    content: the sample's bytes in the tar, with the headers of its members. fields: select the members."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
@@ -355,7 +359,9 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
 
 
 def decoded(ending: str, content: bytes) -> Any:
-    """Decode a member: JSON to its value, texts to strings, classes to integers. Other members stay bytes."""
+    """Decode a member by its extension: JSON to its value, texts to strings, and classes, indices and ids to integers.
+
+    Other members stay bytes."""
     suffix = suffix_of(ending)
     if suffix in (".json", ".jsn"):
         return json.loads(content)
@@ -365,20 +371,21 @@ def decoded(ending: str, content: bytes) -> Any:
 
 
 class CookedDataset(ShardDataset):
-    """Data set of tars whose samples are read by the user's function ``cooker``.
+    """Data set of tars whose samples are made by the user's function ``cooker``.
 
-    The function gets a dictionary of a
-    sample's members by extension (see ``decoded``), ``__key__`` and ``__subflavors__``. It returns a mapping or an
-    object with
+    The function gets a dictionary with the sample's members by extension (see ``decoded``), ``__key__`` and
+    ``__subflavors__``. It returns a mapping or an object with
 
     - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
-    - ``caption``: a string; or ``label``: the number of a class, if the folder has a class_names.json.
+    - ``caption``: a string; or ``label``: the number of a class, if the folder has a class_names.json. Without both,
+      all samples have the only class "0".
 
-    All samples must have the same parts as the first readable sample. A sample counts as unreadable if the function
-    raises an error or returns None. name: name of the function, for messages and the data set's identity."""
+    The first readable sample decides whether all samples must have images or videos, and captions or not. A sample
+    counts as unreadable if the function raises an error or returns None or an invalid result. name: name of the
+    function, for messages and the data set's identity."""
 
-    size_threads = 1  # a user's function may not be thread-safe
-    counted_captions = 100  # check few captions, because reading one means reading the whole sample
+    size_threads = 1  # the user's function may not be thread-safe
+    counted_captions = 100  # few, because a caption requires reading the whole sample
 
     def __init__(
         self,
@@ -409,8 +416,9 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the parts of the first readable sample. Raises ValueError if the first ``TRIED`` samples are all
-        unreadable."""
+        """Return the cooker's result for the first readable sample.
+
+        Raises ValueError if the first ``TRIED`` samples are unreadable."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -420,15 +428,15 @@ class CookedDataset(ShardDataset):
         raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples ({reason}); correct it")
 
     def _cook(self, row: int) -> dict[str, Any]:
-        """Return the cooker's image or video, and caption or label. Raises BadSample."""
-        if self._cooked[0] == row:  # the last result is cached, because a picture and its caption both need it
+        """Return the cooker's result: image or video, and caption or label if any. Raises BadSample."""
+        if self._cooked[0] == row:  # the last result is cached, because picture and caption need the same one
             return self._cooked[1]
         content = self.read_medium(row)
         try:
             key, parts = members_of(content, self.fields)
             raw = {ending: decoded(ending, part) for ending, part in parts.items()}
             made = self.cooker({"__key__": key, "__subflavors__": dict(self.subflavors), **raw})
-        except Exception as error:  # the user's code raises any type
+        except Exception as error:  # the user's code may raise any error
             raise BadSample(self.source(row), f"{self.name}: {type(error).__name__}: {error}") from error
         found = {}
         for name in ("image", "video", "caption", "label"):
@@ -441,7 +449,9 @@ class CookedDataset(ShardDataset):
         return found
 
     def _medium(self, row: int) -> Any:
-        """Return the bytes of a clip's or picture's file, or a PIL image. Raises BadSample."""
+        """Return the bytes of a clip's or picture's file, or a PIL image.
+
+        Raises BadSample, also if the sample has other parts than the first readable one."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):
@@ -504,7 +514,7 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """Return what is wrong with a cooker's result, or "" if it is valid."""
+    """Return what is wrong with a cooker's result, or "" if it is valid. classes: number of classes, 0 if unknown."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"

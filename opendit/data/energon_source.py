@@ -1,4 +1,4 @@
-"""Open a folder that megatron-energon prepared, or a metadataset: a YAML file that lists several such folders."""
+"""Open folders that megatron-energon prepared, and metadatasets, which are YAML files that list such folders."""
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -27,15 +27,15 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
-MOST_FOLDERS, MOST_FILES = 1_000, 16  # maximum number of folders, and maximum nesting of files
+MOST_FOLDERS, MOST_FILES = 1_000, 16  # maximum number of folders, and maximum depth of files that name files
 LONGEST = 4096  # maximum characters of a path or name
 
-ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # what ``Leaf.share`` means
+ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of ``Leaf.share``; ALONE: a single folder
 
 _REFERENCE = ("path", "split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
 _HINTS: dict[str, str] = dict.fromkeys(
     ("cooker", "joiner"), f"; samples are read by {COOKER}"
-)  # for messages about unknown keys
+)  # unknown key -> end of the message about it
 _FIRST = (*_REFERENCE, "subflavor", "weight")
 _SECOND = (*_REFERENCE, "subset", "aux")
 _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPETITIONS)}
@@ -43,8 +43,9 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Selection of a split's samples: the part from fraction ``start`` to fraction ``end`` of the samples [first,
-    last). ``last`` None means the end of the split. Numbers are rounded as in Energon."""
+    """Selection of a split's samples: from fraction ``start`` to fraction ``end`` of the samples [first, last).
+
+    last: None means the end of the split. Numbers of samples are rounded down, as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
@@ -52,15 +53,14 @@ class Subset:
     last: int | None = None
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return the part of this subset that ``outer`` selects. ``outer`` may only use fractions, not ``first`` and
-        ``last``."""
+        """Return the part of this subset that ``outer`` selects. ``outer`` must select by fractions only."""
         if outer is None:
             return self
         length = self.end - self.start
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """Return (first, last) for a split of ``samples`` samples. Raises ValueError."""
+        """Return (first, last) of the selected samples [first, last) of a split of ``samples``. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -70,7 +70,10 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A prepared folder of a metadataset. share: its weight among all folders, or how often it is repeated."""
+    """A split of a prepared folder, as named by a metadataset.
+
+    split: "" means the split that training or validation asks for. share: the folder's weight, or how often a pass
+    repeats it."""
 
     folder: Path
     split: str
@@ -82,22 +85,23 @@ class Leaf:
 
 
 def is_metadataset(content: Any) -> bool:
-    """Return True if a YAML file's content is an Energon metadataset and not a blend of this project."""
+    """Return True if a YAML file's content is an Energon metadataset, and not a blend of OpenDiT."""
     if not isinstance(content, dict) or "sources" in content:
         return False
     return "splits" in content or str(content.get("__module__", "")).startswith("megatron.energon")
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Read the first of ``splits`` that the file has; return (meaning of the leaves' shares, leaves). Raises OSError,
-    ValueError with a message that begins with ``shown``, and NoSuchSplit if the file has none of ``splits``."""
+    """Return (meaning of ``Leaf.share``, leaves) of the first of ``splits`` that a metadataset has.
+
+    Raises OSError, or ValueError beginning with ``shown`` (NoSuchSplit if there is none of ``splits``)."""
     return _Reader(shown).file(path, splits)
 
 
 class _Reader:
     def __init__(self, shown: str):
         self.shown, self.folders = shown, 0
-        self._read: dict[Path, Any] = {}  # cached, because several files may refer to the same file
+        self._read: dict[Path, Any] = {}  # contents by path, because several files may refer to the same file
 
     def file(
         self,
@@ -107,8 +111,10 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Read a file that the files ``above`` refer to; return (meaning of the leaves' shares, leaves). inherited:
-        subflavors from the files ``above``. subset: the part of this file that the files ``above`` select."""
+        """Return (meaning of ``Leaf.share``, leaves) of a file.
+
+        above: the files that lead to it, the first one first. inherited, subset: the subflavors that those files set,
+        and the part of this file that they select."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -212,7 +218,7 @@ class _Reader:
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
-        """Return a node's own subset, narrowed by ``outer``."""
+        """Return the part of a node's subset that ``outer`` selects; a node without one counts as selecting all."""
         content = node.get("subset")
         if content is None:
             return outer
@@ -245,8 +251,9 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """Position of the reader: the current file's folder and split, the files above it, and the values that these pass
-    down."""
+    """Context of the entries of a file: its folder and split, and values from the files that lead to it.
+
+    above: those files and the file itself. subflavors, subset: see ``_Reader.file``."""
 
     folder: Path
     split: str
@@ -255,7 +262,7 @@ class _At:
     subset: Subset | None
 
 
-_SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
+_SPLITS = {"train": ("train",), "test": ("val", "test")}  # ``Request.split`` -> Energon's names, best first
 
 
 def open_source(asked: Request) -> MediaDataset | None:
@@ -281,7 +288,7 @@ def open_source(asked: Request) -> MediaDataset | None:
 
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
-    """Return a unique name for each leaf, for the log."""
+    """Return a unique name for each leaf, for the log. above: the metadataset's file."""
     names: dict[str, None] = {}
     last: dict[str, int] = {}
     for leaf in leaves:
@@ -327,8 +334,9 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars and the samples of each that the leaf uses. The leaf's subset refers to all samples that Energon
-    counted, including left-out ones."""
+    """Return the tars from which the leaf uses samples, with these samples.
+
+    The leaf's subset counts all samples of the tars, also those that an index or ``exclude`` leaves out."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -352,8 +360,9 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """Return the rows of a tar's samples [first, last), except samples with ``keys``; None if all rows are used.
-    ``first`` and ``last`` also count samples that the index leaves out."""
+    """Return the index rows of a tar's samples [first, last) whose keys are not in ``keys``; None means all rows.
+
+    first, last: count all samples of the tar, also those that the index leaves out."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None

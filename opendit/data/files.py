@@ -25,7 +25,7 @@ from opendit.common.utils import printable as printable
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
-TIME_LIMIT = 30.0  # seconds that one file may take
+TIME_LIMIT = 30.0  # seconds after which reading a picture or clip is given up
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -36,14 +36,14 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """Return the kind of file of a ``st_mode``, such as "a folder", or None for a regular file."""
+    """Return what a file with this ``st_mode`` is, such as "a folder", or None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
 
 
 def problem(path: str | Path) -> str | None:
-    """Return a short reason why a path can't be opened as a regular file, or None if it probably can.
+    """Return why a path can't be opened as a regular file, or None if it probably can.
 
-    Nothing is opened, because opening a pipe may block and opening a device may have side effects."""
+    This opens nothing, because opening a pipe may block and opening a device may have side effects."""
     try:
         kind = kind_of(os.stat(path).st_mode)
     except OSError as error:
@@ -56,7 +56,7 @@ def problem(path: str | Path) -> str | None:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with ~ replaced by the home folder. Raises ValueError if that is not known."""
+    """Return a path with a leading ~ or ~user replaced by the home folder. Raises ValueError if that is unknown."""
     try:
         return Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as error:
@@ -72,7 +72,7 @@ def bytes_of(path: str | Path) -> int:
 
 
 def allow_open_files(most: int = 2**14) -> None:
-    """Allow this process and its children ``most`` open files, or as many as the system permits.
+    """Raise this process's limit on open files to ``most``, or as far as the system permits. Children inherit it.
 
     The usual limit is 1,024, and a blend of many tars opens hundreds of files per source."""
     try:
@@ -88,16 +88,17 @@ def allow_open_files(most: int = 2**14) -> None:
 
 @contextmanager
 def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
-    """Hold a file lock among the processes of this machine. The system releases it when the process ends.
+    """Hold an exclusive lock on the file ``path``, after waiting for other processes of this machine to release it.
 
-    root, make: see ``open_to_write``. Raises OSError."""
+    The system releases it when the process ends. root: follow no link below this folder. make: create missing folders
+    above ``path``. Raises OSError."""
     with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
-    """Return ``work(item)`` for all items, in order. A network disk serves eight reads in the time of one."""
+    """Return ``work(item)`` for all items, in order. A network disk serves 8 parallel reads in the time of one."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 
@@ -113,8 +114,8 @@ def first_bytes(path: str | Path, count: int) -> bytes:
         return b""
 
 
-PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the third, ...
-# Errors of a disk or network file system that is down. Damaged or missing files give other errors.
+PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second, third, fourth and fifth attempt
+# Names of errors of a disk or network file system that is down. Damaged or missing files cause other errors.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
@@ -123,7 +124,8 @@ DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name)
 def retried(address: str, work: Callable[[], Result]) -> Result:
     """Return ``work()``, which reads ``address``, with up to five attempts and growing pauses.
 
-    Raises DataError, naming the address. A missing or forbidden file is not retried."""
+    Raises DataError after the last attempt, and at once for a missing or forbidden file. DataError and ValueError of
+    ``work`` are raised at once, too."""
     for last in _attempts():
         try:
             return work()
@@ -132,7 +134,7 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
             raise DataError(f"{printable(address)} {why}") from error
         except (ValueError, DataError):
             raise
-        except Exception as error:  # every store raises other types
+        except Exception as error:  # every object store raises its own types
             if getattr(error, "status", None) in (401, 403):  # HTTP status
                 raise DataError(f"{printable(address)} may not be read") from error
             if last:
@@ -142,16 +144,16 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``, which reads a file, with up to five attempts while the file's disk is down.
+    """Return ``work()``, which reads a file, with up to five attempts if the file's disk is down.
 
-    Raises DataError after the last attempt, and all other errors of ``work`` at once. wait: takes the seconds of a
-    pause."""
+    Raises DataError after the last attempt, and all other errors of ``work`` at once. wait: called with the seconds of
+    each pause."""
     for last in _attempts(wait):
         try:
             return work()
         except DataError:
             raise
-        except Exception as error:  # decoders raise their own types, which BadSample may have as its cause
+        except Exception as error:  # of a decoder's own type, or BadSample with the error as its cause
             if (number := _down(path, error)) is None:
                 raise
             if last:
@@ -161,7 +163,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """Yield, for each attempt, True if it is the last one. Wait between the attempts."""
+    """Yield False for every attempt but the last one, and True for that, with pauses between the attempts."""
     for pause in PAUSES:
         yield False
         wait(pause)
@@ -173,13 +175,13 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the errno of an error that means that the disk is down; None for any other error."""
+    """Return the errno if ``error``, or ``os.stat`` of the path now, means that the disk is down; else None."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    # Exclude FFmpeg's error classes, which have an errno too: FFmpeg also reports EIO for damaged files.
+    # Exclude PyAV's subclasses of OSError, because FFmpeg reports EIO for damaged files, too.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
         return cause.errno
     try:
-        os.stat(path)  # finds an error that a decoder has hidden
+        os.stat(path)  # raises the error again if a decoder has hidden it
     except OSError as found:
         return found.errno if found.errno in DOWN else None
     except ValueError:  # a path with a NUL
@@ -188,18 +190,18 @@ def _down(path: str | Path, error: Exception) -> int | None:
 
 
 def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` evenly spaced numbers from 0 to ``size`` - 1, ascending."""
+    """Return up to ``most`` evenly spaced integers from 0 to ``size`` - 1, ascending."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
 def name_few(messages: list[str], count: int = 5) -> str:
-    """Join the first ``count`` messages in one line, and append the number of the others."""
+    """Return one line with the first ``count`` messages and the number of the others."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
 
 
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
-VISITS = 100  # maximum visits to one folder; nested links would otherwise multiply without limit
+VISITS = 100  # maximum times that a search lists one folder, because nested links could lead there without limit
 Identity = tuple[int, int]  # device and inode: the same for every path to a folder
 
 
@@ -208,10 +210,10 @@ class Ignored:
     """The files and folders that a search ignored.
 
     Attributes:
-        suffixes: suffix -> number of ignored files.
+        suffixes: number of ignored files of each suffix.
         hidden: number of hidden files and folders.
         outside: number of pictures outside the class folders.
-        named: "path (kind)" of links that lead back up, pipes, devices and sockets.
+        named: "path (kind)" of pipes, devices, sockets, links to a parent folder, and folders visited too often.
         unreadable: "path (reason)" of folders that can't be read.
     """
 
@@ -290,10 +292,10 @@ def folders_above(folder: str) -> frozenset[Identity]:
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
-    """Return the names of a folder's files with one of ``suffixes``, and of its subfolders, both sorted. Count
-    everything else in ``ignored``.
+    """Return (names of the files with one of ``suffixes``, names of the subfolders) of a folder, both sorted.
 
-    A link to a missing file counts as a file, so that reading it reports the loss. Raises OSError."""
+    Everything else is added to ``ignored``. A link to a missing file counts as a file, so that reading it reports the
+    loss. Raises OSError."""
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
     files, folders = [], []
@@ -320,7 +322,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _unusual(entry: os.DirEntry[str]) -> str | None:
-    try:  # for most entries the listing has the file type, so this rarely accesses the disk
+    try:  # the listing of a folder usually has the file types, so this rarely accesses the disk
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:
         return None  # a broken link
@@ -334,11 +336,10 @@ def files_below(
     above: frozenset[Identity] = frozenset(),
     visits: int = VISITS,
 ) -> Iterator[str]:
-    """Yield the paths of all files with one of ``suffixes`` below a folder, sorted: in each folder first the files,
-    then the subfolders.
+    """Yield the paths of all files with one of ``suffixes`` below a folder: sorted files, then each sorted subfolder.
 
-    Links are followed, except to a parent folder or a folder in ``above``. A folder is read at most ``visits`` times.
-    Everything else is counted in ``ignored``."""
+    Links are followed, except to a parent folder or a folder in ``above``. A folder is listed at most ``visits`` times.
+    Everything else is added to ``ignored``."""
     todo, seen = [(folder, above)], Counter()
     while todo:
         path, above = todo.pop()
@@ -361,22 +362,24 @@ def files_below(
 
 
 MOST_FILES = 10_000
-MOST_BYTES = 64 << 20  # maximum number of bytes read from all files together
+MOST_BYTES = 64 << 20  # approximate maximum number of bytes read from all files together
 _BLOCK = 4096
 
 
 def hash_files(paths: Sequence[str]) -> str:
-    """Return a hash of the files' sizes and contents, independent of their names and folders.
+    """Return a hash of the number of files, and of their sizes and contents in order, but not of their names.
 
-    It takes about a second, even for a million pictures or 100 GB of weights: at most 10,000 evenly spaced files are
-    read and, of more than 64 MiB, only evenly spaced blocks. An unreadable file counts as an empty one."""
+    It takes about a second, even for a million pictures or 100 GB of weights. Of more than 10,000 files, only evenly
+    spaced ones are read, and of long files only evenly spaced blocks. An unreadable file counts as b""."""
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
 
 
 def _contents(path: str, share: int) -> bytes:
-    """Return the size of a file and about ``share`` bytes of it."""
+    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` of its bytes.
+
+    Return b"" if it can't be read or is not a regular file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with open(handle, "rb", buffering=0) as file:
@@ -394,13 +397,13 @@ def _contents(path: str, share: int) -> bytes:
         return b""
 
 
-READ_AT_ONCE = 8 << 20
+READ_AT_ONCE = 8 << 20  # bytes
 _REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """The SHA-256 of files: name in ``folder`` -> checksum. flag: beginning of messages about damage."""
+    """The SHA-256 of files. files: path below ``folder`` -> checksum. flag: beginning of messages about damage."""
 
     folder: Path
     files: dict[str, str]
@@ -411,7 +414,7 @@ class Checksums:
 
 
 class Verification:
-    """Background thread that compares files with their SHA-256, slowly enough not to slow training down.
+    """Compares files with their SHA-256 in a background thread, slowly enough not to slow training down.
 
     folder, files, flag: see :class:`Checksums`."""
 
@@ -423,7 +426,7 @@ class Verification:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Start the thread at the first call. Later raise DataError if it has found a damaged file. Returns at once."""
+        """Start the thread at the first call. Later raise DataError if it has found a bad file. Never wait."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
             self._thread.start()
@@ -436,12 +439,12 @@ class Verification:
             self._thread.join()
 
     def close(self) -> None:
-        """End the thread at once. May be called twice."""
+        """Stop the thread after its current read, and wait for it. May be called twice."""
         self._stop.set()
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux this lowers only this thread's priority
+        with contextlib.suppress(OSError, AttributeError):  # on Linux, the lowest priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name
@@ -468,6 +471,6 @@ class Verification:
                 block = file.read(READ_AT_ONCE)
                 if not block:
                     return digest.hexdigest()
-                digest.update(block)  # releases the interpreter's lock, so training is not blocked
+                digest.update(block)  # releases the GIL, so that training goes on
                 if self._stop.wait(time.monotonic() - started):  # pause as long as the read took
                     return None
