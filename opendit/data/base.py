@@ -35,10 +35,9 @@ _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 @dataclass(frozen=True)
 class Medium:
-    """Properties of a picture or clip. A picture has one frame and ``fps`` 0.
-
-    duration: seconds for which a clip is shown; 0 means frames / fps. colours: a name such as "HDR (PQ)" if the file's
-    colours are converted when it is read, else ""."""
+    """Properties of a picture or clip. A picture has one frame and ``fps`` 0. duration: seconds for which a clip is
+    shown; 0 means frames / fps. colours: a name such as "HDR (PQ)" if the file's colours are converted when it is read,
+    else ""."""
 
     frames: int
     height: int
@@ -62,9 +61,8 @@ def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
 
 
 def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1].
-
-    The frames are the distinct ones of the first, middle and last frame, (n, H, W) or (n, H, W, 3) uint8."""
+    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1]. The frames are the distinct ones of the
+    first, middle and last frame, (n, H, W) or (n, H, W, 3) uint8."""
     x = x[:, None] if x.ndim == 3 else x
     length = x.shape[1]
     shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
@@ -75,7 +73,6 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
     """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w), as :func:`of_pixels` does.
-
     The frames show the first three means as red, green and blue. With fewer than three, they show the first as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
@@ -96,7 +93,6 @@ def count_colours(media: Iterable[Medium]) -> list[str]:
 
 class Small(NamedTuple):
     """Size of a sample that fills only the upper left part of its batch entry, until ``clips.enlarge`` enlarges it.
-
     mirrored: the sample must also be mirrored, after it has been enlarged."""
 
     height: int
@@ -202,9 +198,8 @@ class Item(NamedTuple):
 
 
 class CachedFeatures(NamedTuple):
-    """Format of the features that ``preprocess.py latents --repa`` caches for each picture.
-
-    encoder: folder of the encoder. grid: (rows, columns) of tokens. width: channels per token."""
+    """Format of the features that ``preprocess.py latents --repa`` caches for each picture. encoder: folder of the
+    encoder. grid: (rows, columns) of tokens. width: channels per token."""
 
     encoder: str
     grid: tuple[int, int]
@@ -326,9 +321,8 @@ class Shapes:
 
 
 class Fingerprint:
-    """Hashes that identify a data set. Each is computed at its first use.
-
-    checksums: SHA-256 of the files; None if they are not known."""
+    """Hashes that identify a data set. Each is computed at its first use. checksums: SHA-256 of the files; None if they
+    are not known."""
 
     def __init__(
         self,
@@ -350,10 +344,9 @@ class Fingerprint:
 
 
 class MediaDataset(Dataset[Any]):
-    """Base class of data sets.
-
-    A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for samples of several shapes,
-    ``shapes``. It may override the other methods, for example to read a caption without its picture."""
+    """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
+    samples of several shapes, ``shapes``. It may override the other methods, for example to read a caption without its
+    picture."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -385,9 +378,8 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return (medium, frames) of a row for display. May raise any exception.
-
-        The frames are the first, middle and last frame, (n, H, W) or (n, H, W, 3) uint8."""
+        """Return (medium, frames) of a row for display. May raise any exception. The frames are the first, middle and
+        last frame, (n, H, W) or (n, H, W, 3) uint8."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
@@ -395,9 +387,8 @@ class MediaDataset(Dataset[Any]):
         """Start to fetch ``rows``, which will be read next in this order. By default nothing is fetched."""
 
     def next_row(self, row: int) -> int:
-        """Return the row to read in place of an unreadable ``row``: the next row of the same shape.
-
-        The row after the last one is the first."""
+        """Return the row to read in place of an unreadable ``row``: the next row of the same shape. The row after the
+        last one is the first."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -409,9 +400,8 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows.
-
-    as_bytes, enlarge: see :class:`View`. augment: False disables all random changes."""
+    """Reads samples by their keys, draws their random numbers, and replaces unreadable rows. as_bytes, enlarge: see
+    :class:`View`. augment: False disables all random changes."""
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
         self.dataset, self.about = dataset, dataset.describe()
@@ -465,10 +455,9 @@ def to_pixels(x: Tensor) -> Tensor:
 
 
 class BadFileCounter:
-    """Counts readable and unreadable files, and reports each unreadable file once.
-
-    max_bad: largest tolerated fraction of unreadable files, checked once ``minimum`` files were tried. on_skip: called
-    with "path: reason" of each unreadable file."""
+    """Counts readable and unreadable files, and reports each unreadable file once. max_bad: largest tolerated fraction
+    of unreadable files, checked once ``minimum`` files were tried. on_skip: called with "path: reason" of each
+    unreadable file."""
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
         self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum

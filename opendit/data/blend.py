@@ -242,9 +242,8 @@ class BlendedDataset(MediaDataset):
 def _merged(
     names: Sequence[str], abouts: Sequence[Description], classes: Sequence[dict[str, str]], union: bool, shown: str
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the blend's class names, and for each source an array that maps its labels to the blend's labels.
-
-    Raises ValueError for a class that a source lacks."""
+    """Return the blend's class names, and for each source an array that maps its labels to the blend's labels. Raises
+    ValueError for a class that a source lacks."""
     renamed = []
     for name, about, mapped in zip(names, abouts, classes, strict=True):
         if unknown := sorted(mapped.keys() - set(about.class_names)):

@@ -65,9 +65,8 @@ _SIGNATURES = re.compile(
 
 @dataclass(frozen=True)
 class TableRow:
-    """A picture or clip with its caption. extra: other columns of a CSV, name -> text.
-
-    A relative ``path`` is relative to the working directory, not to the table."""
+    """A picture or clip with its caption. extra: other columns of a CSV, name -> text. A relative ``path`` is relative
+    to the working directory, not to the table."""
 
     path: Path
     text: str
@@ -118,10 +117,9 @@ USUAL = Columns()
 
 
 def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
-    """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one.
-
-    The first line of a CSV is a header if it names both columns. name: the table's name in messages, by default
-    ``--data_path`` and its path. Raises FileNotFoundError or ValueError (NoColumns for missing columns)."""
+    """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one. The first line of a
+    CSV is a header if it names both columns. name: the table's name in messages, by default ``--data_path`` and its
+    path. Raises FileNotFoundError or ValueError (NoColumns for missing columns)."""
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
     if not os.path.lexists(path):
@@ -202,7 +200,6 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
     """Return (names of the columns, lines without the header). The two columns in use are renamed to path and text.
-
     lines: (line number, cells) of each row. Raises ValueError, NoColumns if the header lacks one of the two columns."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
@@ -273,9 +270,8 @@ def check_utf8(here: str, column: str, cell: str) -> None:
 
 
 def locate(folder: Path, here: str, path: str) -> Path:
-    """Return the path of a file that a table in ``folder`` names.
-
-    Raises ValueError, beginning with ``here``, for a URL and for an unknown home folder (``~user``)."""
+    """Return the path of a file that a table in ``folder`` names. Raises ValueError, beginning with ``here``, for a URL
+    and for an unknown home folder (``~user``)."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
@@ -306,9 +302,8 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row from the cells of file and caption. A caption may be a string, a number or None (empty).
-
-    Raises ValueError, beginning with ``here``, for other cells."""
+    """Make a row from the cells of file and caption. A caption may be a string, a number or None (empty). Raises
+    ValueError, beginning with ``here``, for other cells."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -447,9 +442,8 @@ def find_captions(
 
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
-    """Return (rows of a table or folder, lines about files of the folder that were left out).
-
-    name: the path's name in messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
+    """Return (rows of a table or folder, lines about files of the folder that were left out). name: the path's name in
+    messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
     if not os.path.isdir(path):
         return read_table(path, name, columns), []
     found = find_captions(path, columns=columns)
@@ -459,9 +453,8 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return (paths of media, caption files) below a folder.
-
-    The caption files are a nested dictionary: path without suffix -> suffix -> path."""
+    """Return (paths of media, caption files) below a folder. The caption files are a nested dictionary: path without
+    suffix -> suffix -> path."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -474,9 +467,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return (path, rows) of a folder's table, or (None, []).
-
-    Tables that lack a column are ignored. If flags name a column, they raise NoColumns."""
+    """Return (path, rows) of a folder's table, or (None, []). Tables that lack a column are ignored. If flags name a
+    column, they raise NoColumns."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -513,7 +505,6 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
 
 def _caption(files: dict[str, str]) -> tuple[str, str, str]:
     """Return (caption on one line, kind of source, ""); ("", "", reason) if it can't be read; ("", "", "") if none.
-
     files: suffix -> path of the caption file."""
     for suffix in BESIDE:
         if suffix in files:
@@ -573,7 +564,6 @@ def class_caption(name: str) -> str:
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
     """Find the clips below ``root``, whose captions are their folders' names. Clips directly in ``root`` are left out.
-
     Raises FileNotFoundError if there is no folder or no clip in a class folder."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
@@ -596,9 +586,8 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 
 
 def find_folder(root: str | Path) -> CaptionedFiles:
-    """Find the clips and pictures below ``root``. A file without a caption gets its subfolder's name as caption.
-
-    Raises FileNotFoundError if there is no folder, no picture or clip, or no caption."""
+    """Find the clips and pictures below ``root``. A file without a caption gets its subfolder's name as caption. Raises
+    FileNotFoundError if there is no folder, no picture or clip, or no caption."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
     found = find_captions(root, folder_names=True)
@@ -636,9 +625,8 @@ TIME_LIMIT = 60.0  # seconds for decoding two frames of a file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Return the Medium of a file after decoding the picture, or the clip's first and last frame.
-
-    May raise any exception."""
+    """Return the Medium of a file after decoding the picture, or the clip's first and last frame. May raise any
+    exception."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -652,10 +640,9 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Check rows, and return (remaining rows in order, their media, dropped rows).
-
-    The dropped rows are a dictionary from each of ``REASONS`` to a list of "path: problem". A picture is never too
-    short. Files are decoded in separate processes, because decoders crash and hang on broken files."""
+    """Check rows, and return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary
+    from each of ``REASONS`` to a list of "path: problem". A picture is never too short. Files are decoded in separate
+    processes, because decoders crash and hang on broken files."""
     found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
@@ -717,9 +704,8 @@ def check(
     image_size: int = 0,
     **how: Any,
 ) -> None:
-    """Run ``preprocess.py check``, whose flags are the arguments. how: arguments of :func:`check_rows`.
-
-    Raises DataError and writes nothing if no row is left."""
+    """Run ``preprocess.py check``, whose flags are the arguments. how: arguments of :func:`check_rows`. Raises
+    DataError and writes nothing if no row is left."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(rows, **how)

@@ -130,10 +130,8 @@ class CaptionCount:
 
     def for_any_encoder(self) -> list[str]:
         """Return lines about the captions' lengths if no encoder is chosen yet. ``tokens`` must count bytes
-        (:func:`byte_tokens`).
-
-        The lines give the default length of the encoder ``bytes``, and how many captions CLIP and T5 truncate at least.
-        This lower bound takes every word as one token."""
+        (:func:`byte_tokens`). The lines give the default length of the encoder ``bytes``, and how many captions CLIP
+        and T5 truncate at least. This lower bound takes every word as one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -197,10 +195,8 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """Count the captions of ``rows``, out of ``total`` rows.
-
-    caption: returns the caption of a row. source: returns the name of a row's sample for messages. measure, name: see
-    :func:`count_captions`."""
+    """Count the captions of ``rows``, out of ``total`` rows. caption: returns the caption of a row. source: returns the
+    name of a row's sample for messages. measure, name: see :func:`count_captions`."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

@@ -296,7 +296,6 @@ _helpers = threading.local()  # has a ``_Helper`` per calling thread, so that no
 
 def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``. Raises TimeoutError, and sets the event ``stop``, if it takes longer than ``seconds``.
-
     ``work`` runs in a separate thread, because decoders and stalled disks hang inside C code, where Python can't run
     signal handlers. A slow ``work`` should return once ``stop`` is set. A thread that hangs remains until the process
     ends, and the next call uses a new thread."""
@@ -351,9 +350,8 @@ def decode_frames(
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True for errors after which no other reader is tried: BadSample and MemoryError, but not libav's.
-
-    Damaged files cause libav's MemoryError by declaring absurd sizes."""
+    """Return True for errors after which no other reader is tried: BadSample and MemoryError, but not libav's. Damaged
+    files cause libav's MemoryError by declaring absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -404,9 +402,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, path: str, name: str, version: tuple[int, int], stop: threading.Event, whole: bool
 ) -> tuple[Reader, bool]:
-    """Open a file with ``reader``, or with PyAV if ``reader`` fails or can't read it correctly. See ``_open``.
-
-    name: the file's name for FFmpeg. version: the file's modification time and size."""
+    """Open a file with ``reader``, or with PyAV if ``reader`` fails or can't read it correctly. See ``_open``. name:
+    the file's name for FFmpeg. version: the file's modification time and size."""
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
@@ -613,7 +610,6 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return (positions, weights, fractional bits) of the filter that resizes an axis from ``source`` to ``length``.
-
     Output pixel i is the sum over taps k of weights[k, i] times input pixel positions[k, i]; both are int32 (taps,
     length). Double precision and torch's order of operations keep the result bit-identical to torch's."""
     scale = source / length

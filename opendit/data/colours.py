@@ -347,9 +347,8 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """Return ("RGB", function) for PNG's gAMA and cHRM, or None if both are sRGB's or invalid.
-
-    A gamma within 5 % of sRGB's, and chromaticities within 0.001, count as sRGB's (libpng's bounds)."""
+    """Return ("RGB", function) for PNG's gAMA and cHRM, or None if both are sRGB's or invalid. A gamma within 5 % of
+    sRGB's, and chromaticities within 0.001, count as sRGB's (libpng's bounds)."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:

@@ -73,9 +73,8 @@ def read_movie(file: BinaryIO) -> bytes:
 
 
 class _Parts:
-    """File-like object that collects what is read, as (offset, bytes) in ``parts``.
-
-    read: see :func:`table_parts`. size: bytes of the file. least: minimum bytes per call of ``read``."""
+    """File-like object that collects what is read, as (offset, bytes) in ``parts``. read: see :func:`table_parts`.
+    size: bytes of the file. least: minimum bytes per call of ``read``."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -116,9 +115,8 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, offset of the contents, length of the contents) of each top-level box of an MP4.
-
-    Yield nothing for another file. Raises ValueError after ``MAX_BOXES`` boxes."""
+    """Yield (kind, offset of the contents, length of the contents) of each top-level box of an MP4. Yield nothing for
+    another file. Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
     for _ in range(MAX_BOXES):
         file.seek(at)
@@ -143,10 +141,9 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int]:
-    """Return (largest number of samples in a table, the same for video tracks only) of a moov or moof box.
-
-    Raises ValueError for colours that can't be converted, and for a table that declares more entries than it holds.
-    FFmpeg would read the bytes after such a table as entries."""
+    """Return (largest number of samples in a table, the same for video tracks only) of a moov or moof box. Raises
+    ValueError for colours that can't be converted, and for a table that declares more entries than it holds. FFmpeg
+    would read the bytes after such a table as entries."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
@@ -172,9 +169,8 @@ def _count(data: bytes) -> tuple[int, int]:
 
 
 def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
-    """Return (kind, offset of the contents, end of the contents) of each box in data[at:last].
-
-    Raises ValueError for more than ``most`` boxes."""
+    """Return (kind, offset of the contents, end of the contents) of each box in data[at:last]. Raises ValueError for
+    more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
     while at + 8 <= last:
         length, kind = _HEAD.unpack_from(data, at)
@@ -193,9 +189,8 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares; 0 if it is of a kind that does not.
-
-    Raises ValueError if the table declares more entries than it holds."""
+    """Return the number of samples that a table in data[begin:end] declares; 0 if it is of a kind that does not. Raises
+    ValueError if the table declares more entries than it holds."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of all samples, or 0

@@ -252,10 +252,9 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. One rank per machine makes missing indexes, and the others wait.
-
-    Raises ValueError, beginning with ``shown``, if a tar is missing, damaged or has another number of samples than
-    Energon counted, or if the cache folder can't be written to. Raises DataError if a process was killed."""
+    """Open the index of every tar, in order. One rank per machine makes missing indexes, and the others wait. Raises
+    ValueError, beginning with ``shown``, if a tar is missing, damaged or has another number of samples than Energon
+    counted, or if the cache folder can't be written to. Raises DataError if a process was killed."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -346,9 +345,8 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """Return (key of a sample, dictionary from extensions to the bytes of its members).
-
-    content: the sample's bytes in the tar, with the headers of its members. fields: select the members."""
+    """Return (key of a sample, dictionary from extensions to the bytes of its members). content: the sample's bytes in
+    the tar, with the headers of its members. fields: select the members."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
@@ -360,7 +358,6 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
 
 def decoded(ending: str, content: bytes) -> Any:
     """Decode a member by its extension: JSON to its value, texts to strings, and classes, indices and ids to integers.
-
     Other members stay bytes."""
     suffix = suffix_of(ending)
     if suffix in (".json", ".jsn"):
@@ -416,9 +413,8 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the cooker's result for the first readable sample.
-
-        Raises ValueError if the first ``TRIED`` samples are unreadable."""
+        """Return the cooker's result for the first readable sample. Raises ValueError if the first ``TRIED`` samples
+        are unreadable."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -449,9 +445,8 @@ class CookedDataset(ShardDataset):
         return found
 
     def _medium(self, row: int) -> Any:
-        """Return the bytes of a clip's or picture's file, or a PIL image.
-
-        Raises BadSample, also if the sample has other parts than the first readable one."""
+        """Return the bytes of a clip's or picture's file, or a PIL image. Raises BadSample, also if the sample has
+        other parts than the first readable one."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):

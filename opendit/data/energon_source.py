@@ -43,9 +43,8 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Selection of a split's samples: from fraction ``start`` to fraction ``end`` of the samples [first, last).
-
-    last: None means the end of the split. Numbers of samples are rounded down, as in Energon."""
+    """Selection of a split's samples: from fraction ``start`` to fraction ``end`` of the samples [first, last). last:
+    None means the end of the split. Numbers of samples are rounded down, as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
@@ -70,10 +69,8 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A split of a prepared folder, as named by a metadataset.
-
-    split: "" means the split that training or validation asks for. share: the folder's weight, or how often a pass
-    repeats it."""
+    """A split of a prepared folder, as named by a metadataset. split: "" means the split that training or validation
+    asks for. share: the folder's weight, or how often a pass repeats it."""
 
     folder: Path
     split: str
@@ -92,9 +89,8 @@ def is_metadataset(content: Any) -> bool:
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Return (meaning of ``Leaf.share``, leaves) of the first of ``splits`` that a metadataset has.
-
-    Raises OSError, or ValueError beginning with ``shown`` (NoSuchSplit if there is none of ``splits``)."""
+    """Return (meaning of ``Leaf.share``, leaves) of the first of ``splits`` that a metadataset has. Raises OSError, or
+    ValueError beginning with ``shown`` (NoSuchSplit if there is none of ``splits``)."""
     return _Reader(shown).file(path, splits)
 
 
@@ -111,10 +107,8 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Return (meaning of ``Leaf.share``, leaves) of a file.
-
-        above: the files that lead to it, the first one first. inherited, subset: the subflavors that those files set,
-        and the part of this file that they select."""
+        """Return (meaning of ``Leaf.share``, leaves) of a file. above: the files that lead to it, the first one first.
+        inherited, subset: the subflavors that those files set, and the part of this file that they select."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -251,9 +245,8 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """Context of the entries of a file: its folder and split, and values from the files that lead to it.
-
-    above: those files and the file itself. subflavors, subset: see ``_Reader.file``."""
+    """Context of the entries of a file: its folder and split, and values from the files that lead to it. above: those
+    files and the file itself. subflavors, subset: see ``_Reader.file``."""
 
     folder: Path
     split: str
@@ -334,9 +327,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars from which the leaf uses samples, with these samples.
-
-    The leaf's subset counts all samples of the tars, also those that an index or ``exclude`` leaves out."""
+    """Return the tars from which the leaf uses samples, with these samples. The leaf's subset counts all samples of the
+    tars, also those that an index or ``exclude`` leaves out."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -361,7 +353,6 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
     """Return the index rows of a tar's samples [first, last) whose keys are not in ``keys``; None means all rows.
-
     first, last: count all samples of the tar, also those that the index leaves out."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:

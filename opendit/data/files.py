@@ -144,10 +144,8 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``, which reads a file, with up to five attempts if the file's disk is down.
-
-    Raises DataError after the last attempt, and all other errors of ``work`` at once. wait: called with the seconds of
-    each pause."""
+    """Return ``work()``, which reads a file, with up to five attempts if the file's disk is down. Raises DataError
+    after the last attempt, and all other errors of ``work`` at once. wait: called with the seconds of each pause."""
     for last in _attempts(wait):
         try:
             return work()
@@ -377,9 +375,8 @@ def hash_files(paths: Sequence[str]) -> str:
 
 
 def _contents(path: str, share: int) -> bytes:
-    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` of its bytes.
-
-    Return b"" if it can't be read or is not a regular file."""
+    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` of its bytes. Return b"" if
+    it can't be read or is not a regular file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with open(handle, "rb", buffering=0) as file:
