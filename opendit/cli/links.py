@@ -1,7 +1,7 @@
 """Measures the speed of matrix products, attention and copies on this card, and of communication between ranks on one
-machine and across machines. ``--parallel auto`` and ``--dry_run`` then use these figures: automatically on the same
-cards, and with ``--hardware FILE`` on any machine. Measure once, and start the program with torchrun, like a training
-run.
+machine and across machines. ``--parallel auto`` and ``--dry_run`` then use these measurements: automatically on the
+same cards, and with ``--hardware FILE`` on any machine. Measure once, and start the program with torchrun, like a
+training run.
 
 torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
 """

@@ -65,7 +65,7 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: dtype and shape of each tensor; None reads them from ``tensors``, which may read from disk at each access.
+    kinds: dtype and shape of each tensor. Give them if ``tensors`` reads a tensor from disk at each access.
 
     safetensors' save_file is not used, because it neither hashes nor syncs, and its error does not show that a disk is
     full.

@@ -63,14 +63,14 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedStream(NamedTuple):
-    """A part of ``length`` bytes for :func:`hash_parts`, in blocks, so that it need not fit in memory."""
+    """An input of :func:`hash_parts` that is read in blocks, so that its ``length`` bytes need not fit in memory."""
 
     length: int
     blocks: Iterable[bytes]
 
 
 def hash_parts(*parts: bytes | str | HashedStream) -> str:
-    """Return the SHA-256 of a list of parts, each preceded by its length so that no two lists collide."""
+    """Return the SHA-256 of several inputs, each preceded by its length so that different inputs don't collide."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, HashedStream):

@@ -57,7 +57,7 @@ TAKES = "FIRST:LAST:SHARE or FIRST:LAST:SHARE:sprint, as in 2:8:0.5: blocks from
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens.
+    """A ``share`` of each sample's tokens skips blocks ``first`` to ``last`` - 1, counted from 0.
 
     fused: True for SPRINT, which fuses the tokens before and after these blocks; False for TREAD. until: step from
     which on these blocks see all tokens; None for never. drop: for a fused route, fraction of a training step's samples

@@ -27,8 +27,8 @@ SHIFT: Bounds = between(0.01, 100, "factor")
 
 @dataclass(frozen=True)
 class ObjectiveDescription:
-    """Description of an objective: what the network predicts, the default sampler, and field of the objective -> its
-    flag."""
+    """Description of an objective: what the network predicts, the default sampler, and for each field of the objective
+    its flag."""
 
     predicts: str
     sampler: str

@@ -224,7 +224,7 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Return the values of --expert_parallel_size to try, whose groups lie within one machine each."""
+        """Return the values of --expert_parallel_size to try. Without the flag, groups don't span machines."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -392,7 +392,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return (the run's machines, origin of their hardware figures). Collective.
+    """Return (the run's circumstances, origin of the hardware's measurements). Collective.
 
     The capacity is the usable memory of the smallest GPU or, without GPUs, the least usable host memory per rank.
     Raises ValueError if --hardware is wrong.

@@ -171,7 +171,7 @@ def fit_captions(
     """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on captions that are cut or
     empty.
 
-    The number is --max_text_tokens, that of the weights to start from (``keeps``), or one that fits the data.
+    The number is --max_text_tokens, else that of the model to start from (``keeps``), else one that fits the data.
     Collective: rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
@@ -306,7 +306,7 @@ def make_schedule(
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
     """Return ``parts`` of :func:`make_schedule` for a resumed run, as its fingerprint (``stored``) records it.
 
-    Return None if it is unknown, or if a rank's micro-batch would contain samples of two parts. The ``experts`` ranks
+    Return None if it is unknown, or if a rank's micro-batch would contain samples of two groups. The ``experts`` ranks
     that divide the experts need micro-batches of one shape.
     """
     split = str(stored.get("split", "")).split(" x ")

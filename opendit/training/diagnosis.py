@@ -23,7 +23,7 @@ from opendit.training.runners import Runner
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8  # maximum number of micro-batches of a step that are kept
+KEPT = 8  # maximum number of a step's micro-batches that are kept for the diagnosis
 NAMED = 5  # maximum number of samples that a message names
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

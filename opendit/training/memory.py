@@ -188,8 +188,8 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate the peak memory of one rank for micro-batches of ``batch`` samples on a GPU; the highest of a pipeline's
-    ranks.
+    """Estimate the peak memory of a rank on a GPU for micro-batches of ``batch`` samples. In a pipeline, it is that of
+    the rank with the highest peak.
 
     LoRA's weights are counted in addition to the model's, without embedders that LoRA trains in full. Activations are
     counted as if all weights were trained, except for frozen gates of public models; with LoRA of other models, they
@@ -504,7 +504,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # LoRA's frozen weights, which are cast once, take the same bytes
+        block += kept.weights  # FP8 copies of weights; with LoRA, one copy of each takes the same bytes
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # a recomputed block keeps only its input and modulation
         given = unit + size * batch * config.modulation_width
@@ -690,8 +690,8 @@ def save_buffers(config: DiTConfig, setup: Setup) -> float:
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
-    """Raise ValueError if this machine can't hold, for its ``ranks`` processes, what --offload moves and the buffers
-    for saves."""
+    """Raise ValueError if this machine's memory is too small for what --offload moves and for the buffers of saves, for
+    all of its ``ranks`` processes."""
     state = estimate(config, setup, batch).host_total
     buffers = save_buffers(config, setup) if saves else 0
     needed, there = ranks * (state + buffers), host_memory()

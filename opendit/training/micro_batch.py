@@ -193,8 +193,8 @@ class PackedMicroBatch:
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """Return the indices of the samples with a True element in ``marked``, whose rows are tokens or segments;
-        otherwise all."""
+        """Return the indices of the samples with a True element in ``marked``, (tokens, ...) or (segments, ...); all
+        for other shapes."""
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]

@@ -469,7 +469,7 @@ def resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-SLOW = 1.5  # a rank is slow if its work takes more than this multiple of the other ranks' median
+SLOW = 1.5  # a rank is slow if its time is above this multiple of the other ranks' median
 LOSS = 0.1  # a rank is reported as slow only if it costs at least this fraction of a step
 # a rank is reported as slow only if it costs at least this number of seconds between two lines of the log
 LEAST_S = 1.0
@@ -478,7 +478,7 @@ TIMED = 32  # number of micro-batches before each line of the log whose forward 
 
 
 class Pace:
-    """Timer of each rank's own work, to find a slow rank. With one rank it does nothing.
+    """Timer of each rank's data waits and forward passes, to find a slow rank. With one rank it does nothing.
 
     All ranks take the same time for a step, because they wait for each other. But two things differ: the wait for data,
     and the forward pass before the first communication. If the forward pass itself waits for other ranks (Gemini's
@@ -513,7 +513,7 @@ class Pace:
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
         """Return fields for a line of the log, ``steps`` steps after the last one: the slowest rank, and the ratio of
-        its work to the median of the others. Collective. Call after the host has waited for the device."""
+        its time to the other ranks' median. Collective. Call after the host has waited for the device."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards

@@ -294,7 +294,7 @@ def agree_on_attention(
     """Choose the attention kernel on rank 0, and use it on every rank. Collective.
 
     Attention kernels round differently. With --attention auto, a resumed run therefore prefers the kernel of its
-    checkpoint. On a GPU, --deterministic avoids cuDNN, which sums the parts of dq in any order, by torch's
+    checkpoint. On a GPU, --deterministic avoids cuDNN, which sums partial results of dq in any order: it uses torch's
     FlashAttention or, in fp32, torch's memory-efficient kernel.
     """
     backend, note = kernels.attend.backend, kernels.attention_note
@@ -455,7 +455,7 @@ def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], C
 def _lora(
     start: StartFlags, config: DiTConfig, initial: Weights | None, resume: Checkpoint | None, notes: list[str]
 ) -> Lora:
-    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has others."""
+    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has other settings."""
     assert initial is not None, "--lora adds to --pretrained"
     lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
     if resume is not None:

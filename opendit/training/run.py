@@ -68,8 +68,8 @@ class Due:
 class PeriodicWork:
     """Decides which work is due, the same on every rank. Call ``step_done``, then ``due``, after every step.
 
-    While steps are being skipped, nothing is saved, because the run may be about to fail. Such a save is made after the
-    next step that is not skipped.
+    While steps are being skipped, nothing is saved, because the run may be about to fail. A save that is due then
+    follows the next step that is not skipped.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):
@@ -166,7 +166,7 @@ class Batches:
         try:
             return next(self._loader)
         except DataError as error:
-            if self._last is None:  # there is nothing to save, because no step was made since this start
+            if self._last is None:  # there is nothing to save, because no step has been made since this start
                 raise
             if self._interrupt.alone:
                 raise NoData(str(error)) from error
@@ -177,13 +177,13 @@ class Batches:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Return distinct captions, spread evenly over the data set, for sample grids. Rows that can't be read are left
+    """Return distinct captions, spread evenly over the data set, for sample grids. Samples that can't be read are left
     out."""
     return list(_example_rows(dataset, count))
 
 
 def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
-    """Return each of the captions for :func:`example_captions` with the index of a row that has it."""
+    """Return the captions for :func:`example_captions`, each with the index of a sample that has it."""
     if dataset.describe().conditioning != "text":
         return {}
     found: dict[str, int] = {}
@@ -416,8 +416,8 @@ class Run:
     def due(self, stopping: bool) -> Due:
         """Return the work that is due after the step, the same on every rank.
 
-        Before it logs, saves or measures, and every --max_bad_steps, the host waits for the device to check for skips.
-        Raises FloatingPointError after too many skipped steps in a row.
+        The host waits for the device, to see whether the step was skipped, before it logs, saves or measures, and every
+        --max_bad_steps steps. Raises FloatingPointError after too many skipped steps in a row.
         """
         if self.periodic.step_done(self.done, stopping):
             assert self.result is not None, "a step has been made"
@@ -428,7 +428,7 @@ class Run:
         return due
 
     def measure(self, due: Due) -> dict[str, Any]:
-        """Validate and evaluate if ``due`` says so. Return the figures as fields for the step's line in the log."""
+        """Validate and evaluate if ``due`` says so. Return the results as fields for the step's line in the log."""
         with self.monitor.paused(due.validate or due.evaluate):
             measured = self.validate(self.done) if due.validate else {}
             return measured | (self.evaluate(self.done) if due.evaluate else {})

@@ -343,8 +343,8 @@ def torch_operations(model: DiT) -> Iterator[None]:
 
 
 class TargetNetwork:
-    """The trained model, whole on every rank, as a :class:`opendit.diffusion.objectives.meanflow.Network` without
-    gradients.
+    """The trained model as a :class:`opendit.diffusion.objectives.meanflow.Network` without gradients. Every rank holds
+    all of its weights.
 
     labels: (B,) int64 labels of the micro-batch.
     """

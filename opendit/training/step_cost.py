@@ -106,8 +106,8 @@ def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, f
     """Return the traffic of an all-gather or reduce-scatter of ``size`` bytes in total, and the fraction that
     computation hides.
 
-    Every machine receives the others' data once, over the links of all its ranks at the same time, and distributes it
-    to its ranks. The slower of these two transfers determines the time.
+    Every machine receives the other machines' data once, over the links of all its ranks at the same time, and
+    distributes it to its ranks. The slower of these two transfers determines the time.
     """
     if over.ranks == 1:
         return Traffic(), 0

@@ -53,10 +53,10 @@ def number_of_losses(run: Run) -> int:
 
 
 class FixedSamples:
-    """Assignment of a row, a time and a micro-batch to each of ``count`` losses.
+    """Assignment of a sample, a time and a micro-batch to each of ``count`` losses.
 
-    The numbers of draws of any two rows differ by at most one. (``SEED``, i) keys the noise of loss i. The times are a
-    stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to
+    Any two samples are used equally often, or differ by one use. (``SEED``, i) keys the noise of loss i. The times are
+    a stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to
     count - 1 occurs once.
 
     Attributes:
