@@ -47,9 +47,9 @@ class TokenGrid:
 
     Attributes:
         sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
-        rotary: Rotations of rotary positions, fp32: (N, d / 2, 2) if all heads share them, otherwise (N, D / 2, 2). If
-            several ranks divide the sequence, the second form covers only the tokens and heads that this rank projects.
-        learned: Learned positions (1, n, D) of this rank's tokens, if every block adds them.
+        rotary: Rotations of rotary positions, fp32: ([B,] N, d / 2, 2) if all heads share them, otherwise (N, D / 2,
+            2). If ranks divide the sequence, the second form covers only the tokens and heads that this rank projects.
+        learned: Learned positions (1 or B, n, D) of this rank's tokens, if every block adds them.
         shards: Division of the sequence over ranks.
         packed: The segments of a pack, or this rank's part of them.
         streams: Number of tokens of each stream. Except in packs, the streams follow each other in the sequence.

@@ -139,8 +139,8 @@ def _where(dropped: Tensor, null: Tensor, y: Tensor) -> Tensor:
 
 
 def masked_mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean (B, D) over the tokens (B, L, D) for which mask (B, L) is True. The sum is computed in fp32; the
-    result has the dtype of the tokens."""
+    """Return the mean (B, D) over the tokens (B, L, D) for which mask (B, L) is True. The sum is computed in fp32 or
+    wider; the result has the tokens' dtype."""
     kept = mask.unsqueeze(-1)
     total = tokens.masked_fill(~kept, 0).sum(dim=1, dtype=torch.promote_types(tokens.dtype, torch.float32))
     return (total / kept.sum(dim=1)).to(tokens.dtype)

@@ -115,7 +115,7 @@ class DiTConfig:
 
     @property
     def rescaled_guidance(self) -> str:
-        """See ``Guidance.rescaled``."""
+        """The unit in which guided predictions are rescaled (see ``Guidance.rescaled``); "" for no rescaling."""
         return ""
 
     @property

@@ -299,8 +299,8 @@ def stages(*every: str) -> StageCuts:
 
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
-    """Return the operations that use each linear layer of a block. If query heads share keys and values, the qkv
-    projection is missing, because torch computes it directly."""
+    """Map linear layers of a block to the operations that use them. Layers that torch computes directly are missing:
+    qkv if query heads share keys and values, and layers of cross-attention."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     residual = "linear_gate_residual", f"linear_gate_residual_{norm}_modulate"

@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (
 
 
 class SegmentRun(NamedTuple):
-    """``count`` neighbouring segments of ``length`` tokens each, starting with number ``segment``."""
+    """``count`` neighbouring segments of ``length`` tokens each. The first one has the number ``segment``."""
 
     segment: int
     count: int
@@ -37,7 +37,7 @@ class Segments:
 
     grids: (frames, rows, columns) of each segment, in tokens. tokens: length N of the pack; the rest is padding.
     repeated: True for each segment whose single frame is repeated to fill a patch of several frames. kept: number of
-    tokens of each segment that the blocks of a route process. Both may be empty. Raises ValueError for an invalid pack.
+    tokens of each segment that the blocks of a route process. Both may be (). Raises ValueError for an invalid pack.
     """
 
     grids: tuple[Grid, ...]
@@ -110,9 +110,9 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """A complete pack, or one rank's part of it, with tensors on a device: the segment (n,) int32 of each token, where
-    padding belongs to the last segment, and the offsets (S + 1,) int32. ``first`` is the index of the first token in
-    the pack."""
+    """A complete pack, or one rank's part of it. sample_of_row: (n,) int32, each token's segment; padding belongs to
+    the last one. offsets: (S + 1,) int32, see ``Segments.offsets``. first: index in the pack of the part's first
+    token."""
 
     segments: Segments
     sample_of_row: Tensor

@@ -31,7 +31,7 @@ class HardwareModel:
     # ------------------------------------------------------------------------------------------------- computation
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
-    launch: float = 4e-6  # s, fixed time per matrix product
+    launch: float = 4e-6  # fixed seconds per matrix product
     # FLOP/s of attention per element of a head, for at most 128 elements. Heads of 72 and of 128 elements take equally
     # long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times the FLOPs.
     attention: float = 5.1e12
@@ -43,7 +43,7 @@ class HardwareModel:
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96
-    # s, time that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
+    # seconds that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
     host: float = 2.2e-3
     multiprocessors: int = 132
     tile: int = 128  # queries that one multiprocessor processes at a time
@@ -52,17 +52,17 @@ class HardwareModel:
     # (number of ranks on a machine, bytes/s that each of these ranks receives in an all-gather)
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
     copies: float = 270 * GIB  # bytes/s that copy engines transfer while matrix products run
-    latency: float = 20e-6  # s, latency of a collective or of one hop of a ring
-    barrier: float = 5e-6  # s, latency of an exchange through symmetric memory
-    # s, cost for each other rank and each direction in FastSeq: starting a copy, and smaller products
+    latency: float = 20e-6  # seconds, latency of a collective or of one hop of a ring
+    barrier: float = 5e-6  # seconds, latency of an exchange through symmetric memory
+    # seconds for each other rank and each direction in FastSeq: starting a copy, and smaller products
     part: float = 10e-6
-    group: float = 40e-6  # s, cost of each additional group of heads, forward and backward: more and smaller kernels
+    group: float = 40e-6  # seconds for each additional group of heads, forward and backward: more and smaller kernels
     tail: float = 0.03  # fraction of a wave of attention that is idle at the end of each additional group of heads
     overlap: float = 0.3  # fraction of a collective that concurrent computation of the same length hides
     host_link: float = 100e9  # bytes/s between a card and its host, both directions together
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
-    node_latency: float = 10e-6  # s, latency of a hop between machines, assumed
+    node_latency: float = 10e-6  # seconds, latency of a hop between machines, assumed
     node_overlap: float = 0.8  # like ``overlap``, for transfers between machines, assumed
 
     def gather_rate(self, ranks: int) -> float:

@@ -63,8 +63,8 @@ def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: 
     """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. All ranks must call this
     together. Raises ValueError if the number of ranks is not a multiple of ``node``.
 
-    Launches, exchanges through symmetric memory, the overlap of communication, and links that need more ranks are taken
-    from the card's entry in :data:`CARDS`, or from the H200's entry.
+    Values for launches, exchanges through symmetric memory, the overlap of communication, and links that need more
+    ranks are those of :func:`of_card`, or the H200's.
     """
     world, cuda = mesh.world_size, mesh.device.type == "cuda"
     if world % node:

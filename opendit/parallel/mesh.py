@@ -221,10 +221,10 @@ def init_mesh(
 ) -> Mesh:
     """Start torch.distributed (nccl on GPUs, gloo on CPUs) and return this process's mesh.
 
-    The sizes are numbers of ranks that share a sequence, divide every layer, have different experts, divide the blocks,
-    and numbers of copies of the sharded model; ``dims`` replaces them all. The remaining ranks are data parallel.
-    ``group_of_one`` makes a process group even for a single process: engines need it, and other runs start sooner
-    without.
+    The sizes are, in order, numbers of ranks that share a sequence, divide every layer, have different experts and
+    divide the blocks, and the number of copies of the sharded model. ``dims`` replaces them all. The remaining ranks
+    are data parallel. ``group_of_one`` makes a process group even for a single process: engines need it, and other runs
+    start sooner without.
 
     Raises ValueError if this machine has more processes than GPUs, the number of processes does not fit the sizes, or
     the environment variables do not let the processes meet.

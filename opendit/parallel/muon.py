@@ -10,7 +10,8 @@ The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
     W = (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(n, m)) * O
 
 Parameters and M are sharded as for AdamW. Each parameter has an owner among the ranks that share it. One all-to-all
-sends the shards to the owner, which orthogonalises the matrix. A second all-to-all returns the shards of the result.
+sends the shards to the owner, which orthogonalises the matrix. A second all-to-all returns the shards of the result. If
+all ranks have full gradients (ddp), an all-reduce distributes the results instead.
 """
 
 import math
@@ -118,7 +119,7 @@ class Muon:
             self._held[name] = [length * width for length in cut.lengths()]
 
     def direct(self, step: FusedStep) -> None:
-        """Replace the gradients of the matrices in ``step`` by the matrices' update directions. Call this method after
+        """Replace the gradients of Muon's parameters in ``step`` by update directions. Call this after
         ``step.decide``."""
         gradients = step.momentum(self._settings.momentum)
         self.orthogonalise({name: g for name, i in self._index.items() if (g := gradients[i]) is not None})

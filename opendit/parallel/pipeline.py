@@ -206,7 +206,7 @@ class Links:
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
-        """Start to receive a message. Return (the tensor that will hold the message, the work to wait for)."""
+        """Start to receive a message. Return (the tensor that will hold the message, the handle to wait for)."""
         group, source, _ = self._channel(message)
         if not self.known(message, key):
             header = torch.empty(4, dtype=torch.int64, device=self.device)

@@ -82,7 +82,7 @@ class _Peer:
 
 class RankWatch:
     """One rank's watch over the other ranks. All ranks must create their watches in the same order, and ``close`` them
-    after success. A watch logs which ranks stop sending messages, and when these ranks resume.
+    after success. The watches of ranks 0 and 1 log which ranks stop sending messages, and when these ranks resume.
 
     Args:
         place: place of this process in the run.

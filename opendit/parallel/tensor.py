@@ -240,7 +240,8 @@ def divide(
 
 
 def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
-    """Reduce a norm over all heads to the weights of this rank's heads, in place. The ranks sum their squares."""
+    """Reduce a norm over all heads to the weights of this rank's heads, in place. Calls sum the squares over the
+    ranks."""
     divided: Any = norm
     divided.divided = {"weight": divided_by(rule, norm.weight.shape, group.size)}
     norm.features, norm.sum_of_ranks = len(norm.weight), functools.partial(sum_over_ranks, group=group)
@@ -439,7 +440,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the norm of the gradients of all ranks of the groups, 0-dim fp32."""
+        """Return the norm of all gradients on all ranks of the groups, 0-dim fp32. gradients: this rank's gradients."""
         pairs = zip(gradients, self.counted, strict=True)
         norms = torch._foreach_norm([g for g, counted in pairs if counted and g is not None])
         return self.total(torch.stack(norms).double().square().sum()).sqrt().float()

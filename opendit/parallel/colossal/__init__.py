@@ -42,7 +42,7 @@ _OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that provides placeholders for packages. Colossal-AI imports these packages in files that this
+    """Import hook that provides placeholders for optional packages, which Colossal-AI imports in files that this
     project never uses."""
 
     def __init__(self, names: list[str]):

@@ -18,8 +18,8 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(OnePassEngine):
-    """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every parameter and of its gradient, moments
-    and averages, in fp32. Weights of a called unit are gathered in the precision of the forward pass. Each of
+    """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every trained parameter and of its gradient,
+    moments and averages, in fp32. Weights of a called unit are gathered in the precision of the forward pass. Each of
     ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in full, as under
     zero2."""
 

@@ -1,32 +1,32 @@
 """Attention along the axes of a grid whose tokens are divided among ranks: Dynamic Sequence Parallelism (Zhao et al.
 2024, arXiv 2403.10266), for ST-DiT.
 
-A clip's tokens are a grid of T frames x S spatial positions (places). Attention within frames needs all places of a
-frame; attention along time needs all frames of a place. P ranks can divide the grid in two layouts:
+A clip's tokens are a grid of T frames x S spatial positions. Attention within frames needs all positions of a frame;
+attention along time needs all frames of a position. P ranks can divide the grid in two layouts:
 
-    by frames   T / P of the frames with all places     attention within frames needs no other rank
-    by places   all frames with S / P of the places     attention along time needs no other rank
+    by frames      T / P of the frames with all positions    attention within frames needs no other rank
+    by positions   all frames with S / P of the positions    attention along time needs no other rank
 
-An all-to-all turns one layout into the other. Most of the model has its tokens by frames, or by places if that needs
+An all-to-all turns one layout into the other. Most of the model has its tokens by frames, or by positions if that needs
 less padding; norms, MLPs and cross-attention work in both layouts. For the attention that needs the other layout, ranks
 exchange the attention's input before the projection to q, k, v, and its output afterwards. In the forward pass a rank
 receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads. Exchanging the residual stream between the
 two attentions instead would send as much, but would separate a projection, a residual connection and the next norm,
 which are fused.
 
-If P does not divide the number of frames or places, they are padded at the end. Padding frames are removed before
-attention along time, and padding places before attention within frames. A frame or place that consists only of padding
-attends to itself and is removed afterwards, so its gradient is exactly zero.
+If P does not divide the number of frames or positions, they are padded at the end. Padding frames are removed before
+attention along time, and padding positions before attention within frames. A frame or position of only padding attends
+to itself and is removed afterwards, so its gradient is exactly zero.
 
 :class:`AllToAll` exchanges tokens with collectives. In :class:`DirectExchange` every rank reads and writes the memory
-of the other ranks (peer_memory.py), as in Ulysses (ulysses.py), but for places instead of heads, and with all features
-of a token instead of those of a head:
+of the other ranks (peer_memory.py), as in Ulysses (ulysses.py), but for positions instead of heads, and with all
+features of a token instead of those of a head:
 
-    x by frames in the input buffer ─barrier─▶ own places of all frames read ─▶ q k v, attention along time
-      ─▶ the output written to its owners' output buffers ─barrier─▶ own frames, all places
+    x by frames in the input buffer ─barrier─▶ own positions of all frames read ─▶ q k v, attention along time
+      ─▶ the output written to its owners' output buffers ─barrier─▶ own frames, all positions
 
-Places are sent in parts. A kernel transfers the first incoming part and the last outgoing part. Copy engines transfer
-all other parts, during the products and attention of the parts that have arrived.
+Positions are sent in parts. A kernel transfers the first incoming part and the last outgoing part. Copy engines
+transfer all other parts, during the products and attention of the parts that have arrived.
 """
 
 import math
@@ -57,7 +57,8 @@ Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 @dataclass(frozen=True)
 class GridShare:
     """A rank's shard of a grid of (T, S) = ``sizes`` tokens, ordered by frame. ``home`` is the axis that is divided in
-    most of the model. With FRAMES every rank has all places of some frames, with PLACES all frames of some places."""
+    most of the model. With FRAMES every rank has all positions of some frames, with PLACES all frames of some
+    positions."""
 
     group: Group
     sizes: tuple[int, int]
@@ -68,11 +69,11 @@ class GridShare:
         return 1 - self.home
 
     def share(self, axis: int) -> int:
-        """Return the number of frames or places, including padding, that a rank has along a divided axis."""
+        """Return the number of frames or positions, including padding, that a rank has along a divided axis."""
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
-        """Return (number of frames, number of places) that a rank has when ``axis`` is divided."""
+        """Return (number of frames, number of positions) that a rank has when ``axis`` is divided."""
         frames, places = (self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
         return frames, places
 
@@ -91,8 +92,8 @@ class GridShare:
         return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
 
     def part(self, parts: int) -> int:
-        """Return the number of frames or places in each of ``parts`` parts of a rank's shard in the other layout. The
-        last part may be smaller."""
+        """Return the number of frames or positions in each of ``parts`` parts of a rank's shard in the other layout.
+        The last part may be smaller."""
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
@@ -149,7 +150,7 @@ class AllToAll:
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
-    """Return (number of frames, number of places) in a part of this rank's shard in the other layout."""
+    """Return (number of frames, number of positions) in a part of this rank's shard in the other layout."""
     frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
     return frames, places
 
@@ -257,7 +258,7 @@ class SharedGrid:
 def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: "AllToAll | DirectExchange", full: SequenceShards | None
 ) -> SharedGrid:
-    """Return this rank's shard of a grid of frames, rows and columns. The grid is divided by frames, or by places if
+    """Return this rank's shard of a grid of frames, rows and columns. The grid is divided by frames, or by positions if
     that needs less padding and the model has no attention to all tokens."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
@@ -266,8 +267,8 @@ def shared_grid(
 
 @dataclass(frozen=True)
 class DirectExchange:
-    """Exchange with symmetric memory. Inputs in float8, and tokens that are divided by places, use the collectives of
-    :class:`AllToAll` instead."""
+    """Exchange with symmetric memory. Inputs in float8, and tokens that are divided by positions, use the collectives
+    of :class:`AllToAll` instead."""
 
     memory: PeerMemory
     parts: int = PARTS
@@ -287,7 +288,7 @@ class DirectExchange:
         layer = Layer(self.memory, parts, places, grid.sizes[FRAMES], x.flatten(2).shape)
         departed, out = [], layer
         for part, lines in enumerate(_Enter.apply(x.flatten(2), layer)):
-            lines = _ArriveInPlaces.apply(lines, layer, part)  # (B, places of the part, T, D)
+            lines = _ArriveInPlaces.apply(lines, layer, part)  # (B, positions of the part, T, D)
             which = slice(part * own // parts, (part + 1) * own // parts)
             output = attend(lines.transpose(1, 2).flatten(1, 2), which).unflatten(1, (grid.sizes[FRAMES], -1))
             if part == 0:
@@ -298,8 +299,8 @@ class DirectExchange:
 
 
 class _Enter(torch.autograd.Function):
-    """Sends this rank's tokens (B, a, places * D) to the ranks that have their places. Returns, for every part, this
-    rank's places of all frames as a tensor (B, places, T, D). Data may still be arriving in the tensors."""
+    """Sends this rank's tokens (B, frames, S * D) to the ranks that have their positions. Returns, for every part, this
+    rank's positions in all frames as a tensor (B, positions, T, D). Data may still be arriving in the tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Layer):

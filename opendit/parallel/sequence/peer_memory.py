@@ -65,8 +65,7 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     # torch zeroes the memory and the barrier's signals on the current stream, after all work enqueued there. Wait for
-    # this, because zeroing later could erase what a faster rank has written by then. (Attention to 64k tokens takes 100
-    # ms.)
+    # this: zeroing later could erase what a faster rank has written by then (attention to 64k tokens takes 100 ms).
     torch.cuda.synchronize(device)
     return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
 
@@ -140,8 +139,8 @@ class PeerMemory:
         self._made[buffer][-1][0].barrier(channel=channel)
 
     def _note_recording(self) -> None:
-        """Forget the last used buffer when the recording of a graph begins or ends, because recorded work has not run,
-        and a failed recording may have ended after any use."""
+        """Forget the last used buffer when the recording of a graph begins or ends, because recorded kernels have not
+        run, and a failed recording may have ended after any use."""
         if self._capturing != torch.cuda.is_current_stream_capturing():
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 
