@@ -36,8 +36,8 @@ CENTRED = 0.7
 
 @dataclass(frozen=True)
 class AlignmentConfig:
-    """Settings of representation alignment: the number of blocks after which tokens are aligned, the width of the
-    encoder's features, and the projector, "mlp" ([R]) or "conv" ([I])."""
+    """Settings of representation alignment. block: number of blocks after which tokens are aligned. width: width of the
+    encoder's features. projector: "mlp" ([R]) or "conv" ([I])."""
 
     block: int
     width: int
@@ -68,7 +68,7 @@ class Projector(nn.Module):
 
 
 class Alignment(NamedTuple):
-    """An encoder's features of a micro-batch's pictures, (B, N, width), and the alignment term's weight."""
+    """An encoder's features (B, N, width) of a micro-batch's pictures, and the weight of the alignment term."""
 
     features: Tensor
     weight: float
@@ -127,7 +127,7 @@ class Uncertainty(nn.Module):
 
 
 def weighted(losses: Tensor, u: Tensor) -> Tensor:
-    """Return the weighted losses (B,). u: (B,), :class:`Uncertainty` of the samples' times."""
+    """Return the weighted losses (B,). u: (B,), the result of :class:`Uncertainty` for the samples' times."""
     return losses / u.exp() + u
 
 

@@ -76,8 +76,8 @@ MLPS = {"gelu": Mlp, "gelu_exact": ExactMlp, "swiglu": SwiGlu}
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a block: the name of its module, the tokens that a token attends to (None for the MLP), and whether
-    it has a shift, a scale and a gate."""
+    """A branch of a block. name: name of its module. sees: the tokens that a token attends to; None for the MLP.
+    modulated: True if the branch has a shift, a scale and a gate."""
 
     name: str
     sees: Literal["all", "frame", "time", "caption"] | None

@@ -18,8 +18,8 @@ from opendit.models.layers import Mlp
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block's MLP: their number, the width of their hidden layers, and the average number of experts
-    per token."""
+    """The experts of a block's MLP. count: their number. hidden: width of their hidden layers. capacity: average number
+    of experts per token."""
 
     count: int
     hidden: int

@@ -49,15 +49,15 @@ class Column:
 class Row:
     """Ranks have different input features of a linear layer: slices of dimension 1 of the weight. The output is the sum
     of the ranks' products. The bias is added to the sum once and is :class:`Replicated`. ``heads``: number of attention
-    heads in the input, which are not divided; None if the input has no heads."""
+    heads in the input, none of which is split between ranks; None if the input has no heads."""
 
     heads: int | None = None
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A :class:`Column` rule that does not divide attention heads. A query head is on the same rank as the key and
-    value heads that it uses.
+    """A :class:`Column` rule that never splits an attention head between ranks. A query head is on the same rank as the
+    key and value heads that it uses.
 
     Attributes:
         heads: Number of heads in each concatenated part: (H, K, K) for a fused qkv projection with H query heads and K

@@ -102,9 +102,9 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """Settings for the ranks that have the same experts and divide their weights: those ranks (None if this rank has
-    the full weights), the ranks with copies of this rank's shard, the number of ranks whose losses are averaged, and
-    the dtypes in which weights are gathered and gradients summed."""
+    """Settings for the ranks that have the same experts and divide their weights. shards: those ranks; None if this
+    rank has the full weights. copies: the ranks with copies of this rank's shard. averaged: number of ranks whose
+    losses are averaged. dtype, reduce_dtype: dtypes of gathered weights and of summed gradients."""
 
     shards: Group | None
     copies: dist.ProcessGroup | None

@@ -32,8 +32,9 @@ class HardwareModel:
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
     launch: float = 4e-6  # fixed seconds per matrix product
-    # FLOP/s of attention per element of a head, for at most 128 elements. Heads of 72 and of 128 elements take equally
-    # long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times the FLOPs.
+    # FLOP/s of attention, divided by the number of a head's elements (at most 128). Heads of 72 and of 128 elements
+    # take equally long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times
+    # the FLOPs.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69

@@ -23,8 +23,8 @@ TRIALS = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the operations that are timed: the side of multiplied matrices, bytes that are copied, bytes that each
-    rank contributes to an all-gather, and the size of attention."""
+    """Sizes of the operations that are timed. product: side of multiplied matrices. copied: bytes that are copied.
+    shard: bytes that each rank contributes to an all-gather. tokens, heads: size of attention."""
 
     product: int = 8192
     copied: int = 1 << 30
@@ -109,8 +109,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
 
 
 def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Measure the links of a machine: all-gathers in groups of neighbouring ranks; all-to-alls and transfers of one
-    shard to the next rank in the largest of these groups."""
+    """Measure the links of a machine: all-gathers in groups of neighbouring ranks, and in the largest of these groups
+    also all-to-alls and transfers of one shard to the next rank."""
     world, gathers = mesh.world_size, []
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:

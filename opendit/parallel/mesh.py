@@ -458,10 +458,10 @@ class ControlGroup:
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that draw the same samples: replica ``number`` of ``count``, with all its ``ranks`` (None for a single
-    one). All get the same latents, and each decodes some of them. The rank that ``leads`` writes the files. ``halves``
-    are this rank and the rank with the same tokens and slices of layers in the other half of guidance; None without
-    cfg_parallel."""
+    """The ranks that draw the same samples. This is replica ``number`` of ``count``, with all its ``ranks`` (None for a
+    single rank). All get the same latents, and each decodes some of them. The rank that ``leads`` writes the files.
+    ``halves`` are this rank and the rank with the same tokens and slices of layers in the other half of guidance; None
+    without cfg_parallel."""
 
     number: int
     count: int

@@ -184,9 +184,10 @@ class Text:
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """The latents of a family: the VAE's class in diffusers, whether latents have frames, and pixels per latent value
-    along a side and along time (after the first frame). normalised: "scalar": (z - shift_factor) * scaling_factor.
-    "channel": (z - latents_mean) / latents_std. "batch": by the statistics of the VAE's batch norm."""
+    """The latents of a family. vae: the VAE's class in diffusers. normalised: "scalar": (z - shift_factor) *
+    scaling_factor. "channel": (z - latents_mean) / latents_std. "batch": by the statistics of the VAE's batch norm.
+    video: True if latents have frames. downscale: pixels per latent value along a side. frames_downscale: frames per
+    latent frame after the first."""
 
     vae: str
     normalised: Literal["scalar", "channel", "batch"]

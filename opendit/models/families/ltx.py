@@ -1,5 +1,5 @@
-"""LTX-Video (Lightricks 2024): blocks with self-attention, then attention to the caption. The rotary positions of each
-head have different angles."""
+"""LTX-Video (Lightricks 2024): blocks with self-attention, then attention to the caption. The angles of rotary
+positions differ between heads."""
 
 from collections.abc import Mapping
 from typing import Any

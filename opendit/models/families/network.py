@@ -555,9 +555,9 @@ class PublicDiT(DiT):
 
 @dataclass(frozen=True, eq=False)
 class JointPack:
-    """The layout of a pack whose sequence contains a caption for each sample: the grids of all tokens and of the
-    media's tokens, the order of media and of the learned tokens that pad them, the order of captions and their padding
-    (None without padding), and the sample (n,) of each media token."""
+    """The layout of a pack whose sequence contains a caption for each sample. grid, alone: grids of all tokens and of
+    the media's tokens. filled: order of media and of the learned tokens that pad them; None without these. padded:
+    order of captions and their padding; None without padding. sample_of_row: (n,), the sample of each media token."""
 
     grid: TokenGrid
     alone: TokenGrid

@@ -31,8 +31,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A chosen strategy, the reason for it, its cost per layer, the number of groups of heads (see
-    :class:`DirectUlysses`), and the number of ranks that share the heads in usp."""
+    """A chosen strategy, and the reason for it. groups: number of groups of heads (see :class:`DirectUlysses`).
+    heads_over: number of ranks that share the heads in usp. seconds: cost per layer."""
 
     kind: str
     reason: str

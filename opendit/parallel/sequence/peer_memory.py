@@ -48,8 +48,8 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class PeerRows:
-    """Views of all ranks' buffers: one tensor per rank, the buffers' addresses (P,) int64 for kernels, and the bytes
-    from the beginning of a buffer to the view."""
+    """Views of all ranks' buffers. of: one tensor per rank. addresses: (P,) int64, the buffers' addresses for kernels.
+    offset: bytes from the beginning of a buffer to the view."""
 
     of: list[Tensor]
     addresses: Tensor
