@@ -113,8 +113,8 @@ class LatentDataset(ShardDataset):
         text_encoder: the encoder whose caption embeddings are cached; None if there are no embeddings.
         max_tokens: length of the padded embeddings.
 
-    Raises ValueError, which begins with ``name``, in three cases: the latents were made with other settings for clips,
-    they lack the mirror images that ``random_flip`` requests, or captions are expected and the tars have classes.
+    Raises ValueError, which begins with ``name``, if the latents were made with other settings for clips, if they lack
+    the mirror images that ``random_flip`` requests, or if ``index`` contradicts the tars about captions and classes.
     """
 
     empty_captions = True  # accept empty captions, which the original data set may have
@@ -645,7 +645,7 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU. The dtype is that of
+    """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU, in the dtype of
     :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L) bool and pooled (B, P).
     Raises DataError if an element overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]

@@ -107,7 +107,7 @@ class TextEncoding(JsonObject):
 
 
 class StoredFeatures(JsonObject):
-    """Format of a vision encoder's stored features: one of ``width`` values per token of a grid (rows, columns)."""
+    """Format of stored features of a vision encoder: ``width`` values for each token of a ``grid`` (rows, columns)."""
 
     encoder: Name
     grid: Annotated[list[Side], Len(2, 2)]

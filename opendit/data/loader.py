@@ -1,6 +1,6 @@
 """Prefetch the batches of every step in worker processes, and choose a data set's schedule.
 
-The global batch is the same for any number of ranks, micro-batches and workers. If a worker dies, runs out of memory or
+The global batch is the same for any number of ranks and workers. If a worker dies, runs out of memory or
 hangs, the run ends with one error that names the file. If the main process ends, the workers end too."""
 
 import ctypes
@@ -98,7 +98,7 @@ class ReadAhead:
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
             # torch warns about more workers than cores when it constructs a loader, and in some versions again when
-            # the loader starts. So many workers are useful if reads wait for a disk.
+            # the loader starts. But more workers than cores are useful if reads wait for a disk.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
@@ -116,7 +116,7 @@ class ReadAhead:
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # At exit this runs before multiprocessing's handler, which waits for workers after a signal that they ignore.
+        # End the workers at exit before multiprocessing's handler, which waits for them after a signal they ignore.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
@@ -200,7 +200,7 @@ class ReadAhead:
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
         dead = []
         for number, worker in enumerate(self._workers):
-            if worker.sentinel in ending:  # the exit code can come slightly later
+            if worker.sentinel in ending:  # the exit code may become known slightly later
                 worker.join(timeout=5)
             if worker.exitcode not in (None, 0):
                 row, _ = self.reading.at(number)
@@ -229,7 +229,7 @@ class ReadAhead:
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # possible on a busy machine; that thread must not free the batches
+        if orderly.is_alive():  # keep the batches alive, because that thread must not free them
             not_ended.append(results)
 
 

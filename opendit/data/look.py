@@ -177,7 +177,7 @@ class Findings:
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines for the log about long captions, and captions without words, of the opened rows."""
+        """Lines for the log about long captions and captions without words among the opened rows."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -186,7 +186,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """The number of opened rows and, with several sources, of the samples of each source."""
+        """Text with the numbers of opened and bad rows and, with several sources, of samples of each source."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -449,7 +449,7 @@ def open_any(
     except ValueError:
         dataset = build_dataset(data_path, size, use_video=False, **options)
     if not _has_clips(dataset):
-        with suppress(ValueError):  # clips made by an Energon cooker are in no index, and can't be opened as pictures
+        with suppress(ValueError):  # an Energon cooker's clips are in no index, and can't be opened as pictures
             dataset = build_dataset(data_path, size, use_video=False, **options)
     return dataset, (size, frames, interval)
 

@@ -76,7 +76,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Permute each of ``numbers`` below the product of two bases. The product is its size, or slightly larger."""
+    """Permute each number below the product of two bases. The product equals the number's size or slightly more."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
@@ -427,8 +427,8 @@ class BucketSchedule(BatchSchedule):
     all complete parts, in keyed order. Over E epochs every row is drawn E times, except the rows left over at the end
     of the run. These are fewer than one part of each shape plus the parts of one step.
 
-    The samples of a step depend only on (seed, global batch, micro_batches). They are the same for all
-    numbers of ranks and accumulated micro-batches that divide the parts equally.
+    The samples of a step depend only on (seed, global batch, micro_batches). They are the same for all numbers of ranks
+    and accumulated micro-batches that divide the parts equally.
 
     keys: the shape key of every row. samples: number of samples in a unit, for each shape in order of its key; None
     means one. Raises ValueError if an epoch has too few rows for a step."""
@@ -518,7 +518,7 @@ def units_of_part(global_batch: int, micro_batches: int) -> int:
 class SourceRows:
     """The sources of a data set's rows, and the proportions in which they are drawn."""
 
-    names: tuple[str, ...]  # names of the sources
+    names: tuple[str, ...]
     # (sources,) end of each source's rows. A source's rows begin at the end of the previous source.
     ends: tuple[int, ...]
     # (first step, weight of each source) in order of step; the first stage begins at step 0. Weights may have any sum.

@@ -25,10 +25,10 @@ from opendit.data.shaped import Lengths, summary_of
 
 WINDOW = 192  # number of packs planned together, rounded up to whole steps
 SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
-SAMPLED = 4  # number of full windows from which the mean fill is estimated
-PASSES = 16  # number of passes over the data after which fewer windows are enough
-COUNTED = 4096  # minimum number of samples of these windows, whose steps are counted exactly
-KEPT = 16  # maximum number of steps in memory, in full windows
+SAMPLED = 4  # number of full windows that are planned to estimate the mean fill
+PASSES = 16  # fewer windows are enough if they draw this many passes over the data
+COUNTED = 4096  # minimum number of samples that these windows draw
+KEPT = 16  # maximum number of steps in memory, as a number of full windows
 EVERY = 64  # number of full windows between two stored beginnings of windows
 _CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
@@ -44,8 +44,8 @@ def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
 class Packer:
     """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
     Samples are placed longest first, as in first-fit-decreasing. Each goes to the pack with the lowest cost so far
-    among the packs with room for it (LPT, Graham 1969, with a capacity). A sample that does not fit would not fit if
-    any one later, shorter sample were removed. Exchanging two samples therefore can't fill a pack further.
+    among the packs with room for it (LPT, Graham 1969, with a capacity). A sample that fits into no
+    pack would still not fit if one later, shorter sample were removed. So exchanging two samples can't fill a pack.
 
     least: tokens of the shortest possible sample. attention: see :func:`work_of`. packs: the sample numbers in each
     pack."""
@@ -54,7 +54,7 @@ class Packer:
         self.least, self.attention = least, attention
         self.packs: list[list[int]] = [[] for _ in range(count)]
         self._room = [capacity] * count
-        # Heap of (cost, pack) for packs that had room for the last sample they were examined for.
+        # Heap of (cost, pack) for packs that had room when last examined.
         self._open = [(0.0, pack) for pack in range(count)]
         # Heap of (-room, cost, pack) for the other packs. A pack returns to ``_open`` when a sample fits into its room.
         self._shut: list[tuple[int, float, int]] = []
@@ -89,7 +89,7 @@ class Beginning:
     """The state at the beginning of a window."""
 
     step: int  # first step of the window
-    position: int  # position in the order of samples of the first sample that no earlier window considered
+    position: int  # first position in the order of samples that no earlier window considered
     carry: tuple[int, ...] = ()  # earlier positions whose samples wait, ascending
     # positions in the order at which the weights of a blend have changed so far; the first is 0
     stages: tuple[int, ...] = (0,)
@@ -283,7 +283,7 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------- state of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint after ``step`` steps, as JSON: the beginning of the next step's window."""
+        """Return the state for a checkpoint after ``step`` steps, for JSON: the beginning of the next step's window."""
         begin = self._beginning(step)
         return {
             "step": begin.step,

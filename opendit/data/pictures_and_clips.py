@@ -237,7 +237,7 @@ def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | No
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Return the size of a picture of ``size`` bytes. ``read(at, count)`` returns ``count`` bytes from byte ``at``."""
+    """Return the :data:`Size` of a stored picture of ``size`` bytes. read: returns ``count`` bytes from byte ``at``."""
     if size > HEAD:
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))

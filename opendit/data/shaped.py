@@ -20,8 +20,8 @@ from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 LONGEST = 4  # maximum ratio of a shape's sides
 STEP = 1.1  # factor between neighbouring aspect ratios of buckets
 LEVELS = 7  # number of areas: --image_size squared, half of that, and so on down to a 64th
-_ROWS = 65536  # media assigned at once
-_CHUNK = 2**20  # rows summarised at once
+_ROWS = 65536  # number of media assigned at once
+_CHUNK = 2**20  # number of rows summarised at once
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ShapeTable:
     """Table of n possible shapes."""
 
     shapes: np.ndarray  # (n, 3) int32, frames, height and width in pixels
-    tokens: np.ndarray  # (n,) int64
+    tokens: np.ndarray  # (n,) int64, number of tokens
     level: np.ndarray  # (n,) int8, 0 for the largest area
 
 
@@ -93,7 +93,7 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
     kept = []
-    for tall in (True, False):  # both directions start at the square
+    for tall in (True, False):  # tall shapes, then wide ones, both from the square on
         ratios = {
             (rows, columns): rows * height / (columns * width) if tall else columns * width / (rows * height)
             for rows, columns in found
@@ -111,7 +111,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
     """Return the index of each medium's shape in ``table``, (n,) int16, or -1 if no shape is possible. A shape is
     possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Among the possible
     shapes, the largest area wins, then the most frames, then the least cropping. sizes: (n, 3) frames, height and
-    width. interval: distance in frames between two frames that are read."""
+    width. interval: distance in frames between consecutive frames that are read."""
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
     for first in range(0, len(sizes), _ROWS):

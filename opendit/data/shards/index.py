@@ -65,7 +65,7 @@ _RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW; numpy takes five
 _Names = Annotated[list[Text], MaxLen(256)]
 FieldPath = tuple[str, ...]  # a member's extension, then keys and list positions inside its JSON
 
-BLOCK = 512  # bytes of a tar's header, and the unit of its size
+BLOCK = 512  # bytes of a member's header; contents are padded to whole blocks
 MOST_EXTENSION = 1 << 20  # maximum bytes of one extension header
 LONGEST = 4096  # maximum characters of a member's name
 _EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")  # types of headers that extend the next one
@@ -418,7 +418,7 @@ class Fields:
     # True if the user's code reads all members of a sample; the index then has no medium, caption or label
     whole: bool = False
     # True if a caption may be empty
-    empty: bool = field(default=False, repr=False)  # the repr is hashed
+    empty: bool = field(default=False, repr=False)  # not part of the repr, which is hashed
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:
         """Return the extension of the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
@@ -657,8 +657,8 @@ def scan(
     Otherwise, if any sample has a label, samples without a label are left out.
 
     checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads only
-    headers, captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError, see :func:`samples_of`; also
-    raised for a tar without samples. Raises OSError if the tar can't be read."""
+    headers, captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError as :func:`samples_of` does
+    and for a tar without samples, and OSError if the tar can't be read."""
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
     with open(open_regular(path), "rb") as file:

@@ -411,7 +411,7 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:
-    """Return ``choose_arrays`` of the first sample that has such latents. Tries up to ``_TRIED``. Raises ValueError."""
+    """Return ``choose_arrays`` of the first sample with such latents. Raises ValueError if ``_TRIED`` have none."""
     problem = "no samples"
     with open(open_regular(tar), "rb") as file:
         for row in range(min(_TRIED, index.header.rows)):
@@ -474,7 +474,7 @@ def holds_old_latents(folder: Path) -> bool:
 def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers: int) -> None:
     """Pack the latents of a folder into tars in ``output``. Each tar takes whole files of up to ``shard_size`` bytes in
     total, or one larger file. Existing tars are kept, so the same command continues an interrupted conversion. Raises
-    ValueError for an invalid index or an ``output`` with other tars, and DataError for files unlike the index."""
+    ValueError for an invalid index or an ``output`` with other tars, and DataError for damaged files."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
     del index["format"], index["version"]

@@ -53,7 +53,7 @@ class LocalTars:
         file = self._open(tar)
         parts, left = [], size
         try:
-            while left and (part := os.pread(file, left, at + size - left)):  # one call reads 2 GiB at most
+            while left and (part := os.pread(file, left, at + size - left)):  # a call reads at most 2 GiB
                 parts.append(part)
                 left -= len(part)
         except OSError:
@@ -493,7 +493,7 @@ class Remote:
         if not (found := retried(address, once)):
             return ""
         told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
-        # Some web servers give no ETag.
+        # Some web servers send no ETag, but one of these.
         told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
         return " ".join(f"{name}={value}" for name, value in told.items())
 
