@@ -51,7 +51,7 @@ class Medium:
         return self.duration or (self.frames / self.fps if self.fps else 0.0)
 
     def frames_at(self, fps: float | None) -> int:
-        """Return the number of frames at ``fps`` frames per second; without ``fps`` or a rate, that of all frames."""
+        """Return the number of frames at ``fps`` frames per second, or all frames if either rate is None or 0."""
         return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
@@ -73,7 +73,7 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
     """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w), as :func:`of_pixels` does.
-    The frames show the first three means as red, green and blue. With fewer than three, they show the first as grey."""
+    The frames show the first three channels of the means as red, green and blue; if C < 3, the first as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
@@ -107,7 +107,7 @@ Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that
 class SampleKey(NamedTuple):
     """Names one sample of a training run: which row to read, and the step and position at which it is used."""
 
-    sample: int  # row of the data set
+    sample: int  # row in the data set
     step: int  # global optimizer step
     index: int  # position in the global batch, counted across micro-batches and ranks
 
@@ -116,9 +116,9 @@ class Embedding(NamedTuple):
     """Cached output of a frozen text encoder for a caption. A batch adds a leading dimension B.
 
     Attributes:
-        tokens: (L, D) float16.
+        tokens: (L, D) float16, one vector per token.
         mask: (L,) bool, False for padding.
-        pooled: (D,) float16.
+        pooled: (D,) float16, one vector for the caption.
     """
 
     tokens: Tensor
@@ -148,7 +148,7 @@ class View(NamedTuple):
         tags: random key by which ``Recaptioned`` shuffles and drops the caption's tags; None changes no tags.
         start: number in [0, 1) that selects one of a clip's possible windows; None selects the middle window.
         shape: (frames, height, width) in pixels of the sample; None means the data set's ``sample_shape``. Cached
-            latents ignore it.
+            latents and ``digits`` ignore it.
         as_bytes: return pixels as uint8, which ``to_pixels`` later converts to [-1, 1]. Data sets whose pixels are not
             stored as uint8 ignore it.
         enlarge: False does not enlarge a clip whose crop is smaller than requested, so that the GPU can do it
@@ -387,8 +387,8 @@ class MediaDataset(Dataset[Any]):
         """Start to fetch ``rows``, which will be read next in this order. By default nothing is fetched."""
 
     def next_row(self, row: int) -> int:
-        """Return the row to read in place of an unreadable ``row``: the next row of the same shape. The row after the
-        last one is the first."""
+        """Return the row to read in place of an unreadable ``row``: the next row of the same shape. The search
+        wraps around at the end."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 

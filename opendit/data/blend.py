@@ -52,7 +52,7 @@ class BlendedDataset(MediaDataset):
         names, parts: names and data sets of the sources.
         stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
         shown: the blend's name in messages.
-        classes: for each source, a mapping from those of its class names that differ from the blend's to the blend's.
+        classes: for each source, a mapping that renames its classes to the blend's. Other names stay.
         union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 
     Raises ValueError if the sources can't be trained on together."""
@@ -262,7 +262,7 @@ def _merged(
 
 
 MOST = 1_000  # maximum number of sources, and of changes of their weights
-LONGEST = 4096  # maximum characters of a path, a name or a flag in ``OF_CAPTIONS``
+LONGEST = 4096  # maximum characters of a path, a name or the value of a flag in ``OF_CAPTIONS``
 OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that each source may set separately
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 

@@ -94,7 +94,7 @@ class NoColumns(ValueError):
 
 
 class Columns(NamedTuple):
-    """Names of the columns (``--file_column``, ``--caption_column``); None means ``FILES`` or ``CAPTIONS``."""
+    """Names of the columns (``--file_column``, ``--caption_column``); None means the usual names."""
 
     file: str | None = None
     caption: str | None = None
@@ -216,7 +216,7 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
         return [column or f"column{i}" for i, column in enumerate(found, 1)], lines[1:]
     if any(columns):
         raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
-    # If the first line names no medium and the second does, the first line is a header with other names.
+    # A first line without a medium is a header if it names one of the columns, or the second line names a medium.
     if not any(_is_medium(folder, cell) for cell in cells):
         _check_delimiter(folder, f"{name}, line {number}", cells)
         following = lines[1][1] if len(lines) > 1 else []
@@ -362,11 +362,11 @@ def _parquet(path: Path, name: str, columns: Columns) -> Iterator[TableRow]:
 MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order in which they are tried
-FILE_NAME = "file_name"  # column of a table that holds the files' paths
+FILE_NAME = "file_name"  # usual column of files in the tables of ``TABLES``
 # Reasons for which files are left out, the keys of ``CaptionedFiles.left_out``.
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # named as the source of captions that are empty before the prefix
+ALONE = "--caption_prefix alone"  # source named for files without a caption, which get only the prefix
 
 
 @dataclass
@@ -679,7 +679,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of minimum, median and maximum: of duration, frames and rate of clips, and of all sizes."""
+    """Return a text table of minimum, median and maximum. Durations, frames and rates are those of the clips only."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),

@@ -22,7 +22,7 @@ MISSING = frozenset(
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
 MOST_MISSING = 40  # maximum characters, with blanks and quotes, of a caption that is looked up in ``MISSING``
-AT_ONCE = 1024  # captions measured per call
+AT_ONCE = 1024  # maximum captions per call of a ``Measure``
 MOST_TOKENIZED = 10_000  # maximum captions tokenized before training starts, in one or two seconds
 
 Measure = Callable[[list[str]], Sequence[int]]  # maps captions to their numbers of tokens
@@ -118,7 +118,7 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return [a line about the captions of more than ``limit`` tokens], or [] if there are none.
+        """Return a list of one line about the captions of more than ``limit`` tokens; [] if there are none.
 
         encoder: name of the encoder in the line. advice: end of the line."""
         if not (over := self.over(limit)):
@@ -129,9 +129,9 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about the captions' lengths if no encoder is chosen yet. ``tokens`` must count bytes
-        (:func:`byte_tokens`). The lines give the default length of the encoder ``bytes``, and how many captions CLIP
-        and T5 truncate at least. This lower bound takes every word as one token."""
+        """Return lines about the captions' lengths, for use before an encoder is chosen. :func:`byte_tokens` must have
+        measured the captions. The lines give the default number of tokens of the encoder ``bytes``, and how many
+        captions CLIP and T5 truncate at least. This lower bound takes every word as one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -155,7 +155,7 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return the end of a line: the flag with which captions of ``tokens`` tokens fit, or "" if they are too long."""
+    """Return text that names the flag to keep captions of ``tokens`` tokens whole, or "" if no flag allows that."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 

@@ -341,7 +341,7 @@ def decode_frames(
                 return np.concatenate([_shrink(file.read(part), size) for part in parts])
             except Exception as error:
                 if _is_final(error):
-                    raise  # decoding from the start below finds the error, if there is one
+                    raise  # after any other error, the end of this function decodes from the start
     finally:
         # An error's traceback would keep the reader until garbage collection. Its frames would fill the memory until
         # then. A forked process that collects the reader would wait for threads that don't exist there.
@@ -559,8 +559,9 @@ def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_O
 
     Args:
         x: (B, C, [T,] H, W) uint8, in any memory order.
-        small: for each sample its ``Small``, or None if it has full size; None instead of all if every sample has.
-        at_once: maximum values of ``x`` that are resized together, if more than one sample.
+        small: B entries, each a ``Small``, or None for a sample of full size. None in place of the entries means that
+            all samples have full size.
+        at_once: maximum values of ``x`` resized together. One sample may have more.
     """
     if small is None:
         return x
@@ -621,7 +622,7 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
         first = max(int(center - reach + 0.5), 0)
         count = min(max(min(int(center + reach + 0.5), source) - first, 0), most)
         row = [_cubic((tap + first - center + 0.5) * shrink) for tap in range(count)]
-        total = functools.reduce(operator.add, row, 0.0)  # sum() compensates for rounding from Python 3.12 on
+        total = functools.reduce(operator.add, row, 0.0)  # not sum(), which Python 3.12 made more exact
         weights.append([weight / total for weight in row] + [0.0] * (most - count))
         places.append([first + tap for tap in range(count)] + [first] * (most - count))
     largest, bits = max(map(max, weights)), 0

@@ -163,7 +163,7 @@ def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: in
 
 @cache
 def of_clip(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a clip's signals; None for SDR whose primaries are not wide or not specified."""
+    """Return the conversion of a clip's signals; None for SDR, unless its primaries have a wide gamut."""
     if not kind_of_colours(primaries, transfer):
         return None
     known = primaries if primaries in _PRIMARIES else 9
@@ -222,7 +222,7 @@ def encode_srgb(light: np.ndarray) -> np.ndarray:
 
 
 def compress(light: np.ndarray) -> np.ndarray:
-    """Compress light in units of white, up to 10,000 nits, to [0, 1], as the module's docstring says."""
+    """Compress light in units of white, up to 10,000 nits, to [0, 1] by the formula in the module's docstring."""
     most = (_MOST_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
     above = np.maximum(light - KNEE, 0) / (1 - KNEE)
     return np.minimum(light, KNEE) + (1 - KNEE) * above * (1 + above / most**2) / (1 + above)
@@ -279,7 +279,7 @@ def kind_of_picture(image: Image.Image) -> str:
 
 
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
-    """Return (mode, function) to convert a picture's colours to sRGB; None if nothing needs or allows conversion.
+    """Return (mode, function) to convert a picture's colours to sRGB; None if none is needed or possible.
 
     The function takes a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) and returns one in "RGB". As in
     browsers, an ICC profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or for other channels."""

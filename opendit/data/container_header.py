@@ -189,8 +189,8 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares; 0 if it is of a kind that does not. Raises
-    ValueError if the table declares more entries than it holds."""
+    """Return the number of samples that a table in data[begin:end] declares; 0 for a kind of table that declares none.
+    Raises ValueError if the table declares more entries than it holds."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of all samples, or 0
@@ -202,7 +202,7 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # a sample has duration, size, flags, offset
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # bits: each sample has duration, size, flags, offset
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
     _check(kind, 12, size)
@@ -282,7 +282,7 @@ def begins_anew(sample: bytes, length: int) -> bool:
 
 
 def _slice_type(header: bytes) -> int:
-    """Return the slice type, which is the second Exp-Golomb number of a slice header. Raises ValueError."""
+    """Return the slice type, which is the second Exp-Golomb number of a header. Raises ValueError if that is cut."""
     bits, at, number = "".join(f"{byte:08b}" for byte in header), 0, 0
     for _ in range(2):
         end = bits.index("1", at)
@@ -348,7 +348,7 @@ def _format(head: bytes) -> str | None:
 
 @contextmanager
 def _from_start(file: BinaryIO) -> Iterator[str | None]:
-    """Yield a file's format, None if it can't hold animations. The file is at its start, and restored afterwards."""
+    """Yield a file's format, or None if that can't hold animations. In the block, the file is at its start."""
     at = file.tell()
     file.seek(0)
     kind = _format(file.read(_HEAD_BYTES))
@@ -458,8 +458,8 @@ _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the
 def container_crop(name: str, container: str, number: int) -> Crop:
     """Return the borders of video stream ``number`` that the container says to hide, which FFmpeg does not cut off.
 
-    They lie outside an MP4's clean aperture, or are given by the crop fields of a Matroska track. Return zeros without
-    any. container: FFmpeg's name of the container."""
+    They lie outside an MP4's clean aperture, or are given by the crop fields of a Matroska track. Return zeros if
+    there are none. container: FFmpeg's name of the container."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0

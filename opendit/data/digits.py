@@ -30,7 +30,7 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
-    images = torch.from_numpy(data.images).float().div(8).sub(1)[:, None]  # values 0..16
+    images = torch.from_numpy(data.images).float().div(8).sub(1)[:, None]  # data.images has values 0 to 16
     # RandomState's numbers are frozen by numpy's policy, so the split never changes.
     random, test = np.random.RandomState(0), np.zeros(len(data.target), dtype=bool)
     for digit in range(10):
@@ -89,7 +89,7 @@ class DigitsDataset(MediaDataset):
 
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x to the right, y down
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x to the right, y down)
 SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
 
 

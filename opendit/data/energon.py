@@ -1,7 +1,7 @@
 """Read folders that ``energon prepare`` prepared, without the package megatron-energon.
 
-``.nv-meta/`` names the tars, the splits and the fields of samples. A tar needs an index. ``preprocess.py index`` writes
-it beside the tar; if none for the same fields is there, it is made once, in a cache folder on the local disk. In a
+``.nv-meta/`` names the tars, the splits and the fields of samples. Every tar needs an index for these fields, which
+``preprocess.py index`` writes beside the tar. A missing index is made once, in a cache folder on the local disk. In a
 cooked data set, the user's code makes each sample from the members of a tar.
 """
 
@@ -346,7 +346,7 @@ def load_cooker(name: str) -> Cooker:
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
     """Return (key of a sample, dictionary from extensions to the bytes of its members). content: the sample's bytes in
-    the tar, with the headers of its members. fields: select the members."""
+    the tar, with the headers of its members. fields: says which members to take."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:

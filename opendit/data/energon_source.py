@@ -59,7 +59,7 @@ class Subset:
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """Return (first, last) of the selected samples [first, last) of a split of ``samples``. Raises ValueError."""
+        """Return (first, last) so that the samples [first, last) of ``samples`` are selected. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -69,8 +69,8 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A split of a prepared folder, as named by a metadataset. split: "" means the split that training or validation
-    asks for. share: the folder's weight, or how often a pass repeats it."""
+    """A split of a prepared folder, as named by a metadataset. split: "" means that of ``Request.split``.
+    share: the folder's weight, or how often a pass repeats it."""
 
     folder: Path
     split: str
@@ -327,8 +327,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars from which the leaf uses samples, with these samples. The leaf's subset counts all samples of the
-    tars, also those that an index or ``exclude`` leaves out."""
+    """Return the tars from which the leaf uses samples, with these samples. The leaf's subset refers to all samples of
+    the tars, also those that an index or ``exclude`` leaves out."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:

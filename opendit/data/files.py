@@ -375,7 +375,7 @@ def hash_files(paths: Sequence[str]) -> str:
 
 
 def _contents(path: str, share: int) -> bytes:
-    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` of its bytes. Return b"" if
+    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` bytes. Return b"" if
     it can't be read or is not a regular file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
@@ -394,7 +394,7 @@ def _contents(path: str, share: int) -> bytes:
         return b""
 
 
-READ_AT_ONCE = 8 << 20  # bytes
+READ_AT_ONCE = 8 << 20  # bytes read at a time to verify a file
 _REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
@@ -423,7 +423,7 @@ class Verification:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Start the thread at the first call. Later raise DataError if it has found a bad file. Never wait."""
+        """Start the thread at the first call. Later raise DataError if it found a bad file. Never waits."""
         if self._thread is None and self.files:
             self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
             self._thread.start()
@@ -441,7 +441,7 @@ class Verification:
         self.wait()
 
     def _verify(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux, the lowest priority of this thread only
+        with contextlib.suppress(OSError, AttributeError):  # on Linux this gives only this thread a low priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
             path = self.folder / name
@@ -454,7 +454,7 @@ class Verification:
                 self.damage = str(error)
                 return
             if found is None:
-                return  # stopped by close()
+                return  # close() was called
             if found != expected:
                 self.damage = f"{path} is damaged: its checksum is not the index's; {_REPAIR}"
                 return
