@@ -1,8 +1,9 @@
-"""Averages of the fp32 master weights: exponential ones, and power-function averages with any width after training.
+"""Exponential and power-function averages of the fp32 master weights. Power averages of any width are reconstructed.
 
 Power averages: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
-2312.02696, sec. 3 and appendix C. The average after t updates weights the weights after update i <= t by i^exponent.
-These factors are its profile, whose standard deviation over i is a constant fraction of t, the ``width`` (sigma_rel).
+2312.02696, sec. 3 and appendix C. The power average after t updates is the mean of the weights after each update i <=
+t, weighted by i^exponent. These factors are its profile. The profile's standard deviation over i, divided by t, is the
+``width`` (sigma_rel), which does not depend on t.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
 # With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP. A run that
-# an earlier version began with --ema_warmup keeps FIRST_WARMUP, so that its decay is at most (1 + n) / (10 + n). The
-# rate 0 means no warm-up.
+# an earlier version began with --ema_warmup keeps FIRST_WARMUP, so that its decay is at most (1 + n) / (10 + n). Rate
+# 0: no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
@@ -33,13 +34,13 @@ WARMUP, FIRST_WARMUP = 10, 9
 class EMA:
     """Moving averages of the fp32 master weights ("masters"), held as this rank's shards.
 
-    A step needs no communication. Each average takes 4 bytes x parameters / ranks of memory.
+    Updating the averages needs no communication. Each average takes 4 bytes x parameters / ranks of memory per rank.
 
     Args:
         engine: the engine with the masters. The averages start as copies of the masters.
         decays: the decay of each average. The first average is the one to sample from.
         warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
-        power: True if ``decays`` are the widths of power averages instead (opendit/checkpoint/ema.py).
+        power: True if ``decays`` are the widths of power averages instead; see the module's docstring.
 
     Attributes:
         snapshots: with power averages, the steps of the checkpoints that this run has saved.
@@ -58,7 +59,7 @@ class EMA:
         # Number of updates, including those before a resume.
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
-        # decays; with power averages, exponents of 1 - 1 / t
+        # for each average, the decay; with power averages, the exponent in :meth:`decays_after`
         self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
 
@@ -69,10 +70,10 @@ class EMA:
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of the next update, (K,) float64. With a warm-up, the decay after n updates is min(decay, 1
-        - 10 / (n + 10)). The first update, n = 0, copies the weights, so that the average contains nothing of the
-        initial weights. The average of n updates spans about the last n / 10 updates, until 10 / (n + 10) is less than
-        1 - decay. The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
+        """Return the decays of the next update, (K,) float64. With a warm-up of rate r, the decay after n updates is
+        min(decay, 1 - r / (n + 10)). With r = 10, the first update, n = 0, copies the weights, so that the average
+        contains nothing of the initial weights. It then spans about the last n / 10 updates, until 10 / (n + 10) is
+        less than 1 - decay. The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
 
         updates: n, 0-dim int64. Skipped steps do not count."""
         if self.power:
@@ -83,10 +84,10 @@ class EMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Update average += (1 - decay) * (master - average), unless the step was skipped. Call after every step. With
-        zero2 and fsdp, the optimizer's step has already made this update.
+        """Update average += (1 - decay) * (master - average), unless the step was skipped. Call this after every step.
+        With zero2 and fsdp, it does nothing, because the optimizer's step has already made this update.
 
-        finite: the field of the StepResult; False for a skipped step."""
+        finite: ``StepResult.finite``, False for a skipped step."""
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
@@ -100,8 +101,8 @@ class EMA:
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) for every parameter of one average. Collective; every rank gets equal
-        tensors."""
+        """Yield (name, full fp32 tensor) for every parameter of one average. All ranks must iterate together, and each
+        gets the full tensors."""
         for name, shard in self.averages[which].items():
             yield name, self.engine.layout.gather(name, shard)
 
@@ -112,10 +113,9 @@ class EMA:
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Exchange the engine's weights for one average's weights inside the context. Works with every plugin.
-        Collective. Afterwards the engine has its own weights again, bit for bit. The average and the masters are
-        swapped, so no extra copy of the weights is needed. Don't take a training step and don't save inside the
-        context."""
+        """Swap the engine's masters with one average inside the context, with any plugin. All ranks must enter and
+        leave the context together. On exit, the swap is undone, bit for bit. No second copy of all weights is needed.
+        Don't take a training step or save a checkpoint inside the context."""
         self._exchange(which)
         try:
             yield
@@ -134,13 +134,13 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
-        """Replace the weights of ``model`` by one average's weights, in the model's dtype, inside the context.
+        """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context.
 
-        Afterwards the model has its own weights again, bit for bit. Collective: call this on every rank, with None on
-        ranks that only help to gather. With tensor parallelism, ``model`` is this rank's part of the model. The
-        replaced weights are kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device
-        needs memory for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be
-        the training module."""
+        On exit, the model gets its previous weights back, bit for bit. All ranks must call this together. Ranks that
+        only help to gather pass None. With tensor parallelism, ``model`` is this rank's part of the model. The replaced
+        weights are stored in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device needs
+        memory for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be the
+        training module."""
         own: dict[str, Tensor] = {}
         try:
             for name, full in self.gather(which):
@@ -167,10 +167,10 @@ class Profile:
 
 
 def exponent_of(width: float) -> float:
-    """Return the exponent (gamma) of the power function whose profile has the given ``width``. The exponent is the
-    largest root of EDM2's eq. 127.
+    """Return the exponent (gamma) of the power average whose profile has this ``width``, the largest root of EDM2's eq.
+    127.
 
-    width: above 0 and below 0.288, where the exponent is 0."""
+    width: between 0 and 0.288, both excluded. At 0.288, the exponent is 0."""
     inverse = width**-2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
@@ -184,15 +184,16 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Compute factors of stored averages whose weighted sum approximates the wanted average. The factors are the
-    least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to the sum 1. Return (n,) float64."""
+    """Return n float64 factors, for which the weighted sum of the n stored averages approximates the wanted average.
+    They are the least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to the sum 1."""
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()
 
 
 class _Sum(Mapping[str, Tensor]):
-    """A mapping whose tensors are weighted sums of other mappings' tensors, computed on access."""
+    """A mapping whose floating-point tensors are weighted sums of the mappings ``parts``, computed on access. Other
+    tensors come from the last part."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]], factors: Sequence[float]):
         self._parts, self._factors = parts, factors
@@ -213,7 +214,7 @@ class _Sum(Mapping[str, Tensor]):
 
 
 def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
-    """Return (profile, file or index) of every power average that a run has stored at the given steps."""
+    """Return (profile, file or index) of every power average that a run has stored at these steps."""
     found = []
     for step in steps:
         folders = (step_folder(run / name, step) for name in (CHECKPOINTS, AVERAGES))
@@ -225,13 +226,13 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 
 
 def reconstruct(path: Path, width: float) -> Path:
-    """Reconstruct the power average with this width at a checkpoint, from all averages stored until then. The result is
-    written to the run's folder ``averages``. An existing file that is at least as new as the checkpoint is used
-    instead.
+    """Reconstruct the power average with this width at a checkpoint, from all averages that the run has stored up to
+    this checkpoint, and write it to the run's folder ``averages``. If the checkpoint has this average, or ``averages``
+    has a file of it that is at least as new as the checkpoint, nothing is written.
 
     path: a run's or checkpoint's folder that ``find_weights`` accepts. Return the weights file, or the index of several
     files. Raises ValueError if the checkpoint has no power averages, or a stored average is damaged. Raises OSError if
-    the file can't be written."""
+    no weights are found or the file can't be written."""
     stored = find_weights(path, AVERAGE_SET)
     folder, state = stored.parent, _state(stored)
     if (steps := state.get("snapshots")) is None:

@@ -1,8 +1,8 @@
 """Read weights of other programs: public models in diffusers' layout, Meta's .pt files, and DiTPipeline folders.
 
-Files and folders are not trusted, so all contents are checked, and code in a pickle is never run. The model's family
-(opendit/models/families) defines how a public model's configuration and the names of its weights are translated. Only
-the headers of the weight files are read and compared; a weight is read on access.
+Files and folders are not trusted, so all contents are checked, and code in a pickle is never run. A public model's
+family (opendit/models/families) defines how the configuration and the names of the weights are translated. Opening a
+public model reads and compares only the headers of its weight files. Each weight is read on access.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
     archive), tensors stay in the file until they are used. For Meta's training checkpoints, which hold ``model``,
     ``ema``, ``opt`` and ``args``, the result is ``ema``.
 
-    Raises ValueError if the file would run code, is damaged, unpacks to more than its own size, or is not a dictionary
-    of named floating-point tensors. The message is one line that names the file."""
+    Raises ValueError if the file is missing or damaged, would run code, unpacks to more than its own size, or holds
+    anything but floating-point tensors by name. The message is one line that names the file."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     size = path.stat().st_size
@@ -129,7 +129,7 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
     table of 1000 rows is assumed to have no null class (ImageNet), and the last row of any other table is assumed to be
     the null class (see :func:`assumption`).
 
-    Raises ValueError if the weights belong to another model; the message names a model that fits, if any."""
+    Raises ValueError if ``name`` is a model for clips, or the weights belong to another model."""
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
@@ -172,7 +172,8 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a message that states what :func:`infer_config` assumed; an empty list if nothing was assumed."""
+    """Return a list with one message, if :func:`infer_config` has assumed that the label table's last row is the null
+    class. The list is empty if the number of classes is known, or the table has ImageNet's 1000 rows or 1001."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if (
         weights.config is not None
@@ -268,7 +269,7 @@ def read_pipeline(folder: Path) -> Weights:
 
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
-EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # names of the two networks of some pipelines
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # folder -> noise range, in pipelines with two networks
 SCHEDULER = "scheduler_config.json"
 MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
@@ -311,9 +312,9 @@ class PublishedFolder:
     spec: Any  # the family's specification of the network, derived from the configuration
     config: dict[str, Any]  # the content of ``transformer``/config.json
     transformer: Path  # the folder of the network
-    pipeline: Path | None  # the folder of the pipeline; None if the user named only the network's folder
+    pipeline: Path | None  # the folder of the pipeline; None if only the folder of a single network is given
     index: dict[str, Any] | None  # the content of model_index.json, or None
-    root: Path  # the folder that all files must lie in
+    root: Path  # the folder that must contain all files, see _root
     files: WholeTensors  # the weights by their published names
     pairs: tuple[Pair, ...]  # (OpenDiT's names, published names, dimension along which the weights are concatenated)
     alone: bool = False  # True if the user named the folder of one of the pipeline's two networks
@@ -351,7 +352,8 @@ class PublishedFolder:
 
 
 def expert_of(folder: Path) -> str | None:
-    """Return which of two networks a folder holds, if its pipeline has one for high noise and one for low noise."""
+    """Return "high" or "low" for the folder of one of a pipeline's two networks, which it uses at high and low noise.
+    Return None for other folders."""
     path = folder.parent / PIPELINE_INDEX
     if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
         return None
@@ -426,8 +428,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that all files must lie in. In the Hugging Face cache, this is the folder of the repository,
-    because files are links to its ``blobs``. Elsewhere it is ``folder`` itself."""
+    """Return the folder that must contain all files of a model. In the Hugging Face cache, this is the folder of the
+    repository, because files are links to its ``blobs``. Elsewhere it is ``folder`` itself."""
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 
@@ -484,8 +486,8 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
 
 
 def read_published(folder: str | Path) -> Weights:
-    """Open a public model's folder as weights by OpenDiT's names, with the model's settings, such as its schedule, in
-    ``info``. A weight is read from its file on access. Raises the errors of :func:`open_published` and
+    """Open a public model's folder. Return the weights by OpenDiT's names, with the model's settings, such as its
+    schedule, in ``info``. A weight is read from its file on access. Raises the errors of :func:`open_published` and
     ``published_schedule``."""
     opened = open_published(folder)
     family, info = opened.family, {}
@@ -505,7 +507,8 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # These families compute a dynamic shift by FLUX.2's formula. A constant shift stays as it is.
+            # Families with the shift "empirical" compute a dynamic shift by FLUX.2's formula. A constant shift is
+            # unchanged.
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}

@@ -41,7 +41,7 @@ Places = dict[str, tuple[TensorSet, str]]  # key -> (set that holds the tensor, 
 
 
 class Unloadable(DataError, ValueError):
-    """Raised if a checkpoint can't be loaded although it was intact. The message tells the user why."""
+    """Raised if a checkpoint can't be loaded although its files match the manifest. The message tells the user why."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def averages(self) -> dict[float, str]:
-        """Decay -> name of the average's file or index."""
+        """Decay, or width of a power average -> name of the average's file or index."""
         return {decay: name for name, decay in self.state["ema"]["files"].items()}
 
     @property
@@ -74,10 +74,10 @@ class Checkpoint:
 
 
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
-    """Find and verify the checkpoint that ``--load`` names; None for ``latest`` if no run exists yet. Collective.
-    ``latest`` or a run's folder names the newest intact checkpoint of the run. A checkpoint's folder names this one
-    checkpoint. Raises ValueError if no checkpoint exists, the named one is damaged, none is intact, or the checkpoint
-    belongs to another model. Raised on every rank."""
+    """Find and verify the checkpoint that ``--load`` names. All ranks must call this together. ``latest`` and a run's
+    folder mean the newest intact checkpoint of the run; a checkpoint's folder means this checkpoint only. Return None
+    for ``latest`` if no run has a checkpoint yet. Raises ValueError, on every rank, if no checkpoint exists, the named
+    one is damaged, none is intact, or the checkpoint belongs to another model."""
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
         raise ValueError(problem)
@@ -107,8 +107,8 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """Find the folders that --load may name. Return the folders in the order to try them, True if only the first may be
-    used, and an error message or None."""
+    """Find the checkpoint folders that --load may mean. Return the folders in the order to try them, True if only the
+    first may be used, and an error message or None."""
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -175,11 +175,11 @@ def _another_version(folder: Path) -> str | None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Load a checkpoint into the engine and the averages. Collective. Each rank reads only verified files, and only the
-    slices that the rank holds. The number of ranks and the plugin that wrote the checkpoint do not matter. An average
-    whose decay is not in the checkpoint starts from the checkpoint's first average. Raises Unloadable if the checkpoint
-    does not hold the tensors that the engine needs. Raised on every rank. Raises FloatingPointError if a stored tensor
-    is not finite. Raised on every rank."""
+    """Load a checkpoint into the engine and the averages. All ranks must call this together. Each rank reads only
+    verified files, and only the slices that the rank holds. The number of ranks and the plugin that wrote the
+    checkpoint do not matter. An average whose decay is not in the checkpoint starts from the checkpoint's first
+    average. Raises, on every rank, Unloadable if the checkpoint lacks a tensor that the engine needs,
+    FloatingPointError if a stored tensor is not finite, and OSError if a file can't be read."""
     state = checkpoint.state
     with contextlib.ExitStack() as stack:
 
@@ -208,7 +208,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except ValueError as error:
                 raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
-        # ``together`` raises an error of one rank on all ranks. Otherwise the other ranks would continue.
+        # ``together`` raises one rank's error on all ranks. Otherwise the other ranks would continue.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     ema.snapshots = list(state["ema"].get("snapshots", []))
@@ -243,8 +243,8 @@ def _load(
 
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
-    """Map prefix + name to (set, name in the set) for every tensor of ``files``, a list of (prefix, set of tensors).
-    Raises Unloadable unless each name in ``shapes`` is found exactly once, with this shape."""
+    """Return prefix + name -> (set, name) for every tensor of ``files``, a list of (prefix, set of tensors). Raises
+    Unloadable if two sets have one key, or a key of ``shapes`` is missing or has another shape."""
     folder, found = checkpoint.folder, {}
     for prefix, file in files:
         for name in file:

@@ -1,4 +1,4 @@
-"""Read LoRA products B A from OpenDiT runs and from other programs' files, rename them, and add them to weights.
+"""Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, rename them, and add them to weights.
 
 Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT, three layers in diffusers
 and one layer in the names of the model's authors. A product therefore records which rows and columns of the weight it
@@ -108,8 +108,8 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Return A (rank, columns) and B (rows, rank) whose product B A is the sum of the given products for one weight.
-    Products with the same A share the rows of the resulting A.
+    """Return A (rank, columns) and B (rows, rank) whose product B A is the sum of ``products``, all for one weight.
+    Products with the same A at the same columns share the rows of the resulting A.
 
     shape: shape of the weight. scaled: True to multiply B by the scales; False to ignore the scales."""
     starts: dict[tuple[int, int], int] = {}
@@ -127,9 +127,9 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 
 class Merged(Mapping[str, Tensor]):
-    """Base weights with LoRA products added, and with the fully trained weights ``full`` in place of the base's. All
-    are by OpenDiT's names. A weight is computed on access: the products of all LoRAs are added in fp32, then the sum is
-    cast to the base's dtype."""
+    """Base weights plus LoRA products, with the fully trained weights ``full`` in place of the base's. All use
+    OpenDiT's names. A weight is computed on access: the products of all LoRAs are added in fp32, then the sum is cast
+    to the base's dtype."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
         self._base, self._products, self._full = base, products, full
@@ -164,7 +164,8 @@ class Merged(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
-        """Merge the LoRAs into a model with the base's weights, one weight at a time on the model's device.
+        """Merge products and fully trained weights into a model that has the base's weights, one weight at a time on
+        the model's device.
 
         layout: for a model that holds parts of its weights, the layout of these parts."""
         for name, parameter in model.named_parameters():
@@ -183,7 +184,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return the products in a checkpoint of a run with --lora, by OpenDiT's names, and the weights trained in full.
+    """Return the products of a checkpoint of a run with --lora, and the fully trained weights, both by OpenDiT's names.
 
     weight: factor for the products."""
     lora, state = Lora(**weights.info["lora"]), weights.state
@@ -216,7 +217,8 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Swap the two halves of the rows in the layers ``family.exchanged``, whose published order differs."""
+    """Swap the two halves of the rows in the layers ``family.exchanged``, where the authors' order of the halves is not
+    the published one."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged
@@ -240,8 +242,8 @@ def of_file(
     Args:
         opened: the model's folder.
         weight: factor for all products.
-        notes: list of messages for the user. A message is added if keys of text encoders are ignored. With None,
-            such keys are an error.
+        notes: list to which a message for the user is added if keys of text encoders are ignored. With None, and in a
+            file without other keys, such keys raise ValueError.
 
     Raises ValueError, with one line, if a key belongs to no layer of the model, a matrix lacks its counterpart or has
     the wrong shape, a layer occurs twice, or the file is not a LoRA file.
@@ -286,7 +288,7 @@ def of_file(
 
 
 def _layer_and_part(key: str) -> tuple[str, str | None]:
-    """Split a key into the layer's name and "A", "B" or "alpha"; None instead of these for any other kind of key."""
+    """Split a key into (layer's name, "A", "B" or "alpha"). Return (key, None) for any other kind of key."""
     ending = next((ending for ending in ENDINGS if key.endswith(ending)), None)
     if ending is None:
         return key, None

@@ -40,18 +40,18 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of a tensor of this set in a joined tensor, and the stored tensors that overlap with this range."""
+    """The range that a tensor of :class:`MatchedTensors` fills in a joined tensor."""
 
     joined: tuple[int, ...]  # shape of the joined tensor
     dim: int | None  # dimension of concatenation; None if the tensor equals one stored tensor, perhaps in another shape
     # start, stop: range of the tensor along ``dim``
     start: int
     stop: int
-    sources: tuple[_Source, ...]  # the stored tensors
+    sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs of elements in the joined tensor that make up a range along ``dim``, or a shard of this
-        range."""
+        """Return the runs of consecutive elements of the joined tensor that form a range along ``dim``, or a shard of
+        it."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
@@ -59,8 +59,8 @@ class _Place:
 class Reading:
     """A shard that has not been read yet.
 
-    shape: shape of the shard. dtype: the stored dtype. If the stored tensors have different dtypes, their promoted
-    dtype."""
+    shape: shape of the shard. dtype: the stored dtype, or the promoted dtype of stored tensors with different
+    dtypes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -241,11 +241,11 @@ class DeviceReader:
     """A ``Values`` callable that copies shards to a device's memory in their stored dtype, so that the device can cast
     them. On the CPU, a result may be a view of the file.
 
-    Shards are read in pieces. All threads of torch copy a piece from the mapped file into a page-locked buffer. The
+    Shards are read in pieces. torch's CPU threads copy a piece from the mapped file into a page-locked buffer. The
     buffer is then copied to the device while the next piece is read. A rank therefore needs only BUFFERS * BUFFER_BYTES
     of host memory.
 
-    otherwise: returns the values of parameters that ``tensors`` does not have, such as LoRA parameters."""
+    otherwise: called for parameters that ``tensors`` does not have, such as LoRA parameters."""
 
     def __init__(
         self,
@@ -304,9 +304,9 @@ def fill(
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Set a model's parameters, or this rank's part of each parameter. A parameter on the meta device gets memory on
-    ``device`` in ``dtype``, by default the dtype in the file. Other parameters keep their memory and dtype. Buffers do
-    not change.
+    """Set a model's parameters, or this rank's part of each parameter, to the values of ``tensors``. A parameter on the
+    meta device gets memory on ``device`` in ``dtype``, by default the stored dtype. Other parameters keep their memory
+    and dtype. Buffers do not change.
 
     layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
     ValueError if names or shapes differ; the message is one line with the first difference."""

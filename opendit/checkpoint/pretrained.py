@@ -58,14 +58,15 @@ METADATA_KEY = "opendit"
 WeightedLora = tuple[str | Path, float]  # a path, and the factor for its products
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
-ROUNDING = 1e-6  # tolerance for differences of fp32 tables, because other libraries computed the tables in Meta's files
+ROUNDING = 1e-6  # largest accepted difference from a table in Meta's files, which other libraries computed in fp32
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """Find the weights at a path. The path is a file, a folder with weights, a checkpoint's folder, a run's folder
-    (from which the newest checkpoint is used), or a folder of diffusers' DiTPipeline. The result is a .safetensors or
-    .pt file, the index of several files, or the pipeline's model_index.json. If a checkpoint has lost its weights file,
-    the missing file's path is returned, and :func:`read_weights` reports the loss.
+    """Find the weights at a path: a file, a folder with weights, a checkpoint's folder, a run's folder (its newest
+    checkpoint is used), or a folder of a public model or of diffusers' DiTPipeline. Return a .safetensors or .pt file,
+    the index of several files, or model_index.json or config.json of a folder. If a checkpoint has lost its weights
+    file, return the missing file's path; :func:`read_weights` reports the loss. ``which`` is a checkpoint's set of
+    weights.
 
     Raises FileNotFoundError if the path has no weights; the message lists what was looked for. Raises ValueError if the
     path is a link ``latest`` or ``best`` that does not lead to a checkpoint in the same folder."""
@@ -92,7 +93,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
 
 def folder_of(path: Path) -> Path | None:
-    """Return the folder of the public model that a configuration or index file represents; None for other files."""
+    """Return the folder of the public model whose configuration or pipeline index ``path`` is; None for other files."""
     if path.name not in (PIPELINE_INDEX, CONFIG):
         return None
     alone = path.parent.name != TRANSFORMER or expert_of(path.parent) is not None
@@ -101,7 +102,8 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Return the error message for a link that leads anywhere but to a checkpoint in the same folder, else None."""
+    """Return the error message for a link ``latest`` or ``best`` that leads anywhere but to a checkpoint in the same
+    folder, else None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -150,8 +152,9 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read the metadata of an OpenDiT weights file and check them (opendit.checkpoint.schema); {} for other files. The
-    weights are not read. Raises ValueError with one line that names the file and the field."""
+    """Read and check the metadata of an OpenDiT weights file (opendit.checkpoint.schema), or derive them from a public
+    model's folder. Return {} for other files. Weights are not read. Raises ValueError with one line that names the file
+    and the field."""
     if folder := folder_of(path):
         return read_published(folder).info
     if not is_set(path):
@@ -168,8 +171,8 @@ def _info(tensors: TensorSet) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> DiTConfig | None:
-    """Read the configuration in an OpenDiT weights file; None for other files and for damaged ones. The weights are not
-    read. :func:`read_weights` reports the damage of a file."""
+    """Return the configuration in the result of :func:`read_info`; None if there is none, or the file is damaged.
+    :func:`read_weights` reports the damage."""
     try:
         return Weights({}, path, read_info(path)).config
     except (ValueError, KeyError, TypeError):
@@ -177,8 +180,8 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path) -> Weights:
-    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors stay in the file
-    until they are used.
+    """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors of safetensors
+    files stay in the file until they are used.
 
     Raises ValueError if the file is damaged or unreadable, does not match the model of its metadata, has no state dict,
     or has weights that are not finite."""
@@ -186,7 +189,8 @@ def read_weights(path: Path) -> Weights:
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
-    """Call :func:`_use`. Raise ValueError for damaged weights, and name the newest intact earlier checkpoint."""
+    """Call :func:`_use`, and return the result of ``use``. Raises ValueError for damaged weights; the message names the
+    newest intact earlier checkpoint."""
     problem, made = _use(path, group, use)
     if problem is None:
         return cast(T, made)  # None only if there is a problem
@@ -200,7 +204,7 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
-    """Return (None, ``use(weights)``), or (description of how the weights differ from their manifest, None). A thread
+    """Return (None, ``use(weights)``), or (description of the weights' difference from their manifest, None). A thread
     computes the checksums while ``use`` runs, because the SHA-256 of DiT-XL/2 takes as long as its transfer to a GPU.
     """
     mesh = group.mesh
@@ -216,7 +220,8 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
-    """Describe how weights differ from the manifest in their folder; None if they are equal or have no manifest."""
+    """Describe how part ``part`` of ``parts`` of the files at ``path`` differs from the folder's manifest. Return None
+    if nothing differs, or there is no manifest."""
     if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := damage(path.parent, part, parts, only=[path.name]):
@@ -287,9 +292,9 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """Initial values for any shard of any parameter when training starts from pretrained weights. A value is that of a
-    tensor of the file (only the shard is read), of a small tensor that the adaptation ``start`` computed, or of
-    ``initial``, the random initialization."""
+    """Initial values for any shard of any parameter when training starts from pretrained weights. They come from the
+    file (only the shard is read), from a small tensor that the adaptation ``start`` computed, or from ``initial``, the
+    random initialization."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
@@ -322,8 +327,8 @@ def load_state(
     layout: Layout | None = None,
 ) -> None:
     """Load weights into a model, whose names and shapes must be exactly those of the weights. A parameter on the meta
-    device gets memory on ``device``, in ``dtype``. Buffers are fixed tables. The file must have the buffers, but the
-    model keeps its computed values (see ``DiTConfig.tables``).
+    device gets memory on ``device``, in ``dtype``. Buffers are fixed tables: OpenDiT's and Meta's files must contain
+    them, but the model keeps its computed values (see ``DiTConfig.tables``).
 
     layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
     ValueError if names or shapes differ; the message names the first differences."""
@@ -359,16 +364,15 @@ def load_pretrained(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
-    """Build a model and load its weights, from an OpenDiT checkpoint or from Meta's .pt file and the model's ``name``.
-    A checkpoint of a run with --lora is merged into the weights of its base.
+    """Build a model and load its weights, from an OpenDiT checkpoint, a public model's folder, or Meta's .pt file and
+    the model's ``name``. A checkpoint of a run with --lora is merged into the weights of its base.
 
     Args:
         path: a path that :func:`find_weights` accepts.
         name: the model's name; needed if the file does not have it.
         which: the set of weights of a checkpoint.
-        lora: checkpoints of runs with --lora to merge into the weights of ``path``, each with a weight. The first
-            one sets the classes, the size and the objective. For a public model, LoRA files of other programs also
-            work.
+        lora: checkpoints of runs with --lora to merge into the weights of ``path``, each with a factor. The first one
+            sets the classes, the size and the objective. For a public model, LoRA files of other programs also work.
         num_classes: number of classes, for a file that does not have it (see :func:`infer_config`).
         notes: list of messages for the user, from :func:`read_newest` and about tables in the files that are not used.
         stage: returns the context manager for a named stage of the work.
@@ -405,7 +409,7 @@ def load_pretrained(
             raise ValueError(says_itself)
         added = [(read_newest(each, which, notes), weight) for each, weight in lora]
         base = read_newest(path, which, notes)
-        if "lora" in base.info:  # ``path`` is a LoRA run, and ``lora`` is added on top
+        if "lora" in base.info:  # ``path`` is also a checkpoint of a run with --lora
             added, base = [(base, 1.0), *added], _base_of(base)
         model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
         if base.path.is_dir():  # the folder is a pipeline, so use its VAE and text encoder, too
@@ -421,7 +425,8 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Reduce each layer to this rank's part under tensor parallelism. Return the parts' layout; None without it."""
+    """Reduce each layer to this rank's part under tensor parallelism, and return the parts' layout. Without tensor
+    parallelism, return None."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -491,7 +496,7 @@ def _with_lora(
                 lengths.append(int(stated) + opened.family.text.beside)
         for key, several in more.items():
             products.setdefault(key, []).extend(several)
-    if first is base and lengths:  # draw with captions of the length that the LoRA was trained with
+    if first is base and lengths:  # sample with captions of the length that the LoRA was trained with
         first = replace(base, info=base.info | {"config": base.info["config"] | {"max_tokens": max(lengths)}})
     config = first.config
     assert found is not None and config is not None

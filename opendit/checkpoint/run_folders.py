@@ -2,9 +2,9 @@
 
 The numbers NNN go from 000 to 999 and then on from 1000. A run's folder ``checkpoints`` holds:
 
-- ``step_0000100`` and so on, the checkpoints (opendit/checkpoint/tensor_set.py lists their files),
-- ``latest``, a symbolic link to the newest checkpoint, or a file with the checkpoint's name,
-- ``best``, a link or file of the same kind for the checkpoint with the best value of a figure.
+- ``step_0000100`` and so on, the checkpoints (opendit/checkpoint/tensor_set.py lists their files), - ``latest``, a
+symbolic link to the newest checkpoint, or a file with the checkpoint's name, - ``best``, a link or file of the same
+kind for the checkpoint with the best value of a metric.
 """
 
 import contextlib
@@ -155,15 +155,16 @@ def checkpoints_in(run: Path) -> list[Path]:
 
 
 def named_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that a run's ``latest`` or ``best`` names. Return any other folder unchanged. ``latest``
-    and ``best`` are symbolic links, or files that contain a name. A link is never followed; its target is read as a
-    name. Raises ValueError, with one line, if the name is not ``step_*``, the name of a folder in the same folder."""
+    """Return the checkpoint that a run's ``latest`` or ``best`` names: a symbolic link, which is read but never
+    followed, or a file with a name. Return any other folder unchanged, also a ``latest`` or ``best`` that is a folder
+    or missing. Raises ValueError, with one line, if the name is not ``step_*``, the name of a checkpoint in the same
+    folder."""
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
     try:
         if not path.is_symlink() and (path.is_dir() or not path.exists()):
-            return folder  # ``folder`` is a copy made without symbolic links, or does not exist
+            return folder  # the run was copied without symbolic links, or ``folder`` does not exist
         name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
@@ -178,7 +179,8 @@ def named_checkpoint(folder: Path) -> Path:
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
     """Return the newest run folder that has a checkpoint, or None.
 
-    model: search only the runs of this model. video: without a model, search only the runs of models for clips."""
+    model: search only runs of this model; None: of any. video: if ``model`` is None, search only runs of models for
+    clips."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
     return next((run for run in runs if checkpoints_in(run)), None)
@@ -193,10 +195,10 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def low_noise_of(path: str | Path) -> Path | None:
-    """Return the checkpoint of the low-noise network that was saved with a checkpoint of the high-noise one.
+    """Return the checkpoint of the low-noise network that was saved with a checkpoint of the high-noise one. It may not
+    exist. Return None if the run does not train both networks (``--expert both``), or has no checkpoint.
 
-    path: the folder of a run, for its newest checkpoint, or the folder of a checkpoint or a file in it. Return a path
-    that may not exist; None if the run does not train both networks (``--expert both``)."""
+    path: the folder of a run, for its newest checkpoint, or the folder of a checkpoint or a file in it."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):
@@ -232,9 +234,9 @@ def point_to(latest: Path, final: Path) -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that the files of a checkpoint must lie in. This is the run's folder, or the checkpoint's own
-    folder if it belongs to no run. If ``checkpoints`` is a link out of the run, which a user may create to store
-    checkpoints on another disk, it is the target of this link."""
+    """Return the folder that must contain a checkpoint's files: the run's folder, or the checkpoint's folder if it
+    belongs to no run. If ``checkpoints`` is a link out of the run, which a user may create to store checkpoints on
+    another disk, return the target of this link."""
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -251,7 +253,8 @@ def run_of(folder: Path) -> Path | None:
 
 
 def _in_run(folder: Path) -> Path:
-    """Return a checkpoint's absolute path. Links are resolved, unless the parent folder is called ``checkpoints``."""
+    """Return a checkpoint's absolute path. Links are resolved only if the parent folder is not called
+    ``checkpoints``."""
     folder = Path(os.path.abspath(folder))
     return folder if folder.parent.name == CHECKPOINTS else folder.resolve()
 
@@ -279,10 +282,11 @@ class FolderLock:
 
     The file ``.lock`` in the folder names the owner. On the owner's machine, flock shows whether the owner is alive.
     For other machines, and on file systems without flock, the owner touches the file regularly. A lock that is no
-    longer touched is taken over. The attribute ``note`` is a message for the user about taking the lock; usually None.
+    longer touched is taken over. If no lock file can be written, nothing is locked. The attribute ``note`` is a message
+    to the user about a takeover or a missing lock, else None.
 
     flag: the flag that named the folder, for messages. fix: advice for the user. Raises Locked if another process holds
-    the lock. Raises LinkRefused if the lock file is a symbolic link."""
+    the lock, and LinkRefused if the lock file is a symbolic link."""
 
     def __init__(self, folder: Path, flag: str, fix: str):
         self.folder, self.path, self.flag, self.fix = folder, folder / LOCK, flag, fix
@@ -294,7 +298,7 @@ class FolderLock:
                 pass
         except LinkRefused:
             raise
-        except OSError as error:  # a full or read-only disk is reported, and does not end a run
+        except OSError as error:  # a full or read-only disk; it must not end the run
             self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
             return
         _held.add(self)
@@ -458,8 +462,8 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a data loader's worker. Only the owner process may keep a lock
-    alive."""
+    """Close the lock files in a forked child, such as a data loader's worker. Otherwise the child would hold the locks
+    after its parent has ended."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

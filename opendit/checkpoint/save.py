@@ -141,7 +141,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the bytes of all save buffers on the host whose ranks need the most.
+    """Return the total bytes of the save buffers on the host whose ranks need the most.
 
     sizes: number of elements of each parameter. averages: number of saved averages."""
     weight_sets = [str(number) for number in range(1 + averages)]
@@ -152,9 +152,9 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 
 
 class WholeTensorFiles:
-    """Copy and write one rank's files of a checkpoint of whole tensors.
+    """Copies and writes the files that one rank contributes to a checkpoint of whole tensors.
 
-    version: the version in state.json. averages: the file of each average. The first average is the one to sample from.
+    version: the version in state.json. averages: the file of each average. Sampling uses the first average.
     """
 
     version = 2
@@ -170,7 +170,7 @@ class WholeTensorFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """Copy the tensors that this rank writes to host memory. Collective."""
+        """Copy to host memory the tensors that this rank will write. All ranks must call this together."""
         files: Files = {}
         moments = f"{OPTIMIZER}_{self.mesh.rank:03d}{WHOLE}"
         self.buffer.clear()
@@ -191,8 +191,8 @@ class WholeTensorFiles:
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the remaining files on rank 0, after all ranks have written. Return the manifest's entries for these
-        files."""
+        """Write the remaining files. Rank 0 calls this after all ranks have written. Here, no files remain, so the
+        manifest's entries for them are empty."""
         return {}
 
 
@@ -207,16 +207,16 @@ def written_part(layout: Layout, name: str) -> Shard:
 
 
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge dictionaries. Keys that occur in several of them must have equal values."""
+    """Merge dictionaries, which must have equal values for the keys that several of them have."""
     return {key: value for part in parts for key, value in part.items()}
 
 
 class ShardFiles:
-    """Copy and write the files that one rank contributes to a sharded checkpoint.
+    """Copies and writes the files that one rank contributes to a sharded checkpoint.
 
-    channel: used once, so that every rank learns what the others hold and write. version: the version in state.json.
-    averages: the index file of each average. The first average is the one to sample from. Raises ValueError if the
-    ranks together do not write every element of each parameter exactly once. Raised on every rank."""
+    channel: used only by the constructor, in which every rank learns what the others hold and write. version: the
+    version in state.json. averages: the index file of each average. Sampling uses the first average. Raises ValueError,
+    on every rank, if the ranks together do not write every element of each parameter exactly once."""
 
     version = 3
 
@@ -247,7 +247,7 @@ class ShardFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """Copy the tensors that this rank writes to host memory."""
+        """Copy to host memory the tensors that this rank will write."""
         files: Files = {}
         self.buffer.clear()
         for which, name, shard in state_tensors(self.engine, self.ema):
@@ -273,7 +273,8 @@ class ShardFiles:
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the indices on rank 0, after all ranks have written. Return the manifest's entries for them."""
+        """Write the indices. Rank 0 calls this after all ranks have written. Return the manifest's entries for the
+        indices."""
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
@@ -307,9 +308,9 @@ def _replaced(final: Path) -> Path:
 
 
 def put_in_place(final: Path) -> OSError | None:
-    """Rename a complete checkpoint to its final name, then point ``latest`` to the checkpoint. A complete checkpoint
-    exists at every moment. Return the error if ``latest`` could not be moved, else None. The checkpoint is intact in
-    both cases. Raises OSError if the checkpoint could not be renamed."""
+    """Rename a complete checkpoint to its final name, then point ``latest`` to it. A complete checkpoint exists at
+    every moment. Return the error if ``latest`` could not be changed, else None. The checkpoint is intact in both
+    cases. Raises OSError if the checkpoint could not be renamed."""
     run = final.parent.parent
     if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
@@ -326,8 +327,9 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove the folders that a killed save or deletion left behind. Return the current path of checkpoint ``in_use``.
-    Call this function on one rank, while no save is in progress."""
+    """Remove the folders that a killed save or deletion left behind. If a killed save left only the replaced checkpoint
+    of a step, give that checkpoint its final name. Return the new path of checkpoint ``in_use``. Call this function on
+    one rank, while no save is in progress."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -372,15 +374,15 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
 
 
 class BestCheckpoint:
-    """Point the link ``checkpoints/best`` to the checkpoint with the best value of one figure. For one rank only.
+    """Points the link ``checkpoints/best`` to the checkpoint with the best value of one metric. Use on one rank only.
 
-    Figures are compared only if they were measured in the same way on the same samples. After a resume, checkpoints of
+    Values are compared only if they were measured in the same way on the same samples. After a resume, checkpoints of
     later steps are ignored, because the run will save these steps again.
 
     Args:
         name: a key of ``BEST``.
-        of: identifier of the data that the figure was measured on. The identifier is ``fingerprint["validation"]``
-            of a checkpoint for the held-out loss, and ``evaluation["of"]`` for all other figures.
+        of: identifier of the data on which the metric is measured. In a checkpoint's state, it is
+            ``fingerprint["validation"]`` for the held-out loss, and ``evaluation["of"]`` for all other metrics.
         last: the step that the run is resumed from.
     """
 
@@ -396,10 +398,11 @@ class BestCheckpoint:
                     continue
 
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
-        """Make the checkpoint just saved, with this ``state``, the best if its figure is better. Raises OSError if the
-        link can't be moved."""
+        """Compare the checkpoint just saved, which has this ``state``, with the best one, and set the link. Raises
+        OSError if the link can't be set."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        # set the link even if the best checkpoint is the same: before a resume, the link may have named another folder
+        # set the link even if the best checkpoint is unchanged, because before a resume, the link may have named
+        # another one
         if self.folder is not None:
             point_to(checkpoints / BEST_LINK, self.folder)
 
@@ -419,7 +422,7 @@ class BestCheckpoint:
 
 
 class Checkpoints:
-    """Save checkpoints of one run, at most one at a time. Construct and call the object on every rank.
+    """Saves checkpoints of one run, at most one at a time. All ranks must construct and call the object together.
 
     On exit, this context manager waits for the write in progress and frees the host memory. After an error, the wait is
     at most ``CLOSING`` seconds; then the write is abandoned, and the previous checkpoint stays the newest.
@@ -431,8 +434,8 @@ class Checkpoints:
         sharded: True if every rank writes its own shards, False for whole tensors.
         enabled: False for a run that saves nothing, so that no host memory is allocated.
         write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
-        before: the ``Checkpoints`` of the run's other network. A checkpoint is written only after the other
-            network's checkpoint of the same step is complete. Both are kept equally long.
+        before: the ``Checkpoints`` of the run's other network, which this object also saves. A checkpoint is written
+            only after the other network's checkpoint of the same step is complete, and is deleted before that one.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
@@ -487,7 +490,7 @@ class Checkpoints:
             self._before._kind.buffer.free()
 
     def abandon(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the write in progress, because the run has failed."""
+        """Wait at most ``seconds`` for the write in progress. Call this after the run has failed."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -541,7 +544,7 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         try:
             problem = self._write_together(final, files, state)
-        except Exception as error:  # from the control group: a rank has died, so the others can't continue
+        except Exception as error:  # the control group raises if a rank has died; the others can't continue
             problem = f"the ranks lost each other ({error})"
         self.write_s = time.perf_counter() - started
         if problem is None:

@@ -1,4 +1,4 @@
-"""Check the contents of the files of runs and checkpoints, before anything is allocated or built.
+"""Check the contents of the files of runs and checkpoints before memory is allocated or a model is built.
 
 The pydantic models for a network's or an objective's settings are derived from their dataclasses. Keys that no version
 of this program has written are refused, because ignoring them could change the meaning of the file. Importing this
@@ -71,16 +71,17 @@ BY_TYPE: dict[type[Any], Any] = {
     float: Annotated[float, Interval(ge=-1e9, le=1e9)],
     str: Annotated[str, MaxLen(256)],
 }
-# limits for one shard in an index: cuts, ranges of a cut, dimensions of the tensor
+# maxima in an index: cuts of a shard, ranges of a cut, dimensions of a tensor
 MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8
-TOKENS = 1 << 22  # maximum number of tokens of a sample: four times those of the longest sample in published training
+TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest sample in published training
 
 # ------------------------------------------------------------------------------------------ from dataclasses
 
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Create the pydantic model that checks a dataclass written as JSON, with an additional string field ``tag``."""
+    """Create the pydantic model that checks the JSON form of dataclass ``kind``, which may also have a string
+    ``tag``."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
@@ -90,7 +91,7 @@ def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
 
 
 def _typed(hint: Any, bounds: Interval | None) -> Any:
-    """Return the type that a dataclass field has in JSON, where tuples are lists. ``bounds`` limits its numbers."""
+    """Return the JSON type of a dataclass field with type ``hint``; tuples are lists. ``bounds`` limits its numbers."""
     if dataclasses.is_dataclass(hint):
         return model_of(typing.cast(type[Any], hint))
     if typing.get_origin(hint) in (types.UnionType, Union):
@@ -222,8 +223,8 @@ class Scaler(JsonObject):
 
 
 class Averages(JsonObject):
-    """The averages of a checkpoint, as file -> decay, or file -> width for power averages. With power averages,
-    ``snapshots`` lists the steps of the checkpoints that the run has saved, including this one."""
+    """The averages of a checkpoint. ``files`` maps each file to its decay, or its width for a power average. With power
+    averages, ``snapshots`` lists the steps of the checkpoints that the run has saved, including this one."""
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
@@ -231,7 +232,7 @@ class Averages(JsonObject):
 
 
 class SavedFigures(JsonObject):
-    """The figures of --evaluate_every; ``of`` identifies the data that the figures were measured on."""
+    """The metrics of --evaluate_every; ``of`` identifies the data on which they were measured."""
 
     of: Word
     figures: Annotated[dict[Word, Figure], FailFast(), MaxLen(100)]
@@ -246,7 +247,7 @@ class Packs(JsonObject):
     global_batch: Positive
     capacity: Positive
     step: Count = 0
-    # ``window`` and ``origin`` are written only by earlier versions, whose windows have a fixed number of steps
+    # Only earlier versions write ``window`` and ``origin``. Their windows have a fixed number of steps.
     window: Count = 0
     origin: Count = 0
 

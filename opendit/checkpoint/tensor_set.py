@@ -116,7 +116,7 @@ class ShardIndex:
 
     def check_cover(self) -> None:
         """Raise ValueError unless the shards hold every element of every tensor exactly once. The time grows with the
-        number of elements listed in the index. So first compare the sizes of the files with ``bytes_in``."""
+        number of elements that the index states. So first compare ``bytes_in`` with the sizes of the files."""
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
                 raise ValueError(f"the shards of {name[:100]!r} do not hold each of its elements once")
@@ -151,8 +151,8 @@ def index_from(value: dict[str, Any]) -> ShardIndex:
 
 
 def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
-    """Apply cuts, each [dim or None, start, stop, start, stop, ...], to a tensor of this shape, and return the
-    resulting shard."""
+    """Return the shard that results from applying cuts, each [dim or None, start, stop, ...], to a tensor of this
+    shape."""
     slices = []
     for dim, *edges in cuts:
         if dim is not None and dim >= len(shape):
@@ -197,13 +197,14 @@ class TensorSet(Mapping[str, Tensor]):
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield part ``part`` of ``parts`` of the stored tensors, without copies. A tensor in shards is yielded shard
-        by shard."""
+        """Yield (name, tensor) for part ``part`` of ``parts`` of the stored tensors, without copies. A tensor in shards
+        is yielded shard by shard."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the headers of part ``part`` of ``parts`` of the files with the index. Raises ValueError."""
+        """Compare the headers of part ``part`` of ``parts`` of the files with an index of shards, if there is one.
+        Raises ValueError if they differ."""
 
     def close(self) -> None:
         self._files.clear()
@@ -265,7 +266,7 @@ class WholeTensors(TensorSet):
 
 
 class ShardedTensors(TensorSet):
-    """Tensors in shards, which the ranks of a run have written."""
+    """Tensors in shards that the ranks of a run have written."""
 
     def __init__(self, path: Path, index: ShardIndex):
         super().__init__(path)
@@ -314,8 +315,8 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False if a fast check shows that two sets of runs share no element; True if they may share one. This
-    excludes most files that a rank need not read."""
+    """Return False if a fast check shows that two sets of runs share no element, else True. The check excludes most
+    files that a rank need not read."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -326,7 +327,8 @@ def is_set(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[str]:
-    """Return the other files that :func:`open_set` opens for ``path``. Raises the same errors."""
+    """Return the names of the files that an index ``path`` lists; [] for a single file. Raises the errors of
+    :func:`open_set`."""
     if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))
@@ -536,12 +538,12 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class AnotherVersion(ValueError):
-    """Raised for a checkpoint of another version of the program that this version can't read."""
+    """Raised for a checkpoint that another version of the program wrote and this version can't read."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json. Raises AnotherVersion if another version of the program wrote
-    the checkpoint. Raises ValueError if the file is missing or damaged."""
+    """Return the content of a checkpoint's state.json. Raises AnotherVersion if this version of the program can't read
+    the checkpoint, and ValueError if the file is missing or damaged."""
     from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # imports pydantic, so only when a checkpoint is read
     from opendit.common.json_models import read_file
 
@@ -594,9 +596,9 @@ def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | 
 def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
     """Compare a checkpoint's files with its manifest, and return their names.
 
-    part, parts: divide the files into ``parts`` parts and compute only the checksums of part ``part``, so that ranks
-    can divide the reading. The sizes of all files are compared. only: the names of the files to verify; all by default.
-    Raises ValueError if a file is wrong; the message names the first one and describes the error."""
+    part, parts: compute only the checksums of part ``part`` of ``parts`` of the files, so that ranks can divide the
+    reading. The sizes of all files are compared. only: the names of the files to verify; all by default. Raises
+    ValueError if a file is wrong; the message names the first one and describes the error."""
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
     if folder.is_symlink():

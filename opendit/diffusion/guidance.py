@@ -22,9 +22,9 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
     """Convert the guidance scale of a family's pipeline in diffusers (None: the family's default) to the scale of
     :func:`cfg_model`, where 1.0 is no guidance.
 
-    "uncond" keeps the scale, but at least 1, because pipelines guide above 1 only. "cond" adds 1, because cond + g
-    (cond - uncond) equals uncond + (1 + g) (cond - uncond). "embedded" gives 1.0, because the network gets the scale as
-    an input. Raises ValueError for a scale that is negative or not finite.
+    ``guidance.formula`` decides. "uncond" keeps the scale, but at least 1, because these pipelines guide only above 1.
+    "cond" adds 1, because cond + g (cond - uncond) equals uncond + (1 + g) (cond - uncond). "embedded" returns 1.0,
+    because the network gets the scale as an input. Raises ValueError for a scale that is negative or not finite.
     """
     value = guidance.scale if scale is None else scale
     if not 0 <= value < math.inf:
@@ -35,8 +35,8 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
-    """Give each row or patch (``parts``, see ``Guidance.rescaled``) of a guided prediction (B, C, ...) the norm that it
-    has in the conditional prediction. "" returns ``guided`` unchanged."""
+    """Rescale each "row" (of the last dimension) or "patch" (of 2 x 2 positions) of a guided prediction (B, C, ...) to
+    its norm in the conditional prediction ``cond``. ``parts`` selects the unit; "" returns ``guided`` unchanged."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":
@@ -58,17 +58,18 @@ def cfg_model(
     guided_channels: int | None = None,
     rescaled: str = "",
 ) -> Model:
-    """Return a model of (x, t) with classifier-free guidance, uncond + scale * (cond - uncond), [G] eq. 6, float32 at
-    least.
+    """Return a model of (x, t) with classifier-free guidance, uncond + scale * (cond - uncond), [G] eq. 6. Its output
+    is float32 at least.
 
     Args:
         model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
             (2B); without guidance (``scale`` 1.0) with the conditional batch (B) only.
         y: (B, ...) the condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
         null_y: the null condition, with y's shape or a shape that expands to y's.
-        scale: a float, or (B, 1, ..., 1) with one scale per sample, which always evaluates both halves.
-        guided_channels: number of leading eps channels that are guided; all by default. Meta's DiT guides 3 of its 4
-            channels. The others, and those of a learned variance, come from the conditional prediction.
+        scale: a float, or a tensor (B, 1, ..., 1) with one scale per sample. With a tensor, both halves are always
+            evaluated.
+        guided_channels: number of leading channels that are guided; by default x's. Meta's DiT guides 3 of its 4. The
+            other channels, and those of a learned variance, come from the conditional prediction.
         rescaled: see :func:`rescale_to`.
 
     Raises ValueError if null_y doesn't expand to y. The returned model raises ValueError if shapes don't fit.
@@ -97,7 +98,8 @@ def cfg_model(
 
 
 # Users round noise levels to about three digits, such as 157 for the 157.4 of DDPM's noisiest timestep. So levels that
-# differ by less than this fraction count as equal. Neighbours among 1,000 timesteps or steps differ by at least 0.5 %.
+# differ by less than this fraction count as equal. The levels of neighbouring timesteps differ by at least 0.5 %, even
+# for 1,000 timesteps.
 SAME_LEVEL = 0.003
 
 
@@ -108,14 +110,14 @@ def is_within(interval: tuple[float, float], level: float) -> bool:
 
 @dataclass(frozen=True)
 class GuidedWithin:
-    """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high and ``conditional`` elsewhere, [I],
-    which saves the unconditional half of the batch. A level within 0.3 % of a bound counts as equal to it. Raises
+    """A model of (x, t) that calls ``guided`` at noise levels low <= sigma <= high, and elsewhere ``conditional``,
+    which saves the unconditional half of the batch ([I]). A level within 0.3 % of a bound counts as equal to it. Raises
     ValueError unless 0 <= low < high.
 
-    Samplers decide once per step, by the noise level at its start, as [I]'s code does. So both evaluations of a Heun
-    step are guided, or none. A direct call uses ``noise_level``, which maps the network's time to sigma, (B,); all
-    samples must have the same noise level. [I] excludes the bound low; here it is included, so low = 0 includes the
-    trajectory's end.
+    Samplers choose the model once per step, by the noise level at the step's start, as [I]'s code does. So both
+    evaluations of a Heun step are guided, or none. A direct call computes the level with ``noise_level``, which maps
+    the network's time (B,) to sigma (B,). All samples must then have the same noise level. [I] excludes the bound low.
+    Here it is included, so that low = 0 includes the trajectory's end.
     """
 
     interval: tuple[float, float]

@@ -50,8 +50,9 @@ class Stream(IntEnum):
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run ten Philox rounds. ``counter``: four broadcastable int64 tensors of 32-bit values. ``seed``: the 64-bit key,
-    or an int64 tensor of keys, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit values."""
+    """Run ten Philox rounds, and return four int64 tensors of uniform 32-bit values. ``counter``: four broadcastable
+    int64 tensors of 32-bit values. ``seed``: the 64-bit key, or an int64 tensor of keys, broadcastable with the
+    counter."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -68,8 +69,9 @@ def philox4x32(
 
 
 def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
-    """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``. Seed and
-    step may be (B,) int64 on index's device, with one value per sample. The bits equal those of one call per sample."""
+    """Return uniform 32-bit integers, (B, count) int64, for the samples with indices ``index`` (B,) int64 in step
+    ``step``. Seed and step may be (B,) int64 on index's device, with one value per sample. A sample's bits don't depend
+    on the other samples."""
     if (
         not isinstance(seed, Tensor)
         and not isinstance(step, Tensor)
@@ -94,7 +96,7 @@ def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: S
 def uniform(
     seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...] = ()
 ) -> Tensor:
-    """Return uniform numbers in the open interval (0, 1), float64, shape (B, *shape)."""
+    """Return uniform numbers in the open interval (0, 1), float64, shape (B, *shape); see :func:`random_bits`."""
     bits = random_bits(seed, step, index, stream, math.prod(shape))
     return ((bits.double() + 0.5) * 2.0**-32).reshape(len(index), *shape)
 
@@ -115,9 +117,9 @@ def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream
 
 
 def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Draw the noise that sampling starts from: (B, *shape) float32 standard normal on ``index``'s device. ``index``:
-    (B,) int64, indices of these samples in the whole job. A sample's noise depends only on ``seed`` and its index, so a
-    batch can be split in any way. ``seed`` may be (B,) int64, one value per sample."""
+    """Draw the noise at which sampling starts: (B, *shape) float32 standard normal on ``index``'s device. ``index``:
+    (B,) int64, indices of these samples among all samples of the job. A sample's noise depends only on ``seed`` and its
+    index, so a batch can be split in any way. ``seed`` may be (B,) int64, one value per sample."""
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
@@ -126,15 +128,14 @@ def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Ca
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)
 
 
-# fraction of clips that get no conditioning frames in modes "first" and "prefix:K", so that the model learns that case
-# too
+# Fraction of clips without conditioning frames in the modes "first" and "prefix:K", so that the model also learns this.
 WITHOUT = 0.1
 
 
 def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """Draw the number of conditioning frames of each clip, (B,) int64. ``u`` (B,) is uniform in (0, 1). Each clip has
-    ``frames`` frames. Mode "random" draws any number from 0 to frames - 1, each equally likely. "first" and "prefix:K"
-    give a fixed number, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0."""
+    """Map ``u`` (B,), uniform in (0, 1), to the number of conditioning frames of each clip, (B,) int64. Each clip has
+    ``frames`` frames. In mode "random", all numbers from 0 to frames - 1 are equally likely. "first" means 1 and
+    "prefix:K" K, at most frames - 1, or 0 with probability ``WITHOUT``. Pictures are clips of one frame and get 0."""
     count = parse_given(mode)
     if count is None:
         return (u * frames).long().clamp(max=frames - 1)
@@ -143,8 +144,8 @@ def conditioning_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
     """Return a training step's mask and conditioning frames, concatenated along the channels: (B, 1 + C, T, H, W), for
-    clean latents (B, C, T, H, W). The random numbers are keyed by (seed, step, index). If ``mode`` is None, the model
-    has no conditioning frames, and the result is None."""
+    clean latents (B, C, T, H, W). The random numbers are keyed by (seed, step, index). Return None if ``mode`` is None,
+    for a model without conditioning frames."""
     if mode is None:
         return None
     return give(
@@ -155,7 +156,8 @@ def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step:
 def draw_route(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return :func:`draw_kept_tokens`, with None from ``route.until`` on, and :func:`draw_dropped`."""
+    """Return the results of :func:`draw_kept_tokens`, which is None from step ``route.until`` on, and
+    :func:`draw_dropped`."""
     sparse = route is not None and (route.until is None or step < route.until)
     kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
     return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)
@@ -164,8 +166,8 @@ def draw_route(
 def draw_kept_tokens(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> Tensor | None:
-    """Draw the tokens that each sample of a training step keeps: indices (B, route.kept(tokens)) int64, ascending. All
-    subsets of this size are equally likely. None means all tokens."""
+    """Draw the tokens of each sample that a training step's routed blocks process: indices (B, route.kept(tokens))
+    int64, ascending. All subsets of this size are equally likely. Return None if the blocks process all tokens."""
     if route is None or tokens is None or route.share == 0:
         return None
     u = uniform(seed, step, index, Stream.ROUTE, (tokens,))
@@ -174,8 +176,8 @@ def draw_kept_tokens(
 
 
 def draw_dropped(route: TokenRoute | None, share: float, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """Draw the samples whose tokens after a fused route are all replaced by mask tokens, (B,) bool. Each sample is
-    drawn with probability ``share``. Return None if there is no route, or the route is not fused."""
+    """Draw the samples for which mask tokens replace all tokens after a fused route, (B,) bool. Each sample is drawn
+    with probability ``share``. Return None if there is no route, or it is not fused."""
     if route is None or not route.fused:
         return None
     return uniform(seed, step, index, Stream.ROUTE_DROP) < share

@@ -1,8 +1,8 @@
 """Samplers, and the trajectories from noise to data that they follow.
 
-Every objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTrajectory``), which says what the
-network's output means. A sampler works with any trajectory that defines the method that it ``needs``: ``denoise``,
-``slope``, or another one.
+Every objective has a class of trajectories, such as ``DDPMTrajectory``, which defines the meaning of the network's
+output. A sampler works with any trajectory that defines the method named by ``Sampler.needs``: ``denoise``, ``slope``,
+or another one.
 
 To add a sampler, write a subclass of :class:`Sampler` here, give it a name in :data:`SAMPLERS`, and add the name to
 ``ALL_SAMPLERS`` in opendit/config/names.py.
@@ -29,16 +29,16 @@ Model = Callable[[Tensor, Tensor], Tensor]
 
 
 class LinearForm(NamedTuple):
-    """The weights in a sum: ``x`` is the weight of the state x, and ``output`` the weight of the model's output."""
+    """A weighted sum of two tensors, with weight ``x`` for the state x and weight ``output`` for the model's output."""
 
     x: float
     output: float
 
 
 class Trajectory(ABC):
-    """A path with points 0 (noise) to ``steps`` (data). Step k leads from point k to point k + 1. At point k, x is
-    alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x, t)`` with x (B, C,
-    ...) and the time in the unit of the objective's network, (B,)."""
+    """A path from noise to data, with points 0 (noise) to ``steps`` (data). Step k leads from point k to point k + 1.
+    At point k, x is alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x,
+    t)``, with x (B, C, ...) and t (B,), the time in the unit of the objective's network."""
 
     # (steps + 1,), or (steps,) if the last point is never evaluated; the unit depends on the class
     times: Sequence[float]
@@ -55,12 +55,12 @@ class Trajectory(ABC):
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """Return a tensor (steps or steps + 1, B). Row k is the argument ``point`` of ``denoise`` and ``slope`` at
-        point k."""
+        """Return a tensor (steps or steps + 1, B). Row k is the value that ``denoise`` and ``slope`` take as ``point``
+        at point k, once per sample: a timestep's index, a noise level or the network's time, depending on the class."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. Raises ValueError if the
-        model's output doesn't fit x."""
+        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype. ``point``: (B,), a row of
+        :meth:`points`. Raises ValueError if the model's output doesn't fit x."""
         raise NotImplementedError
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
@@ -75,13 +75,11 @@ class Trajectory(ABC):
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x and of the model's output in the result of ``denoise`` at point k; None if it is no
-        weighted sum."""
+        """Return the result of ``denoise`` at point k as a weighted sum; None if it can't be written as one."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x and of the model's output in the result of ``slope`` at point k; None if it is no
-        weighted sum."""
+        """Return the result of ``slope`` at point k as a weighted sum; None if it can't be written as one."""
         return None
 
 
@@ -101,8 +99,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split a model's output for ``x`` (B, C, ...) into eps and v; v is None without learned variance. Raises
-    ValueError if the output has neither x's shape nor x's shape with 2C channels."""
+    """Split a model's output for ``x`` (B, C, ...) into the prediction, in x's shape, and the variance output v; None
+    without learned variance. Raises ValueError if the output has neither x's shape nor x's shape with 2C channels."""
     channels = x.shape[1]
     if output.shape == x.shape:
         return output, None
@@ -126,7 +124,8 @@ NoiseFn = Callable[[int], Tensor]
 
 
 class State(NamedTuple):
-    """State of most samplers between two steps. Every state is a NamedTuple of tensors with a field ``x``."""
+    """State of most samplers between two steps. The states of the others are also NamedTuples of tensors with a field
+    ``x``."""
 
     x: Tensor  # (B, C, ...), float32 or float64
 
@@ -134,12 +133,13 @@ class State(NamedTuple):
 class StepWeights(NamedTuple):
     """A step as weighted sums, which kernels can compute in one pass.
 
-    Every list of weights has this order: the state's fields, the model's outputs in this step's evaluations, the noise.
+    The weights in a list are in this order: the state's fields, the model's outputs in this step's evaluations, the
+    noise.
 
-    inputs: for each evaluation, the weights that sum the state's fields and the earlier outputs to the model's input.
-    after: for each field of the next state, the weights of all terms. If ``noise`` is False, the noise's weight is
-    omitted. variance: (p, q) for models that also predict a variance v in additional output channels. With such a
-    model, the weight of the noise in x is exp(p + q v).
+    inputs: for each evaluation of the model, the weights of the state's fields and of the earlier outputs in the
+    model's input. after: for each field of the next state, the weights of all terms. noise: False if the step adds no
+    noise; its weight is then omitted. variance: (p, q) if the model also has a variance output v. The noise's weight in
+    x is then exp(p + q v).
     """
 
     inputs: tuple[tuple[float, ...], ...]
@@ -156,10 +156,10 @@ class Sampler(ABC):
             state = sampler.step(state, i)
         samples = state.x
 
-    ``step`` is ``advance(model, state, inputs)``. Only two things change from step to step: the model (``model_at``),
-    because guidance may be limited to an interval of noise levels, and ``inputs``, noise and rows of precomputed
-    tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph, which serves all steps
-    with the same model and the same inputs set to None. The caller must disable gradients.
+    ``step`` calls ``advance(model, state, inputs)``. Besides the state, two arguments change from step to step. The
+    model (``model_at``) changes if guidance is limited to an interval of noise levels. ``inputs`` are noise and rows of
+    precomputed tables. ``advance`` never reads a tensor on the host, so it can be recorded as a CUDA graph. One graph
+    serves all steps with the same model whose inputs are None in the same fields. The caller must disable gradients.
 
     ``noise_fn(k)`` returns the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
     """
@@ -200,8 +200,8 @@ class Sampler(ABC):
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
         """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for inputs that the step lacks.
-        ``advance`` also accepts scalars as (B, 1, ..., 1), one per sample, because samples of a batch may be at
-        different steps (opendit.sampling.sampling_engine)."""
+        Instead of a 0-dim tensor, ``advance`` also accepts (B, 1, ..., 1), one value per sample, because samples of a
+        batch may be at different steps (opendit.sampling.sampling_engine)."""
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any) -> NamedTuple:
@@ -228,7 +228,8 @@ class EulerInputs(NamedTuple):
 
 
 class SlopeSampler(Sampler):
-    """Base class of methods whose step moves x along one slope, dx/dtime = slope(x, time). Subclasses choose it."""
+    """Base class of samplers for dx/dtime = slope(x, time) whose step moves x along one slope, which subclasses
+    choose."""
 
     needs = "slope"
 
@@ -247,12 +248,12 @@ class SlopeSampler(Sampler):
 
     @abstractmethod
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
-        """Return the slope to follow over the whole step, given the slope at its start; all are (B, C, ...)."""
+        """Return the slope along which the step moves x, (B, C, ...). ``slope``: the slope at the step's start."""
 
 
 class EulerSampler(SlopeSampler):
-    """Euler's method for the probability-flow ODE: [K] eq. 1 and 3 with sigma as time, [L] eq. 1 for rectified flow.
-    First order, one evaluation per step, deterministic."""
+    """Euler's method for the probability-flow ODE: [K] eq. 1 and 3 with sigma as time, [L] eq. 1 for rectified flow. It
+    is deterministic and of first order, with one evaluation per step."""
 
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         return slope
@@ -265,9 +266,9 @@ class EulerSampler(SlopeSampler):
 
 
 class HeunSampler(SlopeSampler):
-    """Heun's method, [K] Algorithm 1: follow the mean of the slopes at the step's start and at the end of Euler's step.
-    Second order, deterministic, with two evaluations per step. A step whose end has no slope, such as EDM's sigma = 0,
-    evaluates the model only once."""
+    """Heun's method, [K] Algorithm 1: move x along the mean of the slopes at the step's start and at the end of Euler's
+    step. The method is deterministic and of second order, with two evaluations per step. A step whose end has no slope,
+    such as EDM's sigma = 0, evaluates the model only once."""
 
     def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
@@ -401,7 +402,7 @@ class DDPMSampler(Sampler):
 
 
 class DPMSolverState(NamedTuple):
-    """State between steps of DPM-Solver++."""
+    """State of DPM-Solver++ between two steps."""
 
     x: Tensor  # (B, C, ...) x divided by alpha: x_0 + level * noise
     before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
@@ -414,7 +415,7 @@ class DPMSolverInputs(NamedTuple):
     alpha: Tensor | None  # (); None if alpha is 1 at all points
     keep: Tensor  # (): weight of x
     move: Tensor  # (): weight of the extrapolated x_0
-    # (): weight of the change of the predicted x_0 since the last step, which is added to the predicted x_0
+    # (): weight with which the change of the predicted x_0 since the last step is added to the predicted x_0
     extrapolate: Tensor
 
 
@@ -423,7 +424,7 @@ class DPMSolver2M(Sampler):
 
     The state is x divided by alpha, x_0 + level * noise, where level = sigma / alpha. The paper's e^-h is then the
     ratio of the levels at a step's end and start. With few steps, the schedule must be evenly spaced in log(sigma /
-    alpha). With 20 steps of a plain ``respaced`` schedule, the result is less accurate than DDIM's.
+    alpha). With 20 steps of a schedule from ``DDPM.respaced``, the result is less accurate than DDIM's.
     """
 
     needs = "denoise"
@@ -469,21 +470,21 @@ class DPMSolver2M(Sampler):
 
 # ------------------------------------------------------------------------------------------ UniPC
 
-# Upper bound of noise levels. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf. diffusers starts
-# at t = 1 - 1e-6 instead.
+# Upper bound of noise levels in UniPC. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf. diffusers
+# starts at t = 1 - 1e-6 instead.
 HIGHEST_LEVEL = 1e6
 
 
 class UniPCState(NamedTuple):
-    """State between steps of UniPC."""
+    """State of UniPC between two steps."""
 
     x: Tensor  # (B, C, ...) the predicted x before correction, which is the network's input
     before: Tensor  # (B, C, ...) the x_0 predicted in the previous step; zeros before the first step
-    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros before that
+    earlier: Tensor  # (B, C, ...) the x_0 predicted two steps ago; zeros in the first two steps
 
 
 class UniPCInputs(NamedTuple):
-    """Inputs of a UniPC step besides its state. The last four are weights in the sum that gives the next x."""
+    """Inputs of a UniPC step besides its state. The last four are the weights of the terms of the next x."""
 
     point: Tensor  # (B,)
     time: Tensor  # ()
@@ -529,7 +530,7 @@ class UniPCSampler(Sampler):
         return keep, now + keep * corrections[0], before + keep * corrections[1], keep * corrections[2]
 
     def _predictor(self, k: int) -> tuple[float, float]:
-        """Return the weights of m_k and m_k-1 in predicted_k+1. Its remaining term is corrected_k."""
+        """Return the weights of m_k and m_k-1 in predicted_k+1, whose remaining term is a multiple of corrected_k."""
         scale = self._scale(k)
         if self._order(k) == 1:
             return scale, 0.0
@@ -614,12 +615,13 @@ def sample(
     progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Sample data from x with sampler ``name``: call its ``init``, then ``step`` for every step of the trajectory.
+    """Sample data with sampler ``name``, starting from x at point 0 of the trajectory, and return the final x.
 
     Args:
-        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns what the
-            objective trains it to predict, in any dtype.
-        x: (B, C, ...), see ``Trajectory.start``. The result has its shape, in float32, or float64 if x is float64.
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the network's time (B,). It returns the
+            prediction for which the objective trains it, in any dtype.
+        x: (B, C, ...), the result of ``Trajectory.start``. The final x has this shape, in float32, or float64 if x is
+            float64.
         noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ..., (B, C, ...).
         progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
         options: options of the sampler, such as DDIM's ``eta``.

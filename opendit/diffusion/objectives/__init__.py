@@ -1,4 +1,4 @@
-"""All objectives by name. Training creates one from flags; sampling restores the one that ``to_dict`` recorded.
+"""All objectives by name. Training creates one from flags. Sampling restores it from the output of ``to_dict``.
 
 To add an objective, write ``NAME.py`` here with its formulas, a ``Trajectory``, and a subclass of ``Objective`` that is
 assigned to ``OBJECTIVE``. Then describe it in opendit/config/names.py, from which its flags are generated. Samplers
@@ -34,8 +34,9 @@ def objective_from_flags(flags: Any) -> Objective:
 
 
 def objective_from_dict(values: dict[str, Any] | None) -> Objective:
-    """Return the objective that ``to_dict`` recorded. For weights without a record (None), return the objective of the
-    DiT paper. Raises ValueError for an objective or a setting that this version does not know."""
+    """Return the objective from the output of ``to_dict``. For None (weights that record no objective), return that of
+    the DiT paper. Raises ValueError for an objective or setting that this version does not know, or a value out of
+    range."""
     values = dict(values or {"name": DDPMObjective.name})
     name = values.pop("name")
     if name not in OBJECTIVES:

@@ -16,11 +16,11 @@ from opendit.diffusion.samplers import SAMPLERS, LinearForm, Model, Trajectory, 
 
 
 class Prepared(NamedTuple):
-    """A micro-batch prepared for the network. It consists only of tensors whose first dimension is the batch, so it can
-    be split, sent to another pipeline stage, and recorded in a CUDA graph.
+    """A micro-batch prepared for the network. All its tensors have the batch as first dimension, so it can be split,
+    sent to another pipeline stage, and recorded in a CUDA graph.
 
-    x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), the network's time. context: further inputs
-    of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
+    x_t: (B, C, ...), the network's input, float32 at least. timestep: (B,), or (B, 2) for MeanFlow, the network's time.
+    context: further inputs of the loss, a NamedTuple of tensors (B, ...) that the objective defines.
     """
 
     x_t: Tensor
@@ -45,8 +45,8 @@ class Objective(ABC):
     learn_sigma: ClassVar[bool]
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
-        """Draw the times (B,) of a training step's samples, for indices (B,) in the global batch. tokens: number of
-        tokens of each sample, for objectives that depend on it (:meth:`for_tokens`)."""
+        """Draw the times (B,) of a training step's samples, whose indices in the global batch are ``index`` (B,).
+        tokens: number of tokens of each sample, for objectives that depend on it (:meth:`for_tokens`)."""
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
@@ -56,7 +56,7 @@ class Objective(ABC):
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:
-        """Map u (B,), float64 in (0, 1), to times (B,). The map is monotonic, so neighbouring values of u have similar
+        """Map u (B,), float64 in (0, 1), to times (B,). The map is monotonic, so close values of u have similar
         noise."""
 
     @abstractmethod
@@ -78,21 +78,21 @@ class Objective(ABC):
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
-        """Return the trajectory for ``steps`` sampling steps, with points even in log(sigma / alpha) if asked and
-        supported."""
+        """Return the trajectory for ``steps`` sampling steps. ``even_in_noise``: space the points evenly in log(sigma /
+        alpha), if the objective supports this."""
 
     def network(self, model: Model) -> Model:
-        """Wrap ``model(x, t)`` into the form that the trajectory expects."""
+        """Return a model with the output that the trajectory expects, computed from that of ``model(x, t)``."""
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the result of ``network(model)`` at point k as a weighted sum of the model's input and output."""
+        """Return the output of ``network(model)`` at point k as a weighted sum of the model's input and output."""
         return LinearForm(0.0, 1.0)
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
-        """Convert the network's time (B,) to sigma (B,), the ratio of noise to signal. Only sigma is comparable across
-        objectives, numbers of steps and samplers."""
+        """Convert the network's time (B,) to the noise level sigma (B,), the ratio of noise to signal. Unlike times,
+        noise levels are comparable across objectives, numbers of steps and samplers."""
 
     def sample(
         self,
@@ -132,7 +132,8 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """Settings that define the meaning of the network's output. Other settings only weight or select samples."""
+        """The settings that define the meaning of the network's input and output. The others only weight or select
+        samples."""
         return {"objective": self.name}
 
 
@@ -172,12 +173,13 @@ def sample_latents(
     """Draw fp32 latents: (B, C, h, w), or (B, C, t, h, w) for a clip model.
 
     Args:
-        y, null: the conditions of the B samples, on the model's device, and the null condition as a batch of one.
-        index: (B,) int64, indices of the samples in the whole job. A sample's noise depends only on ``seed`` and its
+        y: the conditions of the B samples, on the model's device. null: the null condition, a batch of one.
+        index: (B,) int64, indices among all samples of the job. A sample's noise depends only on ``seed`` and its
             index.
         cfg_interval: range of noise levels (``Objective.noise_level``) in which guidance is applied; None: everywhere.
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        forward: called by guidance as ``forward(x, t, y)`` instead of the model, such as a parallel wrapper of it.
+        forward: called by guidance as ``forward(x, t, y)`` instead of ``model``, such as a parallel wrapper around the
+            model.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
     guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels, model.config.rescaled_guidance)

@@ -1,5 +1,4 @@
-"""The objective of the DiT paper, with its noise schedule: predict the noise, and learn the variance of the reverse
-step.
+"""The DiT paper's objective and noise schedule: predict the noise, and learn the variance of the reverse step.
 
     [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
     [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
@@ -7,10 +6,10 @@ step.
     [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
-The network predicts the noise eps and, in C additional channels, v. v interpolates the log variance of the reverse step
-between its two bounds ([N]). Optionally, the network predicts the velocity of [S], elsewhere called v-prediction,
-instead of eps. ``alphas_cumprod`` is the papers' bar-alpha. Tables are float64 on the CPU. Methods return the tables'
-values in float32, so results with bf16 and fp16 arguments are float32.
+The network predicts the noise eps and, in C additional channels, the variance output v, which interpolates the log
+variance of the reverse step between its two bounds ([N]). With v-prediction, the network predicts the velocity of [S]
+instead of eps. ``alphas_cumprod`` is the papers' bar-alpha. The schedule's tables are float64 on the CPU. Methods look
+up values in float32, so results for bf16 and fp16 arguments are float32.
 """
 
 import functools
@@ -53,8 +52,9 @@ def space_timesteps(T: int, num_steps: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class DDPM:
-    """A noise schedule of n steps. Timesteps ``t``, (B,) int64 in [0, n), index it; the network gets
-    ``model_timesteps(t)``. x has any rank. Methods raise ValueError unless ``t`` holds one int64 per sample."""
+    """A noise schedule of n steps. In all methods, ``t`` (B,) int64 holds indices in [0, n), and the network gets
+    ``model_timesteps(t)``. x is (B, ...) of any rank. Methods with x raise ValueError unless ``t`` has one int64 per
+    sample."""
 
     betas: Tensor  # (n,) float64, like the next four tables
     alphas_cumprod: Tensor
@@ -66,8 +66,8 @@ class DDPM:
 
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
-        """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep ([B] eq. 4, by d / 64 for
-        pictures of d pixels per side; ``shift_times`` does the same for flow). Raises ValueError as ``linear_betas``
+        """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. [B] eq. 4 uses d / 64
+        for pictures of d pixels per side. ``shift_times`` does the same for flow. Raises ValueError as ``linear_betas``
         does."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
@@ -78,7 +78,7 @@ class DDPM:
     @classmethod
     def from_betas(cls, betas: Tensor, timestep_map: Tensor | None = None) -> "DDPM":
         """Return the schedule with ``betas`` (n,) and ``timestep_map``, (n,) int64, by default 0..n-1. Raises
-        ValueError if a beta is outside (0, 1), or if the two differ in length."""
+        ValueError if a beta is outside (0, 1), or the two tensors differ in length."""
         betas = betas.to("cpu", torch.float64)
         if betas.ndim != 1 or len(betas) == 0 or not bool(((betas > 0) & (betas < 1)).all()):
             raise ValueError("betas must be a non-empty row of numbers between 0 and 1, both excluded")
@@ -114,16 +114,17 @@ class DDPM:
         return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
 
     def respaced_by_noise(self, num_steps: int) -> "DDPM":
-        """Return this schedule at ``num_steps`` timesteps, as even as possible in log(sigma / alpha), including both
-        ends. DPM-Solver extrapolates along this axis, on which no step may be much longer than the step before it (Lu
-        et al. 2022). The last step of ``respaced`` is too long. Raises ValueError unless 1 <= num_steps <= n."""
+        """Return this schedule at ``num_steps`` timesteps, including both ends, spaced as evenly as possible in
+        log(sigma / alpha). DPM-Solver extrapolates in this variable, in which no step may be much longer than the step
+        before it (Lu et al. 2022). The last step of a ``respaced`` schedule is too long. Raises ValueError unless 1 <=
+        num_steps <= n."""
         if not 1 <= num_steps <= self.num_steps:
             raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # The targets are the evenly spaced values. Near the data, timesteps are further apart than targets, so several
-        # targets may round to one timestep. Move duplicates to the next timesteps, so that no timestep is used twice.
+        # Near the data, timesteps are further apart than the evenly spaced values, several of which may round to one
+        # timestep. Move duplicates to the next timesteps, so that no timestep is used twice.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
@@ -138,7 +139,8 @@ class DDPM:
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the coefficient tables on ``device``. They are copied once, so no training step waits for a copy."""
+        """Return the coefficient tables on ``device``, by name. They are copied once, so no training step waits for a
+        copy."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
             tables = {
@@ -166,7 +168,7 @@ class DDPM:
         return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
 
     def model_timesteps(self, t: Tensor) -> Tensor:
-        """Return the timesteps of the full schedule at ``t``, which the network takes: (B,) int64."""
+        """Return the full schedule's timesteps at ``t``, (B,) int64, which are the network's time."""
         return self.tables(t.device)["timestep_map"][t]
 
     def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class DDPM:
         return mean, self._at("min_log_var", t, xt)
 
     def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
-        """Return the log variance that a model's output ``v`` encodes, in v's shape, [N] eq. 15. v = -1 gives the log
+        """Return the log variance for a model's variance output ``v``, in v's shape, [N] eq. 15. v = -1 means the log
         of beta-tilde, and v = 1 the log of beta."""
         frac = (v + 1) / 2
         return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
@@ -210,10 +212,10 @@ class DDPM:
 
 
 class DDPMTrajectory(Trajectory):
-    """The trajectory over the timesteps of ``schedule``, which may have only some of those of training. A ``point`` is
-    an index into it. The model gets the point's timestep of training, (B,) int64, and returns eps (B, C, ...), or eps
-    and the learned variance (B, 2C, ...). ``clip_denoised`` clips each predicted x_0 to [-1, 1], for pixels but not
-    latents."""
+    """The trajectory over the timesteps of ``schedule``, which may have only some of the training timesteps. A
+    ``point`` (B,) int64 indexes the schedule. The model gets the training timesteps, (B,) int64, and returns eps (B, C,
+    ...), or eps and the variance output (B, 2C, ...). ``clip_denoised`` clips each predicted x_0 to [-1, 1], for pixels
+    but not latents."""
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
         self.schedule, self.clip_denoised = schedule, clip_denoised
@@ -227,7 +229,7 @@ class DDPMTrajectory(Trajectory):
         return steps.flip(0)[:, None].repeat(1, len(x))
 
     def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the x_0, eps and v that the model predicts at x (B, C, ...), each in x's shape; v is None without
+        """Return the model's x_0, eps and variance output v at x (B, C, ...), each in x's shape; v is None without
         learned variance. With clipping, eps is computed from the clipped x_0. Raises ValueError if the output doesn't
         fit x."""
         eps, v = split_output(model(x, self.schedule.model_timesteps(point)).to(x.dtype), x)
@@ -241,15 +243,16 @@ class DDPMTrajectory(Trajectory):
         return self.predict(model, x, point)[0]
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return the weights of x_0 = (x - sigma eps) / alpha, where the model returns eps; None with clipping."""
+        """Return x_0 = (x - sigma eps) / alpha as a weighted sum of x and the model's output eps; None with
+        clipping."""
         kept = self.alphas_cumprod[k]
         return None if self.clip_denoised else LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
 
 
 @dataclass(frozen=True)
 class EpsModel:
-    """A model that predicts velocity (and v), turned into one that predicts eps (and v), in float32 at least.
-    ``schedule`` is the full schedule, whose indices are the network's timesteps."""
+    """A model of eps that calls ``model``, a model of the velocity, and returns eps in float32 at least. Channels with
+    a variance output are passed on. ``schedule`` is the full schedule, whose indices are the network's timesteps."""
 
     model: Model
     schedule: DDPM
@@ -289,12 +292,13 @@ def training_loss(
     """Return the loss of each sample, in float32, for the model's output at ``xt = q_sample(x0, t, noise)``. Raises
     ValueError if the shapes don't match, or for an unknown ``prediction``.
 
-    model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14); or (B, 2C, ...) eps and v, for the hybrid loss ([N]
-    eq. 16). prediction: "v" if the output is the velocity instead of eps. min_snr: gamma of ``min_snr_weight``.
+    model_output: (B, C, ...) eps, for the simple loss ([H] eq. 14); or (B, 2C, ...) eps and the variance output, for
+    the hybrid loss ([N] eq. 16). prediction: "v" if the model predicts the velocity instead of eps. min_snr: gamma of
+    ``min_snr_weight``; None for weights of 1.
 
     In the hybrid loss, the variational bound trains only the variance, because its mean is detached. As in Meta's DiT,
-    the bound is in bits and averaged over dimensions. Its weight is 1: the bound is a sum of 1000 terms, estimated as
-    1000 times one random term, and the paper weights the sum by 0.001.
+    the bound is in bits and averaged over dimensions. Its weight is 1, because 1000 times one random term estimates the
+    sum of the bound's 1000 terms, and [N] weights this sum by 0.001.
     """
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
@@ -315,15 +319,15 @@ def training_loss(
 
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Return weights (B,) float32 that turn the squared error of the prediction into min(SNR, gamma) times that of x_0,
-    [M] sec. 3.4. The squared error of eps is SNR = alpha^2 / sigma^2 times that of x_0; that of the velocity SNR + 1
+    """Return weights (B,) float32 that turn the prediction's squared error into min(SNR, gamma) times that of x_0, [M]
+    sec. 3.4. Compared with x_0's squared error, eps's is SNR = alpha^2 / sigma^2 times as large, the velocity's SNR + 1
     times."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
 
 class DDPMContext(NamedTuple):
-    """Inputs of the loss besides x_t and the network's time: x0 and noise (B, C, ...), and t (B,) int64, which indexes
+    """Inputs of the loss besides x_t and the network's time: x0 and noise (B, C, ...), and indices t (B,) int64 into
     the schedule."""
 
     x0: Tensor
@@ -354,9 +358,9 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
 
 
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Return -log of the normal distribution's mass on the bin x +- 1/255, in nats ([H] eq. 13). x lies in [-1, 1]. x,
-    mean, log_variance and the result have the same shape. The outermost bins reach to infinity. The bins are those of
-    8-bit pixels. Like Meta's DiT, we use them for latents too."""
+    """Return the negative log of the normal distribution's mass on the bin x +- 1/255 of each element, in nats ([H] eq.
+    13). x, mean, log_variance and the result have one shape. The outermost bins reach to infinity. The bins are those
+    of 8-bit pixels scaled to [-1, 1]. Like Meta's DiT, we use them for latents, too."""
     centered = x - mean
     first, last = x < -0.999, x > 0.999
     # By symmetry, every bin can be evaluated left of the mean, where the two CDFs do not cancel when subtracted. Right
@@ -385,9 +389,9 @@ def _shifted(shift: float) -> DDPM:
 
 @dataclass(frozen=True)
 class DDPMObjective(Objective):
-    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper. prediction: "v" predicts the
-    velocity instead of the noise. min_snr: gamma of the min-SNR weights; None for weights of 1. shift: factor on the
-    noise level of every timestep, in training and sampling."""
+    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper. prediction: "eps", or "v" to
+    predict the velocity. min_snr: gamma of ``min_snr_weight``; None for weights of 1. shift: factor for the noise level
+    of every timestep, in training and sampling."""
 
     name: ClassVar[str] = "ddpm"
     preview_sampler: ClassVar[str] = "ddim"
@@ -429,7 +433,7 @@ class DDPMObjective(Objective):
         return EpsModel(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return the weights of x and of the model's output in eps: (0, 1), or (sigma, alpha) if the model predicts
+        """Return eps as a weighted sum of x and the model's output: (0, 1), or (sigma, alpha) if the model predicts
         velocity."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
@@ -446,7 +450,7 @@ class DDPMObjective(Objective):
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings. Those that older checkpoints do not contain are left out at their defaults."""
+        """Return the name and those settings that differ from their defaults, as in older checkpoints."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

@@ -1,11 +1,11 @@
-"""EDM: a denoiser whose network sees inputs and targets of unit variance at every noise level.
+"""EDM: a denoiser whose network has inputs and targets of unit variance at every noise level.
 
     [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
 
 x = x_0 + sigma noise, and the denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) ([K] eq. 7 and table 1),
-where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels. Timestep embeddings are
-designed for a span of 1000: their fastest sinusoid turns by 1 radian per unit. Therefore the network gets 1000 c_noise,
-from -1554 to 1095.
+where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all noise levels of sampling. Timestep
+embeddings are designed for a span of 1000, because their fastest sinusoid has a frequency of 1 radian per unit.
+Therefore the network gets 1000 c_noise, from -1554 to 1095.
 """
 
 import math
@@ -32,7 +32,8 @@ def log_normal_sigmas(u: Tensor, mean: float, std: float) -> Tensor:
 
 
 def karras_sigmas(steps: int) -> Tensor:
-    """Return ``steps`` + 1 noise levels for sampling, float64: from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0."""
+    """Return ``steps`` + 1 noise levels for sampling, float64: ``steps`` levels from SIGMA_MAX to SIGMA_MIN ([K] eq.
+    5), then 0."""
     ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
     first, last = SIGMA_MAX ** (1 / RHO), SIGMA_MIN ** (1 / RHO)
     return torch.cat(((first + ramp * (last - first)) ** RHO, ramp.new_zeros(1)))
@@ -49,9 +50,9 @@ def sigmas_of(timestep: Tensor) -> Tensor:
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """Return the denoised x, D(x; sigma) of [K] eq. 7, (B, C, ...) in x's dtype, for x (B, C, ...), float32 at least,
-    and sigma (B,). ``model`` is the network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if its
-    output differs from x in shape."""
+    """Return D(x; sigma) of [K] eq. 7, in the shape and dtype of x (B, C, ...), float32 at least; sigma is (B,).
+    ``model`` is the network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if its output differs from x
+    in shape."""
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
     output = model(as_rows(scale, x) * x, network_times(sigma).to(x.dtype))
@@ -59,7 +60,7 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
 
 
 class EDMContext(NamedTuple):
-    """Input of the loss in addition to x_t and the network's time: the target of F, (B, C, ...), float32 at least."""
+    """Input of the loss besides x_t and the network's time: the target of F, (B, C, ...), float32 at least."""
 
     target: Tensor
 
@@ -71,8 +72,8 @@ def _checked(output: Tensor, x: Tensor) -> Tensor:
 
 
 class EDMTrajectory(Trajectory):
-    """The trajectory over the noise levels ``sigmas``, (n + 1,), falling; see ``karras_sigmas``. The model is F, as in
-    ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype."""
+    """The trajectory over the noise levels ``sigmas``, (n + 1,), descending; see ``karras_sigmas``. The model is F, as
+    in the function ``denoise``. A ``point`` is the noise level sigma, (B,), in x's dtype."""
 
     def __init__(self, sigmas: Tensor, sigma_data: float):
         self.sigma_data = sigma_data
@@ -110,7 +111,8 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: parameters of ln(sigma) in training. sigma_data: standard deviation of the data."""
+    """EDM. mean, std: those of the normal distribution of ln(sigma) in training. sigma_data: standard deviation of the
+    data."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"
@@ -129,8 +131,8 @@ class EDMObjective(Objective):
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
         """Return c_in (x_0 + sigma noise), the network's time in float32, and the target of F; ``t`` is sigma. The
-        target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise), so
-        that nothing cancels at small sigma."""
+        target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise),
+        which avoids cancellation at small sigma."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")
         x0, noise, sigma = at_least_float32(x0), at_least_float32(noise), t
@@ -140,8 +142,8 @@ class EDMObjective(Objective):
         return Prepared(x, network_times(sigma).float(), EDMContext(target))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8. It equals
-        lambda(sigma) |D(x; sigma) - x_0|^2 of eq. 2, because lambda = 1 / c_out^2 in table 1."""
+        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8. It is that of D(x;
+        sigma) times lambda(sigma), because lambda = 1 / c_out^2 in table 1."""
         (target,) = prepared.context
         return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 

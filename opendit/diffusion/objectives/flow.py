@@ -1,4 +1,4 @@
-"""Rectified flow: straight lines from data to noise, and a network that predicts their direction.
+"""Rectified flow: straight paths from data to noise, and a network that predicts the velocity along them.
 
     [H] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
     [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
@@ -11,9 +11,9 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predic
 ([E] eq. 13 and the text below it). The network's time is ``1000 t``, the range for which timestep embeddings are
 designed.
 
-The loss weights an error of the predicted x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise ratio.
-At high noise, the former weight is about 1 and the latter close to 0, so flow learns much sooner what a sample's
-high-noise steps decide. In clips, whose frames resemble each other, these steps decide even the subject
+The loss weights the squared error of the implied x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise
+ratio. At high noise, the former weight is about 1 and the latter close to 0. So flow learns much sooner what the
+high-noise steps determine. In clips, whose frames resemble each other, these steps determine even the subject
 (docs/log/2026-11-21-moving-digits-objective.md).
 
 With ``prediction`` "x", the network predicts x_0. x_0 lies near a manifold of few dimensions, whereas velocities fill
@@ -50,7 +50,7 @@ def uniform_times(u: Tensor) -> Tensor:
 
 
 def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Map uniform u to times with normal logit(t), so that the middle is more likely than the ends ([E] eq. 19)."""
+    """Map uniform u to times t with normal logit(t) ([E] eq. 19). The middle is more likely than the ends."""
     return torch.sigmoid(mean + std * torch.special.ndtri(u))
 
 
@@ -64,8 +64,8 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """Shift times towards the noise, [E] eq. 23, where ``shift`` is sqrt(m / n); 1 changes nothing. The shift keeps the
-    uncertainty about a picture the same when its resolution grows from n to m pixels."""
+    """Shift times towards the noise; a shift of 1 changes nothing. In [E] eq. 23, ``shift`` is sqrt(m / n), so that the
+    uncertainty about a picture stays the same when its resolution grows from n to m pixels."""
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -81,8 +81,9 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 
 def empirical_shift(tokens: int, steps: int) -> float:
-    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``): ln(shift) is linear in the number of tokens at
-    10 and at 200 steps, and is interpolated between them. Above 4300 tokens, the value at 200 steps is used."""
+    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``). For 10 and for 200 steps, ln(shift) is linear
+    in the number of tokens. For other numbers of steps, it is interpolated. Above 4300 tokens, always use the value for
+    200 steps."""
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return math.exp(most)
@@ -98,16 +99,16 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 class FlowContext(NamedTuple):
-    """Inputs of the loss besides x_t and the network's time: the target (B, C, ...) of the output, float32 at least,
-    and the weight (B,) of each sample's squared error."""
+    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...), the output's target, float32 at
+    least. weight: (B,), the weight of each sample's squared error."""
 
     target: Tensor
     weight: Tensor
 
 
 class ContrastContext(NamedTuple):
-    """``FlowContext`` with one more field. other: (B, C, ...), another sample's velocity, which the contrastive term
-    uses."""
+    """``FlowContext`` with one more field. other: (B, C, ...), the output for another sample's velocity, for [C]'s
+    term."""
 
     target: Tensor
     weight: Tensor
@@ -115,8 +116,8 @@ class ContrastContext(NamedTuple):
 
 
 def of_neighbours(x: Tensor) -> Tensor:
-    """Swap the samples of each pair (0 and 1, 2 and 3, ...) of x (B, ...); an unpaired last sample stays. Micro-batches
-    have even sizes and consecutive samples. So pairs are the same on any number of ranks."""
+    """Swap samples 0 and 1, 2 and 3, and so on, of x (B, ...); an unpaired last sample stays. If micro-batches have
+    even sizes and consecutive samples, the pairs are the same on any number of ranks."""
     return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
 
 
@@ -126,9 +127,10 @@ def network_times(t: Tensor) -> Tensor:
 
 
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
-    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64. terminal: stretch
-    the times so that the last nonzero time is ``terminal``, as Qwen-Image and LTX do (not for one step). shifted_end:
-    space the nonzero times evenly down to shift_times(1/1000) before the shift, as Stable Diffusion 3 does."""
+    """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64. terminal: for two
+    or more steps, stretch the times so that the last nonzero time is ``terminal``, as Qwen-Image and LTX do.
+    shifted_end: before the shift, space the nonzero times evenly from 1 to shift_times(1/1000), as Stable Diffusion 3
+    does."""
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
         last = shift / (TIME_SCALE + shift - 1)
@@ -141,12 +143,11 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
 
 
 def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the times of diffusers' UniPC for flows, and the inputs of the network there, each (``steps`` + 1,)
-    float64.
+    """Return the times of diffusers' UniPC for flows, and the network's times, each (``steps`` + 1,) float64.
 
-    Times are spaced evenly from 1 to 1/1000 and shifted; the last one is replaced by 0, and the first by 1 - 1e-6, so
+    Times are spaced evenly from 1 to 1/1000 and shifted. The last one is replaced by 0, and the first by 1 - 1e-6, so
     that lambda = ln((1 - t) / t) is finite. Times are rounded to float32, as in diffusers, because this changes 1 - t
-    of the first time by 1.3 %. The network's inputs are 1000 t, truncated to whole numbers.
+    of the first time by 1.3 %. The network's times are 1000 t, rounded down to integers.
     """
     # same order of operations as numpy.linspace, for equal rounding
     t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1
@@ -157,14 +158,15 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def noise_level(t: float) -> float:
-    """Return sigma, the ratio of noise to signal in x_t. It is infinite at t = 1, where no signal is left."""
+    """Return the noise level sigma, the ratio of noise to signal in x_t. It is infinite at t = 1, where no signal is
+    left."""
     return t / (1 - t) if t < 1 else math.inf
 
 
 class FlowTrajectory(Trajectory):
-    """The trajectory of rectified flow over ``times``, (n + 1,), falling. x at time 1 is noise times ``noise_scale``. A
-    ``point`` is the network's time, (B,) float32: 1000 t, or a value of ``network_times`` (n + 1,). The model returns
-    the velocity dx/dt, (B, C, ...), or x_0 with ``predicts_x``."""
+    """The trajectory of rectified flow over ``times``, (n + 1,), descending. x at time 1 is noise times
+    ``noise_scale``. A ``point`` is the network's time, (B,) float32: 1000 t, or the value in ``network_times`` (n +
+    1,). The model returns the velocity dx/dt, (B, C, ...), or x_0 with ``predicts_x``."""
 
     def __init__(
         self,
@@ -199,7 +201,7 @@ class FlowTrajectory(Trajectory):
 
 class SigmaTrajectory(FlowTrajectory):
     """A flow trajectory over x = x_0 + sigma noise with sigma as time, [K] eq. 1. This x equals (1 + sigma) times the
-    flow's x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), falling, all above 0."""
+    flow's x_t at t = sigma / (1 + sigma). ``sigmas``: (n + 1,), descending, all above 0."""
 
     def __init__(self, sigmas: Tensor):
         super().__init__(sigmas / (1 + sigmas))
@@ -227,21 +229,21 @@ class FlowObjective(Objective):
     Attributes:
         shift: see ``shift_times``; used in training and sampling.
         times_are: distribution of training times; ``mean`` and ``std`` are those of logit_normal.
-        prediction: the network's output, v or x.
+        prediction: the network's output: "v" for the velocity, "x" for x_0.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
         min_snr: gamma of [H]. Errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
-        contrast: weight of [C] eq. 6's term, which pushes the velocity away from another sample's velocity.
+        contrast: weight of the term in [C] eq. 6 that increases the distance to another sample's velocity.
         shift_tokens: number of tokens to which ``shift`` applies. Samples of m tokens get shift * sqrt(m /
             shift_tokens) ([E] eq. 23), so clips get more noise than pictures. None: one shift for all samples.
 
-    The other fields have no flags. They describe how public models are sampled.
+    The other fields have no flags. They describe public models.
 
         shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as in FLUX.
         shift_terminal, shifted_end: arguments of ``sampling_times``.
         discrete_times: True to sample at the times of the function ``discrete_times``.
-        least, most: limits of the training times, for a network that is used only between these times.
-        karras: True to sample at [K]'s noise levels from 80 to 0.002, and stop there; see ``SigmaTrajectory``.
-        empirical_tokens: number of tokens for ``empirical_shift``, which then replaces ``shift``; 0 until it is known.
+        least, most: bounds of the training times, for a network that is used only between them; None: 0 and 1.
+        karras: True to sample at [K]'s noise levels from 80 to 0.002, without a step to 0; see ``SigmaTrajectory``.
+        empirical_tokens: number of tokens for ``empirical_shift``; 0 until ``for_tokens`` sets it. None: use ``shift``.
     """
 
     name: ClassVar[str] = "flow"
@@ -328,7 +330,7 @@ class FlowObjective(Objective):
         return empirical_shift(self.empirical_tokens, steps) if self.empirical_tokens else self.shift
 
     def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
-        """Map u in (0, 1) to times. Rescale u first so that all times lie between ``least`` and ``most``."""
+        """Map u in (0, 1) to shifted times. First rescale u, so that all times lie between ``least`` and ``most``."""
         made = TIME_SAMPLING[self.times_are]
         if self.times_are == "logit_normal":
             made = partial(logit_normal_times, mean=self.mean, std=self.std)
@@ -370,13 +372,12 @@ class FlowObjective(Objective):
             return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
         snr = ((1 - t) / (self.noise_scale * t)) ** 2
         of_x = snr.clamp(max=self.min_snr)
-        # ``of_x`` weights squared errors of x_0. An error of x_0 is t times the velocity's error, so its square has the
-        # factor t^2.
+        # ``of_x`` weights squared errors of x_0. These are t^2 times the velocity's squared errors.
         return of_x if self.prediction == "x" else t**2 * of_x
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample. Subtract ``contrast`` times
-        the error against the target for another sample's velocity."""
+        """Return the weighted mean squared error of ``output`` (B, C, ...) for each sample. Before weighting,
+        ``contrast`` times the mean squared error against ``other`` is subtracted."""
         target, weight, *others = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
@@ -406,7 +407,8 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings. Those that older checkpoints do not contain are left out if they are unused."""
+        """Return the name and the settings, without those that have no effect. Older checkpoints lack some of the
+        latter."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}
@@ -417,13 +419,13 @@ OBJECTIVE = FlowObjective
 
 class PublishedSchedule(NamedTuple):
     """The objective and the sampler of a public model's pipeline. If the shift depends on the number of tokens,
-    ``for_tokens`` computes it."""
+    ``objective.for_tokens`` computes it."""
 
     objective: FlowObjective
     sampler: str
 
 
-# Settings for which only one value is supported, which is the default in diffusers 0.42.1.
+# Settings for which only one value is supported, the default in diffusers 0.42.1.
 ALWAYS = {"num_train_timesteps": 1000}
 CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
@@ -465,9 +467,10 @@ def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, kar
     """Convert a scheduler's configuration in diffusers, as in ``scheduler_config.json``. shifted_end, karras: see
     ``Family``.
 
-    FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) takes its times from the pipeline, evenly spaced from 1
-    to 1 / steps. UniPCMultistepScheduler (Wan) needs ``use_flow_sigmas``. Raises ValueError that names a setting that
-    is not supported. Unknown settings are accepted if they are off, because newer versions of diffusers write them.
+    FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) gets its times from the pipeline, evenly spaced from 1
+    to 1 / steps. UniPCMultistepScheduler (Wan) must have ``use_flow_sigmas`` on. Raises ValueError for a setting that
+    is not supported; the message names it. Unknown settings are accepted if they are off, because newer versions of
+    diffusers write such settings.
     """
     name = config.get("_class_name")
     if name not in READERS:

@@ -1,4 +1,4 @@
-"""MeanFlow: a network that predicts the mean velocity over an interval of times, for samples in one or two steps.
+"""MeanFlow: a network that predicts the mean velocity over an interval of times, for sampling in one or two steps.
 
     [M] Geng et al., "Mean Flows for One-step Generative Modeling", arXiv 2505.13447
     [I] Geng et al., "Improved Mean Flows", arXiv 2512.02012
@@ -8,11 +8,12 @@ mean velocity from r to t on the path through x_t, so that x_r = x_t - (t - r) u
 
     u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
 
-The right side, without a gradient, is the training target of u. In du/dt, the network's own u(x_t, t, t) replaces v,
-because noise - x_0 varies from sample to sample ([I] sec. 4.1). At r = t, the loss is that of ``flow``.
+The right side, without a gradient, is the training target of u. In du/dt, the network's u(x_t, t, t) replaces v,
+because noise - x_0 is only a noisy estimate of the velocity at x_t ([I] sec. 4.1). At r = t, the loss is that of
+``flow``.
 
 Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where this u is computed without
-condition. So guided sampling evaluates the network once per step instead of twice.
+condition. So sampling with guidance evaluates the network once per step instead of twice.
 """
 
 import math
@@ -34,8 +35,8 @@ SMALLEST = 1e-3  # added to the squared error before a sample's gradient is divi
 
 
 class Network(Protocol):
-    """The network as ``MeanFlowObjective.complete`` calls it, without gradients. ``rows`` are the indices of x's
-    samples in the micro-batch."""
+    """The network, as ``MeanFlowObjective.complete`` calls it, without gradients. x is a part of the micro-batch, and
+    ``rows`` holds the indices of x's samples in the micro-batch."""
 
     dropped: Tensor  # (B,) bool: True for samples that have the null condition
 
@@ -51,8 +52,8 @@ class Network(Protocol):
 
 
 class MeanFlowContext(NamedTuple):
-    """Input of the loss in addition to x_t and the network's time. target: (B, C, ...), the target of the output: noise
-    - x_0, until :meth:`MeanFlowObjective.complete` replaces it. interval: (B,), t - r."""
+    """Inputs of the loss besides x_t and the network's time. target: (B, C, ...), the output's target: noise - x_0,
+    until :meth:`MeanFlowObjective.complete` replaces it. interval: (B,), t - r."""
 
     target: Tensor
     interval: Tensor
@@ -85,9 +86,9 @@ class MeanFlowTrajectory(FlowTrajectory):
 
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
-    """Improved MeanFlow. mean, std: of the normal logits of t and r. share: fraction of samples with r < t; the others
-    have r = t. guidance: w in the module's docstring; 1 means none. power: a sample's gradient is divided by its
-    squared error to this power."""
+    """Improved MeanFlow. mean, std: those of the normal logits of t and r. share: fraction of samples with r < t; the
+    others have r = t. guidance: w in the module's docstring; 1 means no guidance. power: exponent p; a sample's
+    gradient is divided by (squared error) ** p."""
 
     name: ClassVar[str] = "meanflow"
     preview_sampler: ClassVar[str] = "euler"
@@ -159,7 +160,7 @@ class MeanFlowObjective(Objective):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        return ("euler",)  # other samplers also need the slope at the end of a step
+        return ("euler",)  # other samplers would combine mean velocities over different intervals
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep[:, 0]
