@@ -24,9 +24,9 @@ from opendit.common.safe_files import make_folder
 from opendit.config.names import WHOLE
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP. A run that
-# an earlier version began with --ema_warmup keeps FIRST_WARMUP, so that its decay is at most (1 + n) / (10 + n). Rate
-# 0: no warm-up.
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs use the rate WARMUP. Runs that
+# an earlier version began with --ema_warmup keep FIRST_WARMUP, so that the bound is (1 + n) / (10 + n). Rate 0: no
+# warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
@@ -101,8 +101,7 @@ class EMA:
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) for every parameter of one average. All ranks must iterate together, and each
-        gets the full tensors."""
+        """Yield (name, full fp32 tensor) for every parameter of one average. All ranks must iterate together."""
         for name, shard in self.averages[which].items():
             yield name, self.engine.layout.gather(name, shard)
 
@@ -167,8 +166,7 @@ class Profile:
 
 
 def exponent_of(width: float) -> float:
-    """Return the exponent (gamma) of the power average whose profile has this ``width``, the largest root of EDM2's eq.
-    127.
+    """Return the exponent (gamma) of the power average with this ``width``, the largest root of EDM2's eq. 127.
 
     width: between 0 and 0.288, both excluded. At 0.288, the exponent is 0."""
     inverse = width**-2
@@ -176,8 +174,7 @@ def exponent_of(width: float) -> float:
 
 
 def correlation(one: Profile, other: Profile) -> float:
-    """Return the inner product of two profiles, a sum over all updates, in the limit of many updates (EDM2, eq.
-    149)."""
+    """Return the inner product of two profiles over all updates, in the limit of many updates (EDM2, eq. 149)."""
     early, late = sorted((one, other), key=lambda profile: profile.updates)
     a, b = exponent_of(early.width), exponent_of(late.width)
     return (a + 1) * (b + 1) * (early.updates / late.updates) ** b / ((a + b + 1) * late.updates)
@@ -192,8 +189,7 @@ def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
 
 
 class _Sum(Mapping[str, Tensor]):
-    """A mapping whose floating-point tensors are weighted sums of the mappings ``parts``, computed on access. Other
-    tensors come from the last part."""
+    """A weighted sum of the mappings ``parts``, computed on access. Integer tensors come from the last part."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]], factors: Sequence[float]):
         self._parts, self._factors = parts, factors

@@ -112,8 +112,7 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Explain an error. Torch's message is not shown, because it tells the user how to load the unsafe file
-    regardless."""
+    """Explain an error of torch.load, whose own message tells the user how to load the unsafe file regardless."""
     if call := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return (
             f"{path} is refused: it would run code when loaded ({call[1]}). Weights are tensors in plain containers; "
@@ -189,8 +188,7 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ DiTPipeline folders
 
-# Layer names, OpenDiT's -> diffusers'. OUTER and EMBEDDERS hold the layers outside of the blocks, BLOCK those of a
-# block.
+# Layer names, OpenDiT's -> diffusers'. OUTER and EMBEDDERS are the layers outside of the blocks, BLOCK those inside.
 OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}  # fmt: skip
 EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
@@ -352,8 +350,7 @@ class PublishedFolder:
 
 
 def expert_of(folder: Path) -> str | None:
-    """Return "high" or "low" for the folder of one of a pipeline's two networks, which it uses at high and low noise.
-    Return None for other folders."""
+    """Return "high" or "low" for the folder of a pipeline's network for high or low noise; None for other folders."""
     path = folder.parent / PIPELINE_INDEX
     if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
         return None
@@ -486,9 +483,8 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
 
 
 def read_published(folder: str | Path) -> Weights:
-    """Open a public model's folder. Return the weights by OpenDiT's names, with the model's settings, such as its
-    schedule, in ``info``. A weight is read from its file on access. Raises the errors of :func:`open_published` and
-    ``published_schedule``."""
+    """Return a public model's weights by OpenDiT's names, with its settings, such as the schedule, in ``info``. A
+    weight is read from its file on access. Raises the errors of :func:`open_published` and ``published_schedule``."""
     opened = open_published(folder)
     family, info = opened.family, {}
     root, variant = opened.pipeline, opened.family.variant(opened.index)
@@ -507,8 +503,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            # Families with the shift "empirical" compute a dynamic shift by FLUX.2's formula. A constant shift is
-            # unchanged.
+            # Families with the shift "empirical" compute every dynamic shift by FLUX.2's formula.
             if family.shift == "empirical" and objective.shift_tokens is not None:
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}

@@ -127,17 +127,15 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 
 
 class Merged(Mapping[str, Tensor]):
-    """Base weights plus LoRA products, with the fully trained weights ``full`` in place of the base's. All use
-    OpenDiT's names. A weight is computed on access: the products of all LoRAs are added in fp32, then the sum is cast
-    to the base's dtype."""
+    """Base weights plus LoRA products, with the fully trained weights ``full`` in place of the base's, all by OpenDiT's
+    names. A weight is computed on access: its products are added in fp32, and the sum is cast to the base's dtype."""
 
     def __init__(self, base: Mapping[str, Tensor], products: Products, full: Mapping[str, Tensor]):
         self._base, self._products, self._full = base, products, full
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-        """Return name -> (dtype, shape) of every weight without computing a weight; None if the base does not know
-        them."""
+        """Return name -> (dtype, shape) of every weight, without computing one; None if the base does not know them."""
         return getattr(self._base, "kinds", None)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -164,8 +162,7 @@ class Merged(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
-        """Merge products and fully trained weights into a model that has the base's weights, one weight at a time on
-        the model's device.
+        """Merge products and full weights into a model with the base's weights, one weight at a time on its device.
 
         layout: for a model that holds parts of its weights, the layout of these parts."""
         for name, parameter in model.named_parameters():
@@ -217,8 +214,8 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Swap the two halves of the rows in the layers ``family.exchanged``, where the authors' order of the halves is not
-    the published one."""
+    """Swap the halves of the rows in the layers ``family.exchanged``, where the authors' order is not the published
+    one."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged
@@ -236,8 +233,7 @@ def of_file(
     notes: list[str] | None = None,
 ) -> Products:
     """Return the products of a LoRA file for a public model, by OpenDiT's names. The file may use the names of
-    diffusers, peft, ComfyUI or kohya's trainers. Without alphas in the file, alpha comes from the metadata or equals
-    the rank.
+    diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from the metadata or is the rank.
 
     Args:
         opened: the model's folder.

@@ -50,8 +50,8 @@ class _Place:
     sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs of consecutive elements of the joined tensor that form a range along ``dim``, or a shard of
-        it."""
+        """Return the runs of consecutive elements that form a range of the joined tensor along ``dim``, or its
+        shard."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 
@@ -59,8 +59,7 @@ class _Place:
 class Reading:
     """A shard that has not been read yet.
 
-    shape: shape of the shard. dtype: the stored dtype, or the promoted dtype of stored tensors with different
-    dtypes."""
+    shape: shape of the shard. dtype: the stored dtype, promoted if several stored tensors differ in dtype."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -169,15 +168,15 @@ class MatchedTensors(TensorSet):
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened tensor of the source. The last one is cached, because several tensors of this set often
-        share it."""
+        """Return a flattened tensor of the source, cached until the next call, because several tensors often share
+        it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor, or only a shard of the tensor, in the stored dtype or in ``dtype``. The result may be a view
-        of the file."""
+        """Return a tensor, or a shard of it, in the stored dtype or in ``dtype``. The result may be a view of the
+        file."""
         reading = self.reading(name, shard)
         full = reading.view()
         if full is None:
@@ -241,9 +240,8 @@ class DeviceReader:
     """A ``Values`` callable that copies shards to a device's memory in their stored dtype, so that the device can cast
     them. On the CPU, a result may be a view of the file.
 
-    Shards are read in pieces. torch's CPU threads copy a piece from the mapped file into a page-locked buffer. The
-    buffer is then copied to the device while the next piece is read. A rank therefore needs only BUFFERS * BUFFER_BYTES
-    of host memory.
+    Shards are read in pieces. torch's CPU threads copy a piece from the mapped file into a page-locked buffer. It is
+    then copied to the device while the next piece is read. So a rank needs only BUFFERS * BUFFER_BYTES of host memory.
 
     otherwise: called for parameters that ``tensors`` does not have, such as LoRA parameters."""
 
@@ -304,9 +302,8 @@ def fill(
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Set a model's parameters, or this rank's part of each parameter, to the values of ``tensors``. A parameter on the
-    meta device gets memory on ``device`` in ``dtype``, by default the stored dtype. Other parameters keep their memory
-    and dtype. Buffers do not change.
+    """Set a model's parameters, or this rank's part of each, to the values of ``tensors``. A parameter on the meta
+    device gets memory on ``device`` in ``dtype``, by default the stored dtype. Others keep their memory and dtype.
 
     layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
     ValueError if names or shapes differ; the message is one line with the first difference."""

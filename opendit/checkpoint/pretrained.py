@@ -64,9 +64,8 @@ ROUNDING = 1e-6  # largest accepted difference from a table in Meta's files, whi
 def find_weights(path: str | Path, which: str = "ema") -> Path:
     """Find the weights at a path: a file, a folder with weights, a checkpoint's folder, a run's folder (its newest
     checkpoint is used), or a folder of a public model or of diffusers' DiTPipeline. Return a .safetensors or .pt file,
-    the index of several files, or model_index.json or config.json of a folder. If a checkpoint has lost its weights
-    file, return the missing file's path; :func:`read_weights` reports the loss. ``which`` is a checkpoint's set of
-    weights.
+    the index of several files, or model_index.json or config.json of a folder. For a checkpoint without its weights
+    file, return the missing file's path; :func:`read_weights` reports the loss.
 
     Raises FileNotFoundError if the path has no weights; the message lists what was looked for. Raises ValueError if the
     path is a link ``latest`` or ``best`` that does not lead to a checkpoint in the same folder."""
@@ -102,8 +101,8 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Return the error message for a link ``latest`` or ``best`` that leads anywhere but to a checkpoint in the same
-    folder, else None."""
+    """Return the error message if ``folder`` is a link that doesn't lead to a checkpoint in the same folder, else
+    None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -124,8 +123,8 @@ def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = 
     intact checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this
     function; they divide the verification and get the same result.
 
-    Raises FileNotFoundError or ValueError, on every rank, if the weights are missing, damaged or unreadable, or if no
-    checkpoint is intact."""
+    Raises FileNotFoundError or ValueError, on every rank, if the weights are missing or damaged, or no checkpoint is
+    intact."""
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
 
@@ -133,8 +132,7 @@ def use_newest(
     path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
 ) -> T:
     """Return ``use(weights)`` for the weights that :func:`read_newest` finds. ``use`` runs while a thread verifies the
-    weights. If a checkpoint is damaged, the result or error of ``use`` is discarded, and ``use`` is called for the next
-    older checkpoint."""
+    weights. If a checkpoint is damaged, the result or error of ``use`` is discarded, and the next older one is used."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -153,8 +151,7 @@ def use_newest(
 
 def read_info(path: Path) -> dict[str, Any]:
     """Read and check the metadata of an OpenDiT weights file (opendit.checkpoint.schema), or derive them from a public
-    model's folder. Return {} for other files. Weights are not read. Raises ValueError with one line that names the file
-    and the field."""
+    model's folder; {} for other files. Raises ValueError with one line that names the file and the field."""
     if folder := folder_of(path):
         return read_published(folder).info
     if not is_set(path):
@@ -189,8 +186,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
-    """Call :func:`_use`, and return the result of ``use``. Raises ValueError for damaged weights; the message names the
-    newest intact earlier checkpoint."""
+    """Return ``use(weights)``. The ValueError for damaged weights names the newest intact earlier checkpoint."""
     problem, made = _use(path, group, use)
     if problem is None:
         return cast(T, made)  # None only if there is a problem
@@ -293,8 +289,7 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 class FirstWeights:
     """Initial values for any shard of any parameter when training starts from pretrained weights. They come from the
-    file (only the shard is read), from a small tensor that the adaptation ``start`` computed, or from ``initial``, the
-    random initialization."""
+    file, from a small tensor that the adaptation ``start`` computed, or from the random initialization ``initial``."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
@@ -425,8 +420,8 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Reduce each layer to this rank's part under tensor parallelism, and return the parts' layout. Without tensor
-    parallelism, return None."""
+    """With tensor parallelism, reduce each layer to this rank's part, and return the parts' layout. Else return
+    None."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -456,9 +451,9 @@ def _with_lora(
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``base`` and merge weighted LoRAs of runs and of files. The other arguments are those of
-    :func:`load_pretrained`. Return the model, and the weights of the first LoRA run, or ``base`` if all LoRAs are
-    files."""
+    """Build the model of ``base`` and merge ``added``, LoRAs and their factors. Other arguments: see
+    :func:`load_pretrained`. Return the model, and the weights of the first LoRA of a run, or ``base`` if all LoRAs are
+    files of other programs."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}

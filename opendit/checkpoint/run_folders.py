@@ -157,8 +157,7 @@ def checkpoints_in(run: Path) -> list[Path]:
 def named_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that a run's ``latest`` or ``best`` names: a symbolic link, which is read but never
     followed, or a file with a name. Return any other folder unchanged, also a ``latest`` or ``best`` that is a folder
-    or missing. Raises ValueError, with one line, if the name is not ``step_*``, the name of a checkpoint in the same
-    folder."""
+    or missing. Raises ValueError, with one line, if the name is not ``step_*``."""
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
@@ -179,8 +178,7 @@ def named_checkpoint(folder: Path) -> Path:
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
     """Return the newest run folder that has a checkpoint, or None.
 
-    model: search only runs of this model; None: of any. video: if ``model`` is None, search only runs of models for
-    clips."""
+    model: search only runs of this model. video: without ``model``, search only runs of models for clips."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
     return next((run for run in runs if checkpoints_in(run)), None)
@@ -253,8 +251,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 def _in_run(folder: Path) -> Path:
-    """Return a checkpoint's absolute path. Links are resolved only if the parent folder is not called
-    ``checkpoints``."""
+    """Return a checkpoint's absolute path. Resolve links unless the parent folder is called ``checkpoints``."""
     folder = Path(os.path.abspath(folder))
     return folder if folder.parent.name == CHECKPOINTS else folder.resolve()
 
@@ -462,8 +459,8 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a data loader's worker. Otherwise the child would hold the locks
-    after its parent has ended."""
+    """Close the lock files in a forked child, such as a data loader's worker, which would hold them after its parent
+    ends."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

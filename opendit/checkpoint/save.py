@@ -191,8 +191,7 @@ class WholeTensorFiles:
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the remaining files. Rank 0 calls this after all ranks have written. Here, no files remain, so the
-        manifest's entries for them are empty."""
+        """Return no manifest entries, because :meth:`write` has written all files. See :meth:`ShardFiles.finish`."""
         return {}
 
 
@@ -229,8 +228,7 @@ class ShardFiles:
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}
-        # Gather these from all ranks, because with pipeline parallelism, a rank knows only the parameters of its own
-        # stages.
+        # Gather these, because with pipeline parallelism, a rank knows only the parameters of its own stages.
         everywhere = channel.gather((shapes, moments, buffers))
         self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
@@ -273,8 +271,7 @@ class ShardFiles:
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Write the indices. Rank 0 calls this after all ranks have written. Return the manifest's entries for the
-        indices."""
+        """Write the indices, and return their manifest entries. Rank 0 calls this after all ranks have written."""
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
@@ -398,11 +395,9 @@ class BestCheckpoint:
                     continue
 
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
-        """Compare the checkpoint just saved, which has this ``state``, with the best one, and set the link. Raises
-        OSError if the link can't be set."""
+        """Compare the checkpoint just saved with the best one, and set the link. Raises OSError if it can't be set."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        # set the link even if the best checkpoint is unchanged, because before a resume, the link may have named
-        # another one
+        # set the link even if the best checkpoint is unchanged: before a resume, it may have named another one
         if self.folder is not None:
             point_to(checkpoints / BEST_LINK, self.folder)
 

@@ -80,7 +80,7 @@ TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Create the pydantic model that checks the JSON form of dataclass ``kind``, which may also have a string
+    """Create the pydantic model that checks the JSON form of dataclass ``kind``, with an optional string field
     ``tag``."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
@@ -281,8 +281,7 @@ class StateFile(JsonObject):
 
 
 class RunConfig(OpenJsonObject):
-    """The content of a run's config.json. Only the list of the run's starts and resumes is read, by
-    opendit.training.fingerprint."""
+    """The part of a run's config.json that opendit.training.fingerprint reads: the run's starts and resumes."""
 
     starts: Annotated[list[Any], MaxLen(100_000)] = []
 

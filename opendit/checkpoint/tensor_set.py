@@ -151,8 +151,7 @@ def index_from(value: dict[str, Any]) -> ShardIndex:
 
 
 def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
-    """Return the shard that results from applying cuts, each [dim or None, start, stop, ...], to a tensor of this
-    shape."""
+    """Return the shard that cuts, each [dim or None, start, stop, ...], select in a tensor of this shape."""
     slices = []
     for dim, *edges in cuts:
         if dim is not None and dim >= len(shape):
@@ -197,14 +196,13 @@ class TensorSet(Mapping[str, Tensor]):
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for part ``part`` of ``parts`` of the stored tensors, without copies. A tensor in shards
-        is yielded shard by shard."""
+        """Yield (name, tensor or shard) for part ``part`` of ``parts`` of all stored tensors or shards, without
+        copies."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the headers of part ``part`` of ``parts`` of the files with an index of shards, if there is one.
-        Raises ValueError if they differ."""
+        """Raise ValueError if the header of a file of shards in part ``part`` of ``parts`` contradicts the index."""
 
     def close(self) -> None:
         self._files.clear()
@@ -315,8 +313,8 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False if a fast check shows that two sets of runs share no element, else True. The check excludes most
-    files that a rank need not read."""
+    """Return False if a fast check shows that two sets of runs share no element, which excludes most files; else
+    True."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -327,8 +325,7 @@ def is_set(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[str]:
-    """Return the names of the files that an index ``path`` lists; [] for a single file. Raises the errors of
-    :func:`open_set`."""
+    """Return the files that an index ``path`` lists; [] for a single file. Raises the errors of :func:`open_set`."""
     if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))

@@ -58,8 +58,8 @@ def cfg_model(
     guided_channels: int | None = None,
     rescaled: str = "",
 ) -> Model:
-    """Return a model of (x, t) with classifier-free guidance, uncond + scale * (cond - uncond), [G] eq. 6. Its output
-    is float32 at least.
+    """Return a model of (x, t) with guidance, uncond + scale * (cond - uncond), [G] eq. 6, and output of float32 at
+    least.
 
     Args:
         model: ``model(x, t, y)``, called once per step with the conditional and the unconditional batch concatenated
@@ -98,8 +98,7 @@ def cfg_model(
 
 
 # Users round noise levels to about three digits, such as 157 for the 157.4 of DDPM's noisiest timestep. So levels that
-# differ by less than this fraction count as equal. The levels of neighbouring timesteps differ by at least 0.5 %, even
-# for 1,000 timesteps.
+# differ by less than this fraction count as equal. Neighbouring levels of 1,000 timesteps differ by at least 0.5 %.
 SAME_LEVEL = 0.003
 
 

@@ -2,8 +2,7 @@
 
 Every number that training or sampling draws for a sample is a pure function of ``(seed, step, index of the sample in
 the global batch, stream)``. So ranks that share a sample agree without communication, and ranks with different samples
-draw independent numbers. A run resumes exactly without stored generator states, and 1, 2 or 8 GPUs draw the same
-numbers.
+draw independent numbers. A run resumes exactly without stored generator states, on any number of GPUs.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It is written
 in torch's int64 arithmetic and, where kernels are available, as one kernel. CPU and GPU give the same bits.
@@ -51,8 +50,7 @@ def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run ten Philox rounds, and return four int64 tensors of uniform 32-bit values. ``counter``: four broadcastable
-    int64 tensors of 32-bit values. ``seed``: the 64-bit key, or an int64 tensor of keys, broadcastable with the
-    counter."""
+    int64 tensors of 32-bit values. ``seed``: a 64-bit key, or an int64 tensor of keys, broadcastable with them."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -70,8 +68,7 @@ def philox4x32(
 
 def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
     """Return uniform 32-bit integers, (B, count) int64, for the samples with indices ``index`` (B,) int64 in step
-    ``step``. Seed and step may be (B,) int64 on index's device, with one value per sample. A sample's bits don't depend
-    on the other samples."""
+    ``step``. Seed and step may be (B,) int64 on index's device. A sample's bits don't depend on other samples."""
     if (
         not isinstance(seed, Tensor)
         and not isinstance(step, Tensor)
@@ -156,8 +153,7 @@ def draw_conditioning_frames(mode: str | None, latents: Tensor, seed: int, step:
 def draw_route(
     route: TokenRoute | None, tokens: int | None, seed: int, step: int, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the results of :func:`draw_kept_tokens`, which is None from step ``route.until`` on, and
-    :func:`draw_dropped`."""
+    """Return the result of :func:`draw_kept_tokens`, None from step ``route.until`` on, and of :func:`draw_dropped`."""
     sparse = route is not None and (route.until is None or step < route.until)
     kept = draw_kept_tokens(route if sparse else None, tokens, seed, step, index)
     return kept, draw_dropped(route, 0.0 if route is None else route.drop, seed, step, index)

@@ -1,8 +1,7 @@
 """Samplers, and the trajectories from noise to data that they follow.
 
 Every objective has a class of trajectories, such as ``DDPMTrajectory``, which defines the meaning of the network's
-output. A sampler works with any trajectory that defines the method named by ``Sampler.needs``: ``denoise``, ``slope``,
-or another one.
+output. A sampler works with any trajectory that defines the method ``Sampler.needs``, such as ``denoise`` or ``slope``.
 
 To add a sampler, write a subclass of :class:`Sampler` here, give it a name in :data:`SAMPLERS`, and add the name to
 ``ALL_SAMPLERS`` in opendit/config/names.py.
@@ -124,8 +123,7 @@ NoiseFn = Callable[[int], Tensor]
 
 
 class State(NamedTuple):
-    """State of most samplers between two steps. The states of the others are also NamedTuples of tensors with a field
-    ``x``."""
+    """State of most samplers between two steps. Every sampler's state is a NamedTuple of tensors with a field ``x``."""
 
     x: Tensor  # (B, C, ...), float32 or float64
 
@@ -133,13 +131,12 @@ class State(NamedTuple):
 class StepWeights(NamedTuple):
     """A step as weighted sums, which kernels can compute in one pass.
 
-    The weights in a list are in this order: the state's fields, the model's outputs in this step's evaluations, the
-    noise.
+    The order of weights is: the state's fields, the model's outputs in this step's evaluations, the noise.
 
     inputs: for each evaluation of the model, the weights of the state's fields and of the earlier outputs in the
     model's input. after: for each field of the next state, the weights of all terms. noise: False if the step adds no
-    noise; its weight is then omitted. variance: (p, q) if the model also has a variance output v. The noise's weight in
-    x is then exp(p + q v).
+    noise; its weight is then omitted. variance: for a model with variance output v, (p, q), where exp(p + q v) is the
+    noise's weight in x.
     """
 
     inputs: tuple[tuple[float, ...], ...]
@@ -228,8 +225,7 @@ class EulerInputs(NamedTuple):
 
 
 class SlopeSampler(Sampler):
-    """Base class of samplers for dx/dtime = slope(x, time) whose step moves x along one slope, which subclasses
-    choose."""
+    """Base class of samplers for dx/dtime = slope(x, time). A step moves x along one slope, which subclasses choose."""
 
     needs = "slope"
 
@@ -361,8 +357,8 @@ class DDPMInputs(NamedTuple):
 
 class DDPMSampler(Sampler):
     """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7. The variance
-    is the model's if the model predicts one ([N] eq. 15), otherwise the posterior's beta-tilde. Raises ValueError
-    without ``noise_fn``."""
+    is the model's if it has one ([N] eq. 15), else the posterior's beta-tilde. Raises ValueError without
+    ``noise_fn``."""
 
     needs = "predict"
 
@@ -470,8 +466,7 @@ class DPMSolver2M(Sampler):
 
 # ------------------------------------------------------------------------------------------ UniPC
 
-# Upper bound of noise levels in UniPC. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf. diffusers
-# starts at t = 1 - 1e-6 instead.
+# Upper bound of noise levels in UniPC. At t = 1, a flow has no signal, and lambda = -ln(level) would be -inf.
 HIGHEST_LEVEL = 1e6
 
 

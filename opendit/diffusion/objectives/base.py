@@ -50,14 +50,12 @@ class Objective(ABC):
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
 
     def for_tokens(self, tokens: int) -> "Objective":
-        """Return the objective for samples of ``tokens`` tokens: this one, unless it depends on the number of
-        tokens."""
+        """Return the objective for samples of ``tokens`` tokens: this one, unless it depends on their number."""
         return self
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:
-        """Map u (B,), float64 in (0, 1), to times (B,). The map is monotonic, so close values of u have similar
-        noise."""
+        """Map u (B,), float64 in (0, 1), to times (B,). It is monotonic, so close values of u have similar noise."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
@@ -73,8 +71,8 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,) in float32 at least, for the network's output at ``prepared``. Raises
-        ValueError for a wrong shape."""
+        """Return the loss of each sample, (B,), float32 at least, for the network's output. Raises ValueError for a
+        wrong shape."""
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
@@ -132,7 +130,7 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """The settings that define the meaning of the network's input and output. The others only weight or select
+        """The settings that define the meaning of the network's input and output, not those for the choice of
         samples."""
         return {"objective": self.name}
 
@@ -178,8 +176,7 @@ def sample_latents(
             index.
         cfg_interval: range of noise levels (``Objective.noise_level``) in which guidance is applied; None: everywhere.
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        forward: called by guidance as ``forward(x, t, y)`` instead of ``model``, such as a parallel wrapper around the
-            model.
+        forward: called by guidance as ``forward(x, t, y)`` instead of ``model``, such as a parallel wrapper of it.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
     guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels, model.config.rescaled_guidance)
@@ -192,8 +189,8 @@ def sample_latents(
 def sample_in_batches(
     model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (index, latents) for up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may be
-    on the CPU."""
+    """Yield (index, latents) of up to ``batch_size`` samples; see :func:`sample_latents`. ``index`` may be on the
+    CPU."""
     for first in range(0, len(index), batch_size):
         rows = slice(first, first + batch_size)
         yield index[rows], sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)

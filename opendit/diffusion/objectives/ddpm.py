@@ -52,9 +52,8 @@ def space_timesteps(T: int, num_steps: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class DDPM:
-    """A noise schedule of n steps. In all methods, ``t`` (B,) int64 holds indices in [0, n), and the network gets
-    ``model_timesteps(t)``. x is (B, ...) of any rank. Methods with x raise ValueError unless ``t`` has one int64 per
-    sample."""
+    """A noise schedule of n steps. In all methods, ``t`` (B,) int64 holds indices in [0, n), and x is (B, ...). The
+    network gets ``model_timesteps(t)``. Methods with x raise ValueError unless ``t`` has one int64 per sample."""
 
     betas: Tensor  # (n,) float64, like the next four tables
     alphas_cumprod: Tensor
@@ -67,8 +66,8 @@ class DDPM:
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
         """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. [B] eq. 4 uses d / 64
-        for pictures of d pixels per side. ``shift_times`` does the same for flow. Raises ValueError as ``linear_betas``
-        does."""
+        for pictures of d pixels per side. ``shift_times`` does the same for flow. Raises ValueError for a small
+        ``T``."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
             return linear
@@ -139,7 +138,7 @@ class DDPM:
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the coefficient tables on ``device``, by name. They are copied once, so no training step waits for a
+        """Return name -> coefficient table on ``device``. Tables are copied once, so no training step waits for a
         copy."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
@@ -154,8 +153,7 @@ class DDPM:
                 "max_log_var": self.betas.log(),
                 "snr": ac / (1 - ac),
             }
-            # A table created in inference mode would be an inference tensor, which autograd can't save for a backward
-            # pass.
+            # A table created in inference mode would be an inference tensor, which autograd can't save for backward.
             with torch.inference_mode(False):
                 self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
                 self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
@@ -184,8 +182,7 @@ class DDPM:
         return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
 
     def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Return alpha noise - sigma x_0, the derivative of x_t with respect to the angle arctan(sigma / alpha), [S]
-        appendix D."""
+        """Return alpha noise - sigma x_0, the derivative of x_t by the angle arctan(sigma / alpha), [S] appendix D."""
         return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
 
     def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
@@ -213,9 +210,8 @@ class DDPM:
 
 class DDPMTrajectory(Trajectory):
     """The trajectory over the timesteps of ``schedule``, which may have only some of the training timesteps. A
-    ``point`` (B,) int64 indexes the schedule. The model gets the training timesteps, (B,) int64, and returns eps (B, C,
-    ...), or eps and the variance output (B, 2C, ...). ``clip_denoised`` clips each predicted x_0 to [-1, 1], for pixels
-    but not latents."""
+    ``point`` (B,) int64 indexes the schedule. The model gets training timesteps, (B,) int64, and returns eps (B, C,
+    ...), or eps and the variance output (B, 2C, ...). ``clip_denoised``: clip x_0 to [-1, 1], for pixels."""
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
         self.schedule, self.clip_denoised = schedule, clip_denoised
@@ -229,9 +225,8 @@ class DDPMTrajectory(Trajectory):
         return steps.flip(0)[:, None].repeat(1, len(x))
 
     def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the model's x_0, eps and variance output v at x (B, C, ...), each in x's shape; v is None without
-        learned variance. With clipping, eps is computed from the clipped x_0. Raises ValueError if the output doesn't
-        fit x."""
+        """Return the model's x_0, eps and variance output v at x (B, C, ...), each in x's shape; v may be None. With
+        clipping, eps is computed from the clipped x_0. Raises ValueError if the output doesn't fit x."""
         eps, v = split_output(model(x, self.schedule.model_timesteps(point)).to(x.dtype), x)
         denoised = self.schedule.predict_x0(x, point, eps)
         if self.clip_denoised:
@@ -243,8 +238,7 @@ class DDPMTrajectory(Trajectory):
         return self.predict(model, x, point)[0]
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """Return x_0 = (x - sigma eps) / alpha as a weighted sum of x and the model's output eps; None with
-        clipping."""
+        """Return x_0 = (x - sigma eps) / alpha as a weighted sum of x and the output eps; None with clipping."""
         kept = self.alphas_cumprod[k]
         return None if self.clip_denoised else LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
 
@@ -320,15 +314,13 @@ def training_loss(
 
 def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
     """Return weights (B,) float32 that turn the prediction's squared error into min(SNR, gamma) times that of x_0, [M]
-    sec. 3.4. Compared with x_0's squared error, eps's is SNR = alpha^2 / sigma^2 times as large, the velocity's SNR + 1
-    times."""
+    sec. 3.4. The error of eps is SNR = alpha^2 / sigma^2 times that of x_0, the error of the velocity SNR + 1 times."""
     snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
 
 class DDPMContext(NamedTuple):
-    """Inputs of the loss besides x_t and the network's time: x0 and noise (B, C, ...), and indices t (B,) int64 into
-    the schedule."""
+    """Inputs of the loss besides x_t and the network's time: x0 and noise (B, C, ...), and schedule indices t (B,)."""
 
     x0: Tensor
     t: Tensor
@@ -341,8 +333,8 @@ def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
 
 
 def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-    """Return the term of the variational bound at t in bits per dimension, (B,), [N] eq. 4 to 6. The term is KL(q ||
-    p), or -log p(x_0 | x_1) at t = 0."""
+    """Return the variational bound's term at t in bits per dimension, (B,), [N] eq. 4 to 6: KL(q || p) for t > 0, and
+    -log p(x_0 | x_1) for t = 0."""
     true_mean, true_log_variance = schedule.posterior(x0, xt, t)
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)
@@ -433,8 +425,7 @@ class DDPMObjective(Objective):
         return EpsModel(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """Return eps as a weighted sum of x and the model's output: (0, 1), or (sigma, alpha) if the model predicts
-        velocity."""
+        """Return eps as a weighted sum of x and the output: (0, 1), or (sigma, alpha) if the output is the velocity."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]

@@ -32,8 +32,7 @@ def log_normal_sigmas(u: Tensor, mean: float, std: float) -> Tensor:
 
 
 def karras_sigmas(steps: int) -> Tensor:
-    """Return ``steps`` + 1 noise levels for sampling, float64: ``steps`` levels from SIGMA_MAX to SIGMA_MIN ([K] eq.
-    5), then 0."""
+    """Return ``steps`` noise levels from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0, for sampling, in float64."""
     ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
     first, last = SIGMA_MAX ** (1 / RHO), SIGMA_MIN ** (1 / RHO)
     return torch.cat(((first + ramp * (last - first)) ** RHO, ramp.new_zeros(1)))
@@ -50,9 +49,8 @@ def sigmas_of(timestep: Tensor) -> Tensor:
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """Return D(x; sigma) of [K] eq. 7, in the shape and dtype of x (B, C, ...), float32 at least; sigma is (B,).
-    ``model`` is the network F, called with c_in x and 1000 c_noise (B,). Raises ValueError if its output differs from x
-    in shape."""
+    """Return D(x; sigma) of [K] eq. 7, like x (B, C, ...), float32 at least; sigma is (B,). ``model`` is the network F,
+    called with c_in x and 1000 c_noise (B,). Raises ValueError if its output differs from x in shape."""
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
     output = model(as_rows(scale, x) * x, network_times(sigma).to(x.dtype))
@@ -111,8 +109,8 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: those of the normal distribution of ln(sigma) in training. sigma_data: standard deviation of the
-    data."""
+    """EDM. mean, std: those of the normal distribution of ln(sigma) in training. sigma_data: the data's standard
+    deviation."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"

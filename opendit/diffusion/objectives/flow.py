@@ -8,8 +8,8 @@
     [J] Li, He, "Back to Basics: Let Denoising Generative Models Denoise" (JiT), 2025
 
 x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise). The network predicts the velocity dx_t/dt = noise - x_0
-([E] eq. 13 and the text below it). The network's time is ``1000 t``, the range for which timestep embeddings are
-designed.
+([E] eq. 13 and the text below it). The network's time is 1000 t, because timestep embeddings are designed for this
+range.
 
 The loss weights the squared error of the implied x_0 by 1/t^2, whereas eps-prediction weights it by the signal-to-noise
 ratio. At high noise, the former weight is about 1 and the latter close to 0. So flow learns much sooner what the
@@ -82,8 +82,7 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 def empirical_shift(tokens: int, steps: int) -> float:
     """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``). For 10 and for 200 steps, ln(shift) is linear
-    in the number of tokens. For other numbers of steps, it is interpolated. Above 4300 tokens, always use the value for
-    200 steps."""
+    in the number of tokens; between them, it is interpolated. Above 4300 tokens, return the value for 200 steps."""
     most = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return math.exp(most)
@@ -107,8 +106,7 @@ class FlowContext(NamedTuple):
 
 
 class ContrastContext(NamedTuple):
-    """``FlowContext`` with one more field. other: (B, C, ...), the output for another sample's velocity, for [C]'s
-    term."""
+    """``FlowContext`` with one more field. other: (B, C, ...), the target for another sample's velocity ([C])."""
 
     target: Tensor
     weight: Tensor
@@ -128,9 +126,8 @@ def network_times(t: Tensor) -> Tensor:
 
 def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
     """Return ``steps`` + 1 times for sampling, evenly spaced from 1 to 0 and then shifted, float64. terminal: for two
-    or more steps, stretch the times so that the last nonzero time is ``terminal``, as Qwen-Image and LTX do.
-    shifted_end: before the shift, space the nonzero times evenly from 1 to shift_times(1/1000), as Stable Diffusion 3
-    does."""
+    or more steps, stretch the times so that the last nonzero time is ``terminal`` (Qwen-Image, LTX). shifted_end:
+    before the shift, space the nonzero times evenly from 1 to shift_times(1/1000) (Stable Diffusion 3)."""
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     if shifted_end:
         last = shift / (TIME_SCALE + shift - 1)
@@ -158,8 +155,7 @@ def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def noise_level(t: float) -> float:
-    """Return the noise level sigma, the ratio of noise to signal in x_t. It is infinite at t = 1, where no signal is
-    left."""
+    """Return the noise level sigma, the ratio of noise to signal in x_t. It is infinite at t = 1, without signal."""
     return t / (1 - t) if t < 1 else math.inf
 
 
@@ -407,8 +403,7 @@ class FlowObjective(Objective):
         return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name and the settings, without those that have no effect. Older checkpoints lack some of the
-        latter."""
+        """Return the name and those settings that have an effect; older checkpoints lack some of the others."""
         defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}
@@ -450,8 +445,7 @@ EULER_READ = set(
     ).split()
 )
 UNIPC_READ = set("prediction_type use_flow_sigmas flow_shift".split())
-# Settings that have no effect for flows: they belong to other models' noise schedules, or to options that ALWAYS turns
-# off.
+# Settings without effect for flows. They belong to other models' noise schedules, or to options that must be off.
 UNIPC_UNUSED = set(
     (
         "beta_start beta_end beta_schedule trained_betas rescale_betas_zero_snr timestep_spacing steps_offset "
@@ -464,13 +458,11 @@ KARRAS_UNUSED = set("use_karras_sigmas sigma_min sigma_max sigma_data final_sigm
 
 
 def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, karras: bool = False) -> PublishedSchedule:
-    """Convert a scheduler's configuration in diffusers, as in ``scheduler_config.json``. shifted_end, karras: see
-    ``Family``.
+    """Convert diffusers' ``scheduler_config.json`` of a public model. shifted_end, karras: see ``Family``.
 
     FlowMatchEulerDiscreteScheduler (FLUX, Qwen-Image, Z-Image) gets its times from the pipeline, evenly spaced from 1
     to 1 / steps. UniPCMultistepScheduler (Wan) must have ``use_flow_sigmas`` on. Raises ValueError for a setting that
-    is not supported; the message names it. Unknown settings are accepted if they are off, because newer versions of
-    diffusers write such settings.
+    is not supported. Unknown settings, which newer versions of diffusers write, are accepted if they are off.
     """
     name = config.get("_class_name")
     if name not in READERS:

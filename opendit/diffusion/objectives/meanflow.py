@@ -9,8 +9,7 @@ mean velocity from r to t on the path through x_t, so that x_r = x_t - (t - r) u
     u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t.
 
 The right side, without a gradient, is the training target of u. In du/dt, the network's u(x_t, t, t) replaces v,
-because noise - x_0 is only a noisy estimate of the velocity at x_t ([I] sec. 4.1). At r = t, the loss is that of
-``flow``.
+because noise - x_0 is a noisy estimate of the velocity at x_t ([I] sec. 4.1). At r = t, the loss is that of ``flow``.
 
 Guidance is built into the target ([M] eq. 19): w v + (1 - w) u(x_t, t, t) replaces v, where this u is computed without
 condition. So sampling with guidance evaluates the network once per step instead of twice.
