@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class DiT(nn.Module):
     """Diffusion Transformer on latents of pictures (B, C, H, W) or clips (B, C, T, H, W). Latents may have the
     configured size or any size that the patch divides. Subclasses for other architectures use other blocks. Weights and
-    activations may be fp32, bf16 or fp16; timesteps and positions are always fp32."""
+    activations may be fp32, bf16 or fp16; timesteps and fixed positions are always fp32."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()

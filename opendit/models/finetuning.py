@@ -176,10 +176,10 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements:
-    ``reused`` from the file, ``resized`` from it, ``new``, ``recomputed`` (buffers), and ``left_out`` (unused ones of
-    the file). why: explanation of each resized tensor. stored: name in the file of each reused tensor. made: their
-    values."""
+    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements: of
+    ``reused`` tensors of the file, ``resized`` ones, ``new`` ones, ``recomputed`` buffers, and unused tensors of the
+    file (``left_out``). why: explanation of each resized tensor. stored: name in the file of each reused tensor. made:
+    their values."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)

@@ -300,7 +300,7 @@ def stages(*every: str) -> StageCuts:
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
     """Map linear layers of a block to the operations that use them. Layers that torch computes directly are missing:
-    qkv if query heads share keys and values, and layers of cross-attention."""
+    qkv if query heads share keys and values, and most layers of cross-attention."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     residual = "linear_gate_residual", f"linear_gate_residual_{norm}_modulate"

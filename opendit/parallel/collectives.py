@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks: its process group (None for the world or a single rank), this rank's index in it, and the
-    number of ranks, P."""
+    """A group of ranks: its process group (None for a single rank), this rank's index in it, and the number of ranks,
+    P."""
 
     handle: dist.ProcessGroup | None
     rank: int

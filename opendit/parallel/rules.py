@@ -50,8 +50,8 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """Return a rank's ranges of a dimension of length ``side``: an equal part of every section. Sections of heads are
-    divided into whole heads."""
+    """Return a rank's ranges of a dimension of length ``side``: an equal part of every section. A head is never
+    split."""
     if isinstance(rule, Vocabulary):  # if the rows can't be divided evenly, the first ranks have one row more
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
     if isinstance(rule, Heads):

@@ -1,4 +1,5 @@
-"""Engine of --plugin ddp: every rank has full weights, and torch's DistributedDataParallel averages gradients."""
+"""Engine of --plugin ddp: every rank has full weights, and torch's DDP averages gradients (the engine itself in a
+pipeline)."""
 
 import contextlib
 import math

@@ -14,10 +14,11 @@ the matrix products:
     attention
       ─▶ the attention output goes back as in Ulysses (ulysses.py)
 
-In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all other ranks once more, during
-attention. Then this rank computes its part of the gradients of the other ranks' inputs, in the gradient buffer. After
-the barrier, copy engines fetch these parts to the owners of the inputs, during the product that computes the weight's
-gradient. Last, the rank computes its part of the gradient of its own input, and adds the parts that have arrived.
+In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all ranks once more, during
+attention (unless it was kept). Then this rank computes its part of the gradients of the other ranks' inputs, in the
+gradient buffer. After the barrier, copy engines fetch these parts to the owners of the inputs, during the product that
+computes the weight's gradient. Last, the rank computes its part of the gradient of its own input, and adds the parts
+that have arrived.
 """
 
 from collections.abc import Iterator
