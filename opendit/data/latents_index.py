@@ -119,8 +119,8 @@ class CaptionCounts(JsonObject):
 
     rows: Count  # rows of the data set
     counted: Count  # captions whose tokens were counted
-    cut: Count  # captions among these that were truncated to ``max_tokens``
-    longest: Count  # tokens of the longest of these captions
+    cut: Count  # counted captions that were truncated to ``max_tokens``
+    longest: Count  # tokens of the longest counted caption
 
 
 class ForeignTars(JsonObject):

@@ -96,7 +96,7 @@ def font_files() -> list[str]:
     from matplotlib.font_manager import findSystemFonts  # matplotlib's cached list may lack new fonts
 
     found = [str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))]
-    # Prefer the regular weight.
+    # Prefer fonts of regular weight.
     installed = sorted(findSystemFonts(), key=lambda path: ("regular" not in Path(path).name.lower(), path))
     for begin in CJK:
         if path := next((path for path in installed if Path(path).name.lower().startswith(begin)), None):

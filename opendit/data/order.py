@@ -76,7 +76,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Permute each number below the product of two bases. The product equals the number's size or slightly more."""
+    """Apply the network to ``numbers``. The product of its two bases is ``sizes``, rounded up by a little."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))

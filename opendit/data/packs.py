@@ -26,8 +26,8 @@ from opendit.data.shaped import Lengths, summary_of
 WINDOW = 192  # number of packs planned together, rounded up to whole steps
 SPARE = 0.02  # fraction of extra tokens that a window considers, so that it can choose samples that fit
 SAMPLED = 4  # number of full windows that are planned to estimate the mean fill
-PASSES = 16  # fewer windows are enough if they draw this many passes over the data
-COUNTED = 4096  # minimum number of samples that these windows draw
+PASSES = 16  # number of passes over the data after which fewer than ``SAMPLED`` windows are enough
+COUNTED = 4096  # minimum number of samples in the windows that are planned to estimate the mean fill
 KEPT = 16  # maximum number of steps in memory, as a number of full windows
 EVERY = 64  # number of full windows between two stored beginnings of windows
 _CHUNK = 4096  # samples looked up at once

@@ -59,7 +59,7 @@ from opendit.data.video_files import Timeline, choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
 CHECKED_FILES = 2000  # maximum number of files that are checked when a data set is opened
-CHECKED_CLIPS, DECODED_FILES = 200, 100  # limits of ``_readable``
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # maximum files that ``_readable`` tries if some are clips, and decodes
 
 
 class PicturesAndClips(MediaDataset):
@@ -232,7 +232,7 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
 
 
 def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | None = None) -> Size:
-    """Return the size of the picture or clip in a file. count: see ``clip_size``. Raises BadSample."""
+    """Return the :data:`Size` of the picture or clip in a file. count: see ``clip_size``. Raises BadSample."""
     return (1, *picture_size(path)) if is_picture else clip_size(path, count=count)
 
 

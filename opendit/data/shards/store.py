@@ -115,7 +115,7 @@ SLOWEST = 1 << 20  # lowest accepted transfer rate in bytes per second
 CHUNK = 1 << 18  # bytes per read
 AT_ONCE = 16  # number of indexes fetched concurrently
 MOST_TARS = 1_000_000  # maximum number of names that all patterns together may give
-MOST_LETTERS = 1 << 27  # maximum number of characters of these names together
+MOST_LETTERS = 1 << 27  # maximum number of characters of all names that the patterns give
 MOST_BRACES = 200  # maximum number of pairs of braces in one pattern
 _DIGITS = 18  # maximum digits of a number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
@@ -125,7 +125,7 @@ NO_RANGES = "its server does not answer requests of ranges; take another one"
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
 GROUPS = 16  # maximum number of prefetched groups of ranges that are not yet used
-BYTES = 2**28  # maximum bytes of these groups; a single group may be larger, because clips are large
+BYTES = 2**28  # maximum bytes of the prefetched groups that are not yet used, except that one group may be larger
 GAP = 2**14  # ranges at most this many bytes apart share a request: reading the gap is cheaper than another request
 
 
