@@ -363,10 +363,10 @@ MAX_CAPTION = 2**20  # maximum bytes of a caption file
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 BESIDE = (".txt", ".caption", ".json")  # suffixes of caption files, in the order in which they are tried
 FILE_NAME = "file_name"  # usual column of files in the tables of ``TABLES``
-# Reasons for which files are left out, the keys of ``CaptionedFiles.left_out``.
+# Reasons why files are left out (keys of ``CaptionedFiles.left_out``).
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
-ALONE = "--caption_prefix alone"  # source named for files without a caption, which get only the prefix
+ALONE = "--caption_prefix alone"  # name of the source of files without a caption, whose text is only the prefix
 
 
 @dataclass
@@ -467,8 +467,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return (path, rows) of a folder's table, or (None, []). Tables that lack a column are ignored. If flags name a
-    column, they raise NoColumns."""
+    """Return (path, rows) of a folder's table, or (None, []). A table that lacks a column is ignored or, if flags
+    name a column, raises NoColumns."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):

@@ -443,7 +443,7 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Yield a name of a file in UTF-8, which FFmpeg can't take for a protocol, as it would take "concat:a|b"."""
+    """Yield a UTF-8 name of a file that FFmpeg takes for a path. It would take "concat:a|b" for a protocol."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path

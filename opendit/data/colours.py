@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageCms
 
-PQ, HLG = 16, 18  # numbers of the transfers
+PQ, HLG = 16, 18  # numbers of two HDR transfers
 WHITE_NITS = 203.0
 KNEE = 0.9
 _MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2

@@ -412,7 +412,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _png(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds in an APNG's fcTL chunks. Yield nothing for a PNG without an acTL chunk before the image."""
+    """Yield the seconds for which each frame of an APNG is shown, from its fcTL chunks; nothing for a still PNG."""
     file.seek(8)
     left, animated = 0, False
     for _ in range(_MOST_CHUNKS):
@@ -433,7 +433,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
-    """Yield the seconds in a WebP's ANMF chunks, which store milliseconds."""
+    """Yield the seconds for which each frame of a WebP is shown, from its ANMF chunks; nothing for a still WebP."""
     file.seek(12)
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)

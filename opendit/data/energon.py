@@ -70,7 +70,7 @@ class PreparedSet:
     folder: Path
     tars: tuple[tuple[str, int], ...]  # (name relative to ``folder``, number of samples) of each tar
     without: frozenset[tuple[str, str]]  # (tar, key) of each sample that the split excludes
-    fields: Fields  # the members of a sample with the picture or clip, the caption and the label
+    fields: Fields  # say which members of a sample hold picture or clip, caption and label
     subflavors: dict[str, Any] = field(default_factory=dict)  # values that a cooker gets with each sample
 
     @property
@@ -509,7 +509,7 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """Return what is wrong with a cooker's result, or "" if it is valid. classes: number of classes, 0 if unknown."""
+    """Return what is wrong with a cooker's result, or "" if valid. classes: number of classes; 0 allows any label."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"
