@@ -74,7 +74,7 @@ def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: b
 
 
 def path_of(file: BinaryIO) -> str:
-    """Return a path with which a library can open a file from :func:`replacing` a second time."""
+    """Return a path by which a library can open the file of :func:`replacing` again."""
     number = f"/proc/self/fd/{file.fileno()}"  # refers to this file even if another file now has its path
     return number if os.path.exists(number) else str(file.name)
 

@@ -126,7 +126,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
 
 
 def shapes_in(file: safe_open, path: Path, floats: bool = True) -> Shapes:
-    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a tensor of another dtype."""
+    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a dtype that is not in ``FLOATS``."""
     shapes = {}
     for name in file.keys():  # noqa: SIM118
         part = file.get_slice(name)

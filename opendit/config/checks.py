@@ -41,7 +41,7 @@ def check_interval(interval: list[float]) -> None:
 
 
 def check_workers(number: int, asked_for: bool) -> None:
-    """Raise OnThisMachine if the user asked for more loader processes than 16 and than 4 per CPU core."""
+    """Raise OnThisMachine if the user asked for more than 4 loader processes per CPU core. 16 are always allowed."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(16, 4 * cores)
     if asked_for and number > most:

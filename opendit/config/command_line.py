@@ -502,8 +502,8 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 def parse(cls: type[P], argv: Sequence[str]) -> P:
     """Parse a command line into a configuration.
 
-    Its ``given`` names the flags on the command line and in the file of --config. Those of a recipe are defaults and
-    don't count. ``--recipe list`` prints the recipes and ends the program.
+    The configuration's ``given`` names the flags on the command line and in the file of --config, but not the recipe's.
+    ``--recipe list`` prints the recipes and ends the program.
     """
     parser = build_parser(cls)
     values = _values(parser, argv)

@@ -60,7 +60,7 @@ def _stages(
 ) -> dict[str, Preset]:
     """Return one recipe for each of the three training stages of a model.
 
-    batch: the first stage's pictures per micro-batch. world: its pictures per step on all GPUs. more: flags of all
+    batch: pictures of a micro-batch in the first stage. world: pictures of its steps on all GPUs. more: flags of all
     stages. joint: flags of the second stage.
     """
     common = f"--model {model} {PRETRAIN} {objective} {more}"

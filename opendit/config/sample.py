@@ -66,7 +66,7 @@ class TaylorCache:
         return f"blocks evaluated in one of {self.every} steps, their output {said} in the others"
 
     def check(self, steps: int) -> None:
-        """Raise ValueError if a sampler with this number of steps would evaluate the blocks less than twice."""
+        """Raise ValueError if ``every`` is more than half the number of sampling steps."""
         if 2 * self.every > steps:
             raise ValueError(f"--cache {self}: K is too large; at most half the {steps} sampling steps")
 

@@ -86,8 +86,8 @@ class EMASampler:
         """Yield (index, latents) for batches of samples with the conditions ``y``. Ranks that share samples must call
         this together.
 
-        The (N,) ``index`` keys the samples' noise. ``cfg_scale`` is the scale of the model's own pipeline, see
-        ``guidance_of``.
+        The (N,) ``index`` keys the samples' noise. ``cfg_scale`` is the scale that the model's published pipeline
+        takes, see ``guidance_of``.
         """
         run, seed = self._run, self._run.flags.global_seed
         null, y = same_length(run.conditioner.null(), y)

@@ -84,7 +84,7 @@ class Interrupt:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Return True on all ranks if any rank had received a signal or reached its hours at the last :meth:`ask`."""
+        """Return True on all ranks if any rank had received a signal or was out of time at the last :meth:`ask`."""
         assert self._answer is not None, "ask first"
         return self._answer() in (_HOURS_UP, _STOP)
 
@@ -147,7 +147,7 @@ def begin_run(folder: Path) -> None:
 
 def write_end(folder: Path, step: int, **how: bool) -> None:
     """Write ended.json: the last step, and whether the run is ``done``, or ended because it was ``stopped`` by a
-    signal, its ``hours_up``, or it ``failed``. Raises OSError."""
+    signal, its time was over (``hours_up``), or it ``failed``. Raises OSError."""
     write_whole(folder / ENDED, (json.dumps({"step": step, **how}) + "\n").encode(), root=folder)
 
 

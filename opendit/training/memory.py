@@ -60,7 +60,7 @@ class Setup:
         fused: True if one kernel computes LayerNorm and modulation.
         reshard, keep_gradients: "auto" and None stand for the value with less memory (:func:`resolve_sharding`).
         keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once.
-        absent: number of parameters that a pipeline stage does not hold, without those of blocks.
+        absent: number of parameters that a pipeline stage does not hold, not counting blocks.
         trained: number of LoRA weights of a pipeline stage; None without pipelines or LoRA.
         held_micro_batches: micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay on the GPU during training.
@@ -169,7 +169,7 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes needed in addition to the states, by name, at the beginning or the end of the backward pass."""
+        """Bytes needed in addition to the states, by name, when the backward pass begins or ends, whichever is more."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {
             "activations": self.last_block,
@@ -248,7 +248,7 @@ def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
 
 
 def saved(config: DiTConfig, setup: Setup) -> int:
-    """Return how many bytes --base_precision saves in total."""
+    """Return by how many bytes --base_precision shrinks all weights together."""
     numbers, stored, _ = stored_weights(config, setup)
     return BYTES[setup.precision] * numbers - stored
 
@@ -453,8 +453,8 @@ def _offloaded(needs: Estimate, offload: str) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Replace "auto" settings of fsdp by those with the least traffic for which a step fits in ``capacity`` bytes; None
-    for no limit. Keeping weights gathered is preferred to keeping complete gradients."""
+    """Replace "auto" settings of fsdp by those with the least traffic with which a step fits in memory. capacity: bytes
+    of memory; None for no limit. Keeping weights gathered is preferred to keeping complete gradients."""
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity

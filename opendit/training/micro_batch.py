@@ -150,7 +150,7 @@ class PackedMicroBatch:
         shares: (S,) fp32 weight of each segment in the loss, so that the mean loss over micro-batches and ranks equals
             the mean over the step's samples.
         given: (N, 1 + C, *patch) patches of the mask and the conditioning frames.
-        kept: (1, n) int64 indices of the tokens that routed blocks see; ``segments.kept`` counts them.
+        kept: (1, n) int64 indices of the tokens that routed blocks see; ``segments.kept`` has their number per segment.
         dropped, uncertain: (S,) bool, and a bool, see :class:`MicroBatch`.
     """
 

@@ -251,8 +251,8 @@ def check_pretrained(
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
     """Find the weights of --pretrained and check that the model can start from them. Call on every rank of ``mesh``.
 
-    Return the weights, not yet read; the configuration of their model; and ``config`` in their revision, or unchanged
-    for a ``resumed`` run. Raises ValueError or FileNotFoundError.
+    Return the weights, not yet read; the configuration of their model; and ``config`` in the weights' revision, or
+    unchanged for a ``resumed`` run. Raises ValueError or FileNotFoundError.
     """
     weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:

@@ -339,7 +339,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, really: bool = True) -> Iterator[None]:
-        """Exclude the time of the block from the training time, after waiting for the device, if ``really``."""
+        """If ``really``, wait for the device, and exclude the time of the block from the training time."""
         if not really:
             yield
             return
@@ -505,7 +505,7 @@ class Pace:
         self._begun = self._now()
 
     def end(self) -> None:
-        """Stop timing, when the forward pass has ended, or on a GPU when it has been enqueued."""
+        """Stop timing. Call when the forward pass has ended or, on a GPU, has been enqueued."""
         if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         begun, now, self._begun = self._begun, self._now(), None

@@ -228,7 +228,7 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """Counter of the FLOPs of a model's, or its LoRA's, training passes over latents of any size."""
+    """Counter of the FLOPs of training a model or its LoRA on latents of any size."""
 
     def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
@@ -266,7 +266,7 @@ class Run:
     Attributes:
         vae: name of the VAE.
         codec: None for cached latents whose VAE can't be loaded.
-        why_not_compiled: the reason; None if blocks are compiled.
+        why_not_compiled: why blocks are not compiled; None if they are.
         initial, initial_config: weights that the run starts from, and the configuration of their model.
         samples_at_once: number of samples of the configured size with as many tokens as a rank's micro-batch.
         teacher: frozen vision encoder of --repa, or its cached features.

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 class EagerPasses(Protocol):
     """Interface of ``train.EagerPasses``: the passes of one micro-batch, kernel by kernel. A step has ``micro_batches``
-    of them, and its loss is the mean of theirs."""
+    micro-batches, and its loss is the mean of theirs."""
 
     @property
     def engine(self) -> Engine: ...
@@ -176,7 +176,8 @@ class CUDAGraphRunner(EagerRunner):
             return self.eager.forward_backward(micro_batch, last=last)
 
     def _record(self, micro_batch: MicroBatch, first: bool, last: bool) -> Recording | None:
-        """Record the passes of ``micro_batch`` without running them. If that fails, return None and never try again."""
+        """Record the passes of ``micro_batch`` without running them. If that fails, return None and don't try again
+        until --route_until changes the routing."""
         static, before = micro_batch.clone(), self.engine.gradients
         try:
             loss, replay = self.recorder.record(lambda: self.eager.forward_backward(static, last=last))

@@ -125,7 +125,7 @@ def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """Return (count, FLOPs of one sample's forward pass, keys of attention or None) for each of the plan's terms with
+    """Return (count, FLOPs of one sample's forward pass, number of attention's keys or None) for each term with
     FLOPs."""
     found = []
     for term in plan_of(config).flops:
@@ -301,7 +301,7 @@ class _Step:
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
         """Return a micro-batch's traffic between ranks that share its sequences, and their strategy (None for one
-        rank). Raises ValueError if they can't."""
+        rank). Raises ValueError if no strategy works."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None

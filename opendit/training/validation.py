@@ -55,8 +55,8 @@ def number_of_losses(run: Run) -> int:
 class FixedSamples:
     """Assignment of a sample, a time and a micro-batch to each of ``count`` losses.
 
-    Any two samples are used equally often, or differ by one use. (``SEED``, i) keys the noise of loss i. The times are
-    a stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to
+    All samples are used equally often, give or take one use. (``SEED``, i) keys the noise of loss i. The times are a
+    stratified sample: loss i has the quantile (k + 1/2) / count of the times drawn in training, and every k from 0 to
     count - 1 occurs once.
 
     Attributes:
@@ -306,8 +306,7 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Return sigma (noise over signal) in the middle of each of ``LEVELS`` intervals of the training times of equal
-    probability."""
+    """Return sigma (noise over signal) at the middle of ``LEVELS`` equally probable intervals of training times."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()
