@@ -240,8 +240,8 @@ def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return heading in --help -> flags of a configuration. Components with the same title share the heading of the
-    first."""
+    """Return a configuration's headings in --help, each with its flags. Components with the same title share the
+    heading of the first."""
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
         heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)

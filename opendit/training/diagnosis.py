@@ -186,8 +186,8 @@ def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> 
 
 
 class SkippedSteps:
-    """Detector of skipped steps. It logs the cause once, and ends the run after ``most`` skipped steps in a row. Call
-    on every rank.
+    """Detector of skipped steps. It logs the cause of the first of several faults in a row, and ends the run after
+    ``most`` skips in a row. Call on every rank.
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.

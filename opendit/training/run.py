@@ -68,8 +68,8 @@ class Due:
 class PeriodicWork:
     """Decides which work is due, the same on every rank. Call ``step_done``, then ``due``, after every step.
 
-    While steps are being skipped, nothing is saved, because the run may be about to fail. A save that is due then
-    follows the next step that is not skipped.
+    While steps are being skipped, the run may be about to fail. A periodic save therefore waits for the next step that
+    is not skipped.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):
