@@ -33,7 +33,7 @@ OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0
 
 
 def describes(config: Mapping[str, Any]) -> bool:
-    """Return True if :class:`AutoencoderKL` has the blocks and the activation of this configuration."""
+    """Return True if :class:`AutoencoderKL` supports the blocks and the activation of this configuration."""
     config, levels = DEFAULTS | dict(config), len(config["block_out_channels"])
     return (
         config["act_fn"] in ("silu", "swish")
@@ -140,7 +140,7 @@ class Level(nn.Module):
 
 
 class Middle(nn.Module):
-    """Two residual blocks, with attention between them."""
+    """Two residual blocks, optionally with attention between them."""
 
     def __init__(self, width: int, groups: int, attention: bool):
         super().__init__()
@@ -188,8 +188,7 @@ class SpatialAttention(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halve height and width. Pad with zeros at the bottom and at the right, because the convolution needs odd
-    sides."""
+    """Halve height and width. The convolution needs odd sides, so pad with zeros at the bottom and at the right."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -200,7 +199,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Double the sides: repeat every pixel four times, then convolve."""
+    """Double height and width: repeat every value in a 2 x 2 square, then convolve."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -72,8 +72,8 @@ class CaptionConditioner(Conditioner):
     """Makes conditions from captions, as embeddings of a frozen encoder or as token ids for the encoder ``bytes``,
     which is part of the model.
 
-    encoder: None for ``bytes`` or if all embeddings are read from a cache. empty: cached embedding of the empty caption
-    (tokens, mask, pooled; one row), if embeddings are read from a cache."""
+    encoder: None for ``bytes`` or if all embeddings are read from a cache. empty: embedding of the empty caption from
+    the cache, as a batch of one: tokens, mask and pooled."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class CaptionConditioner(Conditioner):
         return self.encoder.encode(captions).to(self.device)
 
     def cut(self, captions: list[str], name: str) -> list[str]:
-        """Return one line that reports captions too long for the encoder, or no line. name: start of the line."""
+        """Return, in a list, one line that begins with ``name`` if captions are too long for the encoder; else []."""
         most = self.text.max_tokens
         count = byte_tokens if self.encoder is None else self.encoder.count_tokens
         if not (over := [tokens for tokens in count(captions) if tokens > most]):
@@ -123,7 +123,7 @@ class PublishedConditioner(CaptionConditioner):
 
     encoder: a PublishedText; None if all embeddings are read from a cache. guidance: guidance scale that is an input of
     the network, for models with embedded guidance. trim: cut a batch of cached embeddings to its longest caption, as
-    the encoders do. pictures: encodes the first frames of clips, for models that attend to their tokens."""
+    the encoders do. pictures: encoder of the first frames of clips, for models that attend to tokens of these."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class PublishedConditioner(CaptionConditioner):
         return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
     def _told(self, y: TextCondition) -> TextCondition:
-        """Add the embedded guidance scale to the condition."""
+        """Add the embedded guidance scale, if there is one, to the condition."""
         if self.guidance is None:
             return y
         return replace(y, guidance=torch.full((len(y),), self.guidance, device=y.tokens.device))

@@ -1,4 +1,4 @@
-"""Read an untrusted folder of a pretrained model, in the format of diffusers or transformers, or fetch it from the hub.
+"""Read a pretrained model's untrusted folder in the format of diffusers or transformers, or fetch it from the hub.
 
 A folder may come from a stranger. Therefore nothing is loaded from it that could run code, or that could name or fetch
 other files: no ``auto_map``, no pickled weights, no adapter, no quantisation. Before a model is built, the
@@ -63,7 +63,7 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path)
 
 class PretrainedConfig(OpenJsonObject):
     """A configuration of transformers or diffusers. Keys that could load other code or files are refused. Subclasses
-    bound the values of keys."""
+    limit the values of keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,8 +132,8 @@ def weight_count(folder: Path, stem: str) -> int:
 
 
 def stored_bytes(folder: Path, stem: str, kind: str) -> int:
-    """Return the size in bytes of a text encoder whose linear layers :func:`transformers_model` stores as ``kind``, and
-    whose other weights are in half precision. Raises as :func:`weight_files`."""
+    """Return the size in bytes of a text encoder whose linear layers are stored as ``kind`` (see
+    :func:`transformers_model`) and whose other weights are in half precision. Raises as :func:`weight_files`."""
 
     def size(name: str, shape: tuple[int, ...]) -> int:
         table = any(word in name for word in ("embed", "shared", "relative_attention_bias"))
@@ -145,8 +145,8 @@ def stored_bytes(folder: Path, stem: str, kind: str) -> int:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if the model that ``make`` builds has more weights than the folder. The model is built on the
-    meta device. shapes: shapes of the folder's tensors."""
+    """Raise ValueError if ``make`` fails, or builds a model with more weights than the folder has. It runs on the meta
+    device. shapes: shapes of the folder's tensors."""
     try:
         with on_meta():
             model = make()
@@ -158,10 +158,9 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def lazy_module(name: str) -> Any:
-    """Import diffusers or transformers, which takes seconds. These libraries replace their own module during its
-    import. If one thread imports such a library, an ``import`` statement of another thread waits, and then returns the
-    module before its replacement, without the library's classes. ``import_module`` looks the module up again after it
-    has waited."""
+    """Import diffusers or ``transformers``, which takes seconds. Such a library replaces its module object during its
+    import. An ``import`` statement in a second thread waits for the import, and then returns the old object, which
+    lacks the library's classes. ``import_module`` returns the new object."""
     return import_module(name)
 
 
@@ -173,17 +172,17 @@ def transformers_model(
     kind: str = "bf16",
     device: torch.device | str = "cpu",
 ) -> Any:
-    """Load a folder's model as the class ``name`` of transformers. No code in the folder is run, and no pickle is read.
+    """Load a folder's model as the class ``name`` of ``transformers``. No code in the folder is run, no pickle is read.
 
     kind: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means in
-    ``dtype``. device: device on which weights are quantised, one tensor at a time; the CPU for bf16. Raises ValueError
-    for missing weights, and any error of transformers."""
+    ``dtype``. device: device on which weights are quantised, one tensor at a time; not used for bf16. Raises ValueError
+    for missing weights, and any error of ``transformers``."""
     refuse_adapters(folder)
     shapes = weight_shapes(folder, stem)
     model_class = getattr(lazy_module("transformers"), name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
     check_size(lambda: model_class(made), shapes, folder)
-    # Without a folder, transformers uses the tensors that are passed as ``state_dict``.
+    # If no folder is passed, transformers uses the tensors of the argument ``state_dict``.
     numbered = None if kind == "bf16" else {key: _number(i, shape) for i, (key, shape) in enumerate(shapes.items())}
     files = dict(local_files_only=True, trust_remote_code=False, use_safetensors=True)
     with _quiet_loading(warnings=numbered is None):
@@ -202,7 +201,7 @@ def transformers_model(
 
 
 def _number(number: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of the given shape whose elements all share one number of 4 bytes."""
+    """Return a float32 tensor of this shape, filled with ``number``, that takes the memory of a single element."""
     return torch.tensor(float(number)).expand(shape)
 
 
@@ -216,9 +215,9 @@ def _fill_stored(
     device: torch.device,
 ) -> None:
     """Replace the parameters of a model by the tensors of its files, and store those of linear layers as ``kind``.
-    Every parameter holds the index of its tensor in ``tensors``. transformers has loaded these indexes instead of the
-    weights, because it renames tensors while it loads them. One tensor is read at a time. Raises ValueError if
-    transformers makes a parameter of several tensors."""
+    Every parameter is filled with the index of its tensor in ``tensors``. ``transformers`` has loaded these indices
+    instead of the weights, because it renames tensors while it loads them. One tensor is read at a time. Raises
+    ValueError if ``transformers`` makes a parameter of several tensors."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
@@ -249,8 +248,8 @@ def _fill_stored(
 
 @contextmanager
 def _quiet_loading(warnings: bool) -> Iterator[None]:
-    """Disable the progress bars of transformers, because every rank would draw them. Without ``warnings`` its warnings
-    are disabled too: it would warn that tied weights differ, because they hold indexes."""
+    """Disable the progress bars of ``transformers``, because every rank would draw them. If ``warnings`` is False, also
+    disable its warnings: it would warn that tied weights differ, because they hold indices."""
     from transformers.utils import logging
 
     shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -22,7 +22,7 @@ def to_uint8(pixels: Tensor) -> np.ndarray:
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """Convert pixels like :func:`to_uint8`, but to a contiguous tensor on the pixels' device."""
+    """Convert pixels as :func:`to_uint8` does, but to a contiguous tensor on the pixels' device."""
     scaled = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
     if scaled.shape[1] == 1:
         scaled = scaled.expand(-1, 3, *scaled.shape[2:])
@@ -49,15 +49,15 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
 
 def one_line(caption: str) -> str:
     """Convert a caption to one line that can be drawn. Each run of white space and control characters becomes one
-    space. Code points that are not characters (half of a surrogate pair, or an unassigned code point) become U+FFFD."""
+    space. Format characters are removed. Surrogates and code points that are unassigned or private become U+FFFD."""
     kinds = {"Cc": " ", "Cf": "", "Zs": " ", "Zl": " ", "Zp": " ", "Cs": "\ufffd", "Cn": "\ufffd", "Co": "\ufffd"}
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
 
 
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """Cut a caption to at most ``width`` pixels, except that at least four characters stay."""
+    """Cut a caption to at most ``width`` pixels including a final "…", but keep at least its first three characters."""
     line = one_line(caption[:10_000])
-    short = line[: 4 * width]  # limits the time of measuring: a character is at least a quarter pixel wide
+    short = line[: 4 * width]  # limits the time of measuring, since a character is at least a quarter pixel wide
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
         return short
     fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
@@ -82,7 +82,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """Return the number of classes if it is from 4 to 12, for a grid with one class per column; else None."""
+    """Return the number of different captions, for a grid with one class per column; None if it is not 4 to 12."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 

@@ -42,9 +42,9 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-# for 16 captions of 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB
+# For 16 captions of 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB.
 CAPTIONS_AT_ONCE = 16
-# Class of transformers -> accepted values of model_type in config.json.
+# Class of ``transformers`` -> accepted values of model_type in config.json.
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),
     "CLIPTextModelWithProjection": ("clip_text_model", "clip"),
@@ -61,9 +61,9 @@ CLASSES_OF_TOKENIZERS = (
 )  # fmt: skip
 # Class of a processor for text and pictures -> class of its tokenizer.
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
-# a tokenizer's folder must have all files of one of these sets
+# A tokenizer's folder must have all files of one of these sets.
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))
-# a prompt whose cleaned form shows which cleaning steps the pipeline does
+# A prompt whose cleaned form shows which cleaning steps a pipeline applies.
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "
 
 
@@ -192,15 +192,14 @@ class PublishedText:
     def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
         """Encode captions on the encoders' device and in their dtype.
 
-        The family's ``Text.padding`` determines the
-        tokens after the last token of a caption:
+        The family's ``Text.padding`` determines the tokens that follow a caption's last token:
 
         - "attend": outputs of the encoder. L = max_tokens, and the mask is True everywhere.
         - "zero": zeros, where the mask is False. L = max_tokens.
         - "remove": zeros, where the mask is False. L = ``length``, by default the length of the longest caption.
 
         away: True if the captions are negative prompts, which some families write in another form. Raises ValueError if
-        ``length`` is shorter than a caption, or the family has a fixed length."""
+        ``length`` is shorter than a caption, or differs from the family's fixed length."""
         if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
             raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
         tokens: list[Tensor] = []
@@ -297,10 +296,8 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
 
 
 def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
-    """Return the size in bytes of a folder's text encoders, from the headers of their files. Raises FileNotFoundError
-    or ValueError.
-
-    kind: value of --text_precision."""
+    """Return the size in bytes of a folder's text encoders, from the headers of their files. kind: value of
+    --text_precision. Raises FileNotFoundError or ValueError."""
     encoders = [component for component in family.components if component.startswith("text_encoder")]
     return sum(stored_bytes(folder.expanduser() / component, STEM, kind) for component in encoders)
 
@@ -358,7 +355,7 @@ def load_published_text(
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype
     components: dict[str, Any] = {}
-    # load each text encoder before its tokenizer, which is alphabetical order
+    # The alphabetical order loads each text encoder before its tokenizer.
     for component, (_, class_name) in sorted(family.components.items()):
         if not component.startswith(("text_encoder", "tokenizer")):
             continue

@@ -32,7 +32,7 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition, masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
-# maximum default number of tokens of the bytes encoder: memory of attention grows quadratically with it
+# Maximum of the bytes encoder's default number of tokens, because memory of attention grows quadratically with it.
 MOST_BYTES = 512
 MOST_TEXT_TOKENS = 16_384  # maximum of --max_text_tokens
 # Short name -> (repository on the hub, commit, geometry). Flan-T5 is used because its repository has safetensors and a
@@ -58,10 +58,10 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model",
 )  # fmt: skip
-# the chat template of a language model's tokenizer, if tokenizer_config.json lacks one
+# File with the chat template of a language model's tokenizer, if tokenizer_config.json lacks one.
 CHAT_TEMPLATE = "chat_template.jinja"
 MOST_TOKENIZER_BYTES = 64 << 20
-# Classes of transformers' tokenizers that read no files except these.
+# Tokenizer classes of ``transformers`` that read no other files than TOKENIZER_FILES and CHAT_TEMPLATE.
 TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -98,11 +98,11 @@ TEXT_CONFIG = FileKind(TextEncoderConfig, 4 * MIB)
 
 
 class TextEncoder:
-    """A frozen encoder of transformers with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens, so
-    that all batches have the same shape.
+    """A frozen encoder of ``transformers`` with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens,
+    so that all embeddings have the same shape.
 
     kind: "clip" (the pooled vector is the output at the end token) or "t5" (it is the mean over the tokens). width: D
-    of the tokens. dtype: dtype of weights and activations on a GPU; a CPU always computes in fp32."""
+    of the tokens. dtype: dtype of weights and activations on a GPU, see :func:`working_dtype`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class TextEncoder:
 
 
 def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an encoder of this kind computes if ``dtype`` is asked for."""
+    """Return the dtype in which an encoder computes: on a CPU fp32, on a GPU ``dtype``, but bf16 for T5 in fp16."""
     if device.type != "cuda":
         return torch.float32
     # T5 was trained in bf16, and its activations exceed the range of fp16.
@@ -164,8 +164,8 @@ def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.
 
 
 def text_geometry(name: str) -> tuple[str, int, int]:
-    """Return (kind, width, maximum tokens of a caption) of ``--text_encoder name`` without reading its weights. The
-    kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does."""
+    """Return (kind, width, default number of tokens) of ``--text_encoder name`` without reading its weights. The kind
+    is bytes, clip or t5. CLIP's default is its maximum. Raises the same errors as :func:`load_text_encoder`."""
     if name == "bytes":
         return BYTES
     if name in HUB:
@@ -182,8 +182,8 @@ def fitting_tokens(longest: int) -> int:
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
     """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens. The minimum is two
-    tokens for CLIP (begin and end), one for T5 (end), and one for bytes. kind, longest: kind and maximum from
-    :func:`text_geometry`."""
+    tokens for CLIP (begin and end), one for T5 (end), and one for bytes. Only CLIP has a maximum, ``longest``. kind,
+    longest: from :func:`text_geometry`."""
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
         bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
@@ -207,7 +207,7 @@ def load_text_encoder(
         precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``.
             bf16 means in ``dtype``.
 
-    Raises FileNotFoundError or ValueError if the encoder does not exist; the message names the flag and the fix.
+    Raises FileNotFoundError or ValueError if the encoder is missing or invalid; the message names the flag and the fix.
     """
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
@@ -231,8 +231,8 @@ def encoder_folder(name: str) -> Path:
 
 
 def _load(name: str, folder: Path, **stored: Any):
-    """Load (model, tokenizer) with transformers. Raises ValueError if loading fails or would run the folder's code.
-    stored: arguments of :func:`transformers_model`."""
+    """Load (model, tokenizer) with ``transformers``. Raises ValueError if loading fails or would run the folder's code.
+    stored: further arguments of :func:`transformers_model`."""
     config = _read_config(name, folder)
     with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
         check_tokenizer(folder)
@@ -253,8 +253,8 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
-    """Raise ValueError if the tokenizer needs code from outside transformers, or one of its files is too large.
-    classes: accepted values of tokenizer_class; None accepts a configuration without tokenizer_class."""
+    """Raise ValueError if the tokenizer's class is not in ``classes``, or one of its files is too large or no regular
+    file. None in ``classes`` accepts a configuration without tokenizer_class."""
     for name in (*TOKENIZER_FILES, CHAT_TEMPLATE):
         path = folder / name
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):

@@ -1,8 +1,8 @@
 """Convert pixels to latents and back, with an image VAE, or with no VAE at all (latents = pixels).
 
 An encoder computes moments: the mean and the standard deviation of every latent value. A latent is sampled as
-mean + std * noise and then shifted and scaled to unit variance. The caller supplies the noise, keyed by the sample. A
-codec is a plain object and not a module, so that it never becomes part of a model's state.
+mean + std * noise and then shifted and scaled to about unit variance. The caller supplies the noise. A codec is a plain
+object and not a module, so that it never becomes part of a model's state.
 """
 
 from abc import ABC, abstractmethod
@@ -166,7 +166,7 @@ class Codec(ABC):
         """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield the result of :meth:`decode` in slices. A slice has as many samples as the codec processes at once."""
+        """Yield the result of :meth:`decode` in slices of consecutive samples, which the codec processes at once."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
@@ -278,8 +278,8 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Decode latents, of whole frames or of tiles, without cutting them into tiles; see
-        :meth:`decode_in_slices`."""
+        """Decode latents, of pictures or of tiles, in slices as :meth:`decode_in_slices` does, but never cut them into
+        tiles."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -449,9 +449,9 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
     """Load the autoencoder of ``--vae name``. Stable Diffusion's autoencoder is loaded as this package's
-    ``AutoencoderKL``, unless ``own`` is false. Variants of this autoencoder, and all others, are loaded as classes of
-    diffusers, whose import takes seconds. classes: the classes of diffusers that are accepted. Raises FileNotFoundError
-    or ValueError; the message names the flag and the fix."""
+    ``AutoencoderKL``, unless ``own`` is False. All other autoencoders are loaded as classes of diffusers, whose import
+    takes seconds. classes: the classes of diffusers that are accepted. Raises FileNotFoundError or ValueError; the
+    message names the flag and the fix."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:
@@ -541,7 +541,7 @@ STATISTICS = {FLUX2: ("bn.running_mean", "bn.running_var"), "AutoencoderKLLTXVid
 
 
 def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the mean and standard deviation of the latents if a VAE's weights contain them."""
+    """Return latents_mean and latents_std, those of them that a VAE's weights contain."""
     return {key: weights[key].tolist() for key in ("latents_mean", "latents_std") if key in weights}
 
 
@@ -634,7 +634,7 @@ def load_codec(
         device, dtype, chunk, tiling, compiled: see :class:`FrozenVAE`; "none" ignores them.
 
     Raises:
-        FileNotFoundError, ValueError: the VAE does not exist; the message names the flag and the fix.
+        FileNotFoundError, ValueError: the VAE is missing or invalid; the message names the flag and the fix.
     """
     if name == "none":
         return PixelCodec(channels)

@@ -109,8 +109,8 @@ def _clips(frames: Tensor, batch: int) -> Tensor:
 
 class VideoVAECodec(FrozenVAE, VideoCodec):
     """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default. Within a clip, the autoencoder
-    processes a few frames at a time. It caches the data of earlier frames that its causal convolutions need. So its
-    memory does not grow with the clip's length."""
+    processes a few frames at a time, and caches what its causal convolutions need of earlier frames. So its activations
+    need no more memory for a longer clip."""
 
     def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
         super().__init__(vae, chunk=chunk or 1, **settings)
@@ -144,7 +144,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
     def _decoded(self, latents: Tensor) -> Tensor:
         if not self.vae.config.get("timestep_conditioning"):
             return super()._decoded(latents)
-        # a timestep of 0 tells the decoder that the latents have no noise
+        # A timestep of 0 tells the decoder that the latents have no noise.
         return self.vae.decode(latents, latents.new_zeros(len(latents))).sample
 
     def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
@@ -186,7 +186,7 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 
 
 def class_of(name: str) -> str | None:
-    """Return the diffusers class of ``--vae name``; None if ``name`` is not a folder. Raises FileNotFoundError or
+    """Return the diffusers class of ``--vae name``; None for "none" and the names in HUB. Raises FileNotFoundError or
     ValueError as ``load_video_codec`` does."""
     return None if name == "none" or name in HUB else read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)[0]
 
@@ -230,7 +230,7 @@ def load_video_codec(
     tiling, a video autoencoder uses tiles for all frames larger than a tile; without, only for frames of more than
     TILED_ABOVE pixels.
 
-    Raises FileNotFoundError or ValueError if the VAE does not exist; the message names the flag and the fix."""
+    Raises FileNotFoundError or ValueError if the VAE is missing or invalid; the message names the flag and the fix."""
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
     if compiled:  # not possible: the cache of earlier frames would make torch.compile recompile for every frame

@@ -1,6 +1,6 @@
 """Frozen image encoders: features for ``--repa``, and CLIP's tokens of first frames for image-to-video models.
 
-The features are those of a vision transformer of transformers (DINOv2, DINOv3, ViT, ...) from a folder.
+The features come from a vision transformer (DINOv2, DINOv3, ViT, ...) in a folder of ``transformers``.
 """
 
 import inspect
@@ -27,8 +27,8 @@ NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2
 
 
 def vision_config(folder: str) -> Any:
-    """Return the configuration of the vision encoder in ``folder``, as an object of transformers. Raises ValueError if
-    there is none."""
+    """Return the configuration of the vision encoder in ``folder``, as an object of ``transformers``. Raises ValueError
+    if there is none, or it has no hidden_size or patch_size."""
     import transformers
 
     with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
@@ -39,10 +39,10 @@ def vision_config(folder: str) -> Any:
 
 
 class VisionTeacher:
-    """Computes features of clean pictures, one feature for each token of a model, with the encoder in ``folder``.
+    """Computes features of clean pictures, one vector for each token of a model, with the encoder in ``folder``.
 
-    grid: grid of the model's tokens, (H, W). Pictures are resized so that the encoder has one patch per token. weight:
-    weight of the alignment term in the loss. spatial: apply iREPA's normalisation to the features."""
+    grid: numbers (H, W) of the model's tokens. Pictures are resized so that the encoder has one patch per token.
+    weight: weight of the alignment term in the loss. spatial: apply iREPA's normalisation to the features."""
 
     name: str
     grid: tuple[int, ...]
@@ -72,7 +72,7 @@ class VisionTeacher:
         return self._model.config.hidden_size
 
     def fingerprint(self) -> str:
-        """Hash everything that decides the features."""
+        """Hash everything that determines the features."""
         how = [*self.grid, *self._mean.flatten().tolist(), *self._std.flatten().tolist(), self._dtype]
         return module_fingerprint(self._model, str(how))
 
@@ -91,7 +91,7 @@ class VisionTeacher:
 
 
 class CachedTeacher:
-    """Used instead of :class:`VisionTeacher` if the features are cached with the latents. Arguments: see there."""
+    """Replaces :class:`VisionTeacher` if the features are cached with the latents. weight, spatial: see there."""
 
     def __init__(self, weight: float, spatial: bool):
         self._weight, self._spatial = weight, spatial
@@ -102,7 +102,7 @@ class CachedTeacher:
 
 
 def alignment_with(features: Tensor, weight: float, spatial: bool) -> Alignment:
-    """Return features (B, N, width) fp32 as the target of an alignment term. Arguments: see :class:`VisionTeacher`."""
+    """Return features (B, N, width) fp32 as the target of an alignment term. weight, spatial: see VisionTeacher."""
     return Alignment(without_mean(features) if spatial else features, weight)
 
 
@@ -111,10 +111,10 @@ ENCODER_CONFIG = FileKind(PretrainedConfig, MIB)
 
 
 class PictureTokens:
-    """The image encoder of a pipeline's folder, in fp32. width: width of the tokens that the network takes.
+    """Encodes pictures to CLIP's tokens, with the image encoder of a pipeline's folder, in fp32. width: width of the
+    tokens that the network takes.
 
-    Raises FileNotFoundError or ValueError, with one line, if a file is missing, or the encoder's class or width is
-    wrong."""
+    Raises FileNotFoundError or ValueError if a file is missing, or the encoder's class or width is wrong."""
 
     def __init__(self, folder: Path, width: int, device: torch.device | str):
         path = folder / ENCODER

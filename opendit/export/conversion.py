@@ -1,10 +1,10 @@
 """Convert OpenDiT checkpoints to and from diffusers' folders, LoRA files and Meta's .pt files.
 
 diffusers' DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the timestep, where Meta's
-model has 0. So the output of a stock pipeline has a small error, which :func:`load_pipeline` removes. The folder of a
-trained public model is a copy of the published folder with other weights. The keys of a LoRA file have these forms:
+model has 0. So the output of a stock pipeline has a small error, which :func:`load_pipeline` removes. A trained public
+model is exported as a copy of the published folder with other weights. The keys of a LoRA file have these forms:
 
-diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B is multiplied by alpha / rank, no alphas
+diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; no alphas, since alpha / rank is part of B
 comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, depending on the family
 kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight      the authors' layers
 """
@@ -91,7 +91,7 @@ SCHEDULER: dict[str, Any] = dict(
 
 
 def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) -> None:
-    """Raise ValueError for models that Meta's and diffusers' DiT can't represent."""
+    """Raise ValueError if the DiT of ``target`` can't represent the model. target: "diffusers" or "Meta's code"."""
     if config.kind == PublicConfig.kind and target == "diffusers":
         raise ValueError(
             f"--base: left out; name the folder of the public model {info.get('model', '')} that was trained"
@@ -123,8 +123,7 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """Convert OpenDiT's state dict to DiTTransformer2DModel's names. No two tensors share memory, because safetensors
-    requires this. The label table grows to DiTPipeline's 1000 classes. The null class moves to row 1000, and new rows
-    are zero."""
+    forbids it. The label table grows to DiTPipeline's 1000 classes: row 1000 gets the null class, new rows are zero."""
     table = state["y_embedder.embedding_table.weight"]
     full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
     full[: config.num_classes], full[NULL_CLASS] = table[:-1], table[-1]
@@ -147,7 +146,7 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def correct_timesteps(transformer: Any) -> None:
-    """Change the timestep sinusoids of a DiTTransformer2DModel to those that DiTs are trained with."""
+    """Give a DiTTransformer2DModel the sinusoids of the timestep with which OpenDiT's and Meta's DiTs are trained."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
@@ -162,7 +161,7 @@ def load_pipeline(folder: str | Path, **options: Any) -> Any:
 
 
 def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
-    """Load the model of --ckpt. Print a note if the newest checkpoint is damaged and an earlier one is read instead."""
+    """Load the model of --ckpt, and print the notes of ``load_pretrained``, for example about a damaged checkpoint."""
     notes: list[str] = []
     loaded = load_pretrained(ckpt, model, notes=notes)
     for note in notes:
@@ -173,9 +172,8 @@ def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
 def export_diffusers(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> float:
-    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``. Return the error of
-    the stock pipeline's network, as a relative 2-norm on random latents. :func:`load_pipeline` removes this error.
-    Raises ValueError if DiTPipeline can't represent the model; the message gives the reason."""
+    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``. Return the result of
+    :func:`stock_deviation`. Raises ValueError, with the reason, if DiTPipeline can't represent the model."""
     network, weights = _load(ckpt, model)
     config = network.config
     refuse_unless_plain(config, weights.info, "diffusers")
@@ -204,7 +202,7 @@ def export_diffusers(
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
     deviation = stock_deviation(network.eval(), transformer)
-    # diffusers' own class, the only kind that a pipeline can save
+    # A pipeline can only save diffusers' own class.
     decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
     scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any, because diffusers declares an enum where it takes a string
@@ -223,7 +221,8 @@ def export_diffusers(
 
 @torch.no_grad()
 def stock_deviation(network: DiT, transformer: Any) -> float:
-    """Return the relative 2-norm of a stock transformer's error, on a few timesteps of random latents."""
+    """Return the relative error of diffusers' transformer, as a 2-norm, for random latents at a few timesteps.
+    :func:`correct_timesteps` removes this error."""
     config, generator = network.config, torch.Generator().manual_seed(0)
     assert config.num_classes is not None
     x = torch.randn(4, config.in_channels, *config.input_size, generator=generator)
@@ -247,8 +246,8 @@ def import_weights(
 ) -> tuple[str, Path]:
     """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors. Weights of
     more than ``most_bytes`` are written as several files with an index (opendit/checkpoint/tensor_set.py). Return the
-    model's name, and the written file or index. Raises ValueError or FileNotFoundError if ``ckpt`` has none of these
-    forms, or the model is not supported."""
+    model's name, and the written file or index. Raises ValueError or FileNotFoundError if ``ckpt`` is none of these, or
+    the model is not supported."""
     weights = _read(Path(ckpt), model)
     assert weights.config is not None  # _read always returns a configuration
     if notes := table_notes(weights.config, weights.state, weights.path):
@@ -259,14 +258,14 @@ def import_weights(
         weights.info["vae"] = vae if vae in HUB else str(Path(vae).resolve())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
     written, *_ = write_weights(output, weights.state, metadata, most_bytes)
-    read_newest(written)  # fails unless the written file is a complete model
+    read_newest(written)  # raises an error unless the written file holds a complete model
     return weights.info["model"], written
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert and their metadata. Tensors of an OpenDiT checkpoint stay in their file until they
-    are written. For a run, the newest intact checkpoint is read. Meta's .pt needs the name ``model``. A LoRA is merged
-    into its base."""
+    """Read the weights to convert and their metadata. For a run, the newest intact checkpoint is read. Meta's .pt needs
+    the name ``model``. A LoRA is merged into its base. Other OpenDiT tensors stay in their file until they are
+    written."""
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
@@ -291,8 +290,8 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
-    """Return metadata with the maximum number of caption tokens, and add a message for the user to ``notes``, if a run
-    was trained with another number than the default of diffusers' pipeline; otherwise return {}."""
+    """Compare a run's maximum number of caption tokens with the default of diffusers' pipeline. If they differ, return
+    metadata with the run's number, and add a message for the user to ``notes``; otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
         return {}
@@ -362,7 +361,7 @@ def export_published(
 
 
 def _check_output(output: Path, read: tuple[Path, ...]) -> None:
-    """Raise ValueError unless the folder is empty or a pipeline, and contains none of the paths in ``read``."""
+    """Raise ValueError if ``output`` exists, unless it is empty or a pipeline, and contains no path of ``read``."""
     if not output.exists():
         return
     inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
@@ -374,8 +373,8 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
 
 
 def _take_place(new: Path, output: Path, old: Path) -> None:
-    """Rename the folder ``new`` to ``output``. An existing ``output`` is first renamed to ``old`` and finally
-    removed."""
+    """Rename the folder ``new`` to ``output``. If ``output`` has files, it is first renamed to ``old``, and removed at
+    the end."""
     if not output.exists() or not os.listdir(output):
         return rename(new, output)
     rename(output, old)
@@ -388,8 +387,8 @@ def _take_place(new: Path, output: Path, old: Path) -> None:
 
 
 def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
-    """Yield (file, path relative to the pipeline) for all files except those of the network. These are the components
-    in model_index.json, the index itself, and licences."""
+    """Yield (file, path relative to the pipeline) for a pipeline's model_index.json, its licences, and the files of its
+    components other than ``base.transformer``. Yield nothing if ``base`` is a network alone."""
     if base.pipeline is None:
         return
     for path in sorted(base.pipeline.iterdir()):
@@ -411,7 +410,7 @@ def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if ``name`` contains no folders, so that it can't lead out of the pipeline's folder."""
+    """Return True if ``name`` can't lead out of the pipeline's folder, and does not begin with "_" or "."."""
     return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
 
 
@@ -524,9 +523,9 @@ def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, 
 
 
 def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
-    """Return the metadata of the file. ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's model
-    specification and of kohya's trainers. No key is called rank or alpha, because a reader might apply such a value a
-    second time."""
+    """Return the metadata of a LoRA file. ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's
+    model specification (modelspec) and of kohya's trainers (ss). No key is just "rank" or "alpha", because a program
+    that reads the file might apply such a value a second time."""
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)
     architecture = (variant and variant.architecture) or family.architecture

@@ -1,7 +1,7 @@
 # pyright: standard
 """OpenDiT's fused operations for use in any model.
 
-Each operation runs a Triton kernel where kernels are available, and otherwise computes the same result in torch.
+Each operation uses a fast kernel where one is available, and otherwise computes the same result in plain torch.
 
     from opendit.fused import attention, gate_residual, layernorm_modulate
 
@@ -23,10 +23,10 @@ from opendit.models.attention import RIGHT_WHEN_COMPILED
 
 
 def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute adaLN, LN(x) * (1 + scale) + shift, in one pass (Peebles & Xie 2023, sec. 3.2). LN has no weights.
+    """Compute adaLN, LN(x) * (1 + scale) + shift, in one pass (Peebles & Xie 2023, sec. 3.2). LN is a layer norm over D
+    without weight and bias. Returns (B, N, D) in x's dtype.
 
-    x: (B, N, D) bf16, fp16 or fp32; shift, scale: (B, D); eps: DiT's default, 1e-6 (``nn.LayerNorm``'s default is
-    1e-5). Returns (B, N, D) in x's dtype.
+    x: (B, N, D) bf16, fp16 or fp32. shift, scale: (B, D). eps: DiT uses 1e-6, unlike ``nn.LayerNorm``'s 1e-5.
     """
     if kernels_available(x.device, x.dtype)[0]:
         return adaln.layernorm_modulate(x, shift, scale, eps)
@@ -44,11 +44,11 @@ def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
 
 def attention() -> AbstractContextManager[Any]:
-    """Return a context in which ``F.scaled_dot_product_attention`` uses the kernel measured fastest on this GPU.
+    """Return a context in which ``F.scaled_dot_product_attention`` prefers the kernels measured fastest on this GPU, in
+    bf16. Without a GPU, it uses torch's plain implementation.
 
-    With torch.compile, enter the context inside the compiled function. The context then excludes cuDNN, which gives
-    compiled code wrong gradients (opendit.models.attention). If the context is entered outside the compiled function,
-    it can't detect the compilation.
+    With torch.compile, enter the context inside the compiled function. Only then does it exclude cuDNN, which gives
+    compiled code wrong gradients (opendit.models.attention).
     """
     order = [SDPBackend.MATH]
     if torch.compiler.is_compiling():

@@ -32,8 +32,8 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 class WeightsChoice:
     """Weights to draw from, with a ``name`` for users, such as "000-DiT-Ti-2, step_0001000, ema".
 
-    ``path``, ``which`` and ``lora`` are arguments of ``opendit.load``. ``mark`` changes when the file of the weights
-    changes.
+    ``path``, ``which`` and ``lora`` are for ``opendit.load``'s arguments path, weights and lora. ``mark`` changes when
+    the file or folder of the weights changes.
     """
 
     name: str
@@ -90,8 +90,8 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs in ``outputs``, and the checkpoints and LoRAs named on the command line (name -> path). Every method
-    call lists the files again."""
+    """The runs in ``outputs``, and the checkpoints (``extra``) and LoRAs (``lora``) named on the command line, name ->
+    path. Every method call lists the files again."""
 
     outputs: Path
     extra: dict[str, Path] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class Catalog:
         name, mark = f"{source}, {folder.name}, {average}", (folder.name, _mark(folder))
         if average in ("ema", "model"):
             return WeightsChoice(name, self.run(source) if by_run else folder, average, mark)
-        # the path of the file selects any other average
+        # Any other average is selected by the path of its file.
         return WeightsChoice(name, find_weights(folder, average), "ema", mark)
 
     def loras(self) -> list[str]:

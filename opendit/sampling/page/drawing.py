@@ -1,4 +1,4 @@
-"""Draw what browsers request: check their fields, draw one request after another, and keep the samples as files."""
+"""Draw what browsers request: check their fields, draw one request after another, and store the samples as files."""
 
 import asyncio
 import base64
@@ -62,8 +62,8 @@ class DrawingRequest:
 
     Attributes:
         what: one class or caption per sample, or the number of unconditional samples.
-        image: the picture that clips begin with.
-        labels: a label for every sample.
+        image: the picture that clips begin with, or None.
+        labels: class or caption of every sample, as text.
         recorded: the settings to write into the samples' files.
     """
 
@@ -113,7 +113,7 @@ class WhatForm:
 def read_forms(
     what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int
 ) -> DrawingRequest:
-    """Return the request that the two forms describe. Raises ValueError, with a line for the user, for a bad field."""
+    """Convert the two forms to a request. Raises ValueError, with one line for the user, for an invalid field."""
     count = number_in("count", what.count, 1, most_samples, whole=True)
     seed = number_in("seed", what.seed, 0, MOST_SEED, whole=True)
     steps = number_in("steps", how.steps, 1, MOST_STEPS, whole=True)
@@ -165,7 +165,7 @@ def same_conditions(first: ModelCard, second: ModelCard, what: WhatForm) -> None
 
 
 def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
-    """Return the names and weights of the LoRAs. If no weights are set, every weight is 1."""
+    """Return the LoRAs' (name, weight) pairs. If ``weights`` is empty, every weight is 1. Raises ValueError."""
     names = names if isinstance(names, list) else []
     words = text_of(weights).replace(",", " ").split()
     if len(names) > MOST_LORAS or (words and len(words) != len(names)):
@@ -180,7 +180,7 @@ def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
 
 
 def _picture(url: Any) -> Image.Image | None:
-    """Return the picture that a browser sends as a data URL; None if there is no picture."""
+    """Decode the picture that a browser sends as a data URL; None if it sends none. Raises ValueError."""
     kind, _, content = (text_of(url) if url is not None else "").partition(";base64,")
     if not kind:
         return None
@@ -291,8 +291,8 @@ class Drawing:
 class DrawingQueue:
     """Draws requests in the order in which they arrive, ``batch_size`` samples at a time.
 
-    Only one model is in memory. Before a request loads other weights, by ``load(choice)``, the queue frees the current
-    model, because both may not fit.
+    Only one model is in memory. If a request needs other weights, the queue frees the current model before it calls
+    ``load(choice)``, because both models together may not fit.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class DrawingQueue:
         except Exception as error:
             if not is_for_people(error):
                 traceback.print_exc(file=sys.stderr)
-                # forget the model, because the GPU may be out of memory; the next request loads it again
+                # Mark the model as not reusable, because the GPU may be out of memory. The next request loads it again.
                 self._choice = None
             raise without_traceback(error) from None
 
@@ -401,7 +401,7 @@ def is_for_people(error: BaseException) -> bool:
 
 
 def without_traceback(error: BaseException) -> BaseException:
-    """Remove an error's traceback, which would keep the model and its activations in memory."""
+    """Return the error without its traceback, which would keep the model and its activations in memory."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -433,10 +433,10 @@ class StoredSample:
 
 
 class SampleStore:
-    """Stores samples in a temporary folder and deletes the oldest when they are larger than ``most_bytes`` together.
+    """Stores samples in a temporary folder. If they have more than ``most_bytes`` together, the oldest are deleted, but
+    never the most recent batch.
 
-    The most recent batch is always kept. The constructor also deletes the folders of pages that were killed. A context
-    manager deletes its folder on exit.
+    The constructor deletes the folders of killed pages. As a context manager, the store deletes its folder on exit.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
@@ -458,7 +458,7 @@ class SampleStore:
         """Write the samples that a ``Pipeline`` has drawn. Return a token for the batch, and the stored samples.
 
         Every file contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing
-        fails, none of the samples is kept, and OSError is raised.
+        fails, none of these samples is stored, and OSError is raised.
         """
         stored: list[StoredSample] = []
         try:
@@ -515,7 +515,7 @@ class SampleStore:
 def delete_abandoned() -> None:
     """Delete this user's folders of samples that were left by killed pages."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # an error means that a page uses the folder, or has just created or deleted it
+        # An error means that a page uses the folder, or has just created or deleted it.
         with contextlib.suppress(OSError, ValueError):
             owned = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
             if owned and (folder / LOCK).exists():
@@ -531,7 +531,7 @@ class Page:
     """The state of a server, shared by all tabs.
 
     Attributes:
-        cards: name -> card of a checkpoint without metadata.
+        cards: the cards of checkpoints without metadata, by name.
         most_samples: maximum number of samples of one request.
         evaluations: folder with the results.jsonl of ``opendit evaluate``.
         training: queue of the runs that users start from the page; None if the page must not start runs.
@@ -553,8 +553,8 @@ class Page:
         return card
 
     async def draw(self, session: str, requests: list[DrawingRequest]) -> AsyncIterator[str | list[Drawing]]:
-        """Draw and store requests of a browser. Yield the progress as HTML, and in the end the finished drawings, or a
-        message."""
+        """Draw and store the requests of a browser. Yield the progress as HTML. At the end, yield the finished
+        drawings; or a message as HTML if they are cancelled or fail."""
         drawings: list[Drawing] = []
         try:
             for request in requests:
@@ -578,7 +578,7 @@ class Page:
 
     def _status(self, drawings: list[Drawing]) -> str:
         open_drawings = ((i, drawing) for i, drawing in enumerate(drawings) if not drawing.done)
-        number, now = next(open_drawings, (0, drawings[0]))  # the last one may have ended a moment ago
+        number, now = next(open_drawings, (0, drawings[0]))  # all drawings may have ended a moment ago
         share = sum(1.0 if drawing.done else drawing.progress for drawing in drawings) / len(drawings)
         name = f"{'AB'[number]}: " if len(drawings) > 1 else ""
         if now.stage == "waiting":

@@ -1,4 +1,4 @@
-"""Create the tabs Sample and Compare, which share the fields that choose weights and what to draw."""
+"""Create the tabs Sample and Compare, and the fields in both that choose weights and what to draw."""
 
 import math
 import random
@@ -116,15 +116,15 @@ class WeightsPicker:
         ]
 
     def refresh_sources(self, source: Any) -> Any:
-        """Return an update of the list of sources, which keeps the choice ``source`` if it still exists."""
+        """Return an update of the list of sources. It keeps the choice ``source`` if this source still exists."""
         sources = self.page.catalog.sources()
         if source in sources:
             return gr.update(choices=sources)  # without a value, which could undo a choice that was made meanwhile
         return gr.update(choices=sources, value=sources[0] if sources else None)
 
     def follow(self, source: Any, checkpoint: Any, average: Any) -> tuple[list[Any], ModelCard | None]:
-        """Return updates of source, checkpoint, average, card and sampler for the chosen weights; and the model's card
-        if it is known."""
+        """Return updates of the fields source, checkpoint, average, card and sampler for the chosen weights; and the
+        chosen model's card, or None if it can't be read."""
         catalog, fields = self.page.catalog, [gr.skip()] * 3
         if source is None:
             train = "" if self.page.training is None else "; the tab Train makes one"
@@ -187,7 +187,7 @@ class WhatPicker:
         return [self.classes, self.captions, self.negative, self.number, self.seed, self.picture]
 
     def follow(self, card: ModelCard | None, chosen: Any) -> list[Any]:
-        """Return updates of classes, captions, negative caption and picture for a newly chosen model."""
+        """Return updates of the fields classes, captions, negative and picture for the model that was just chosen."""
         if card is None:
             return [gr.skip()] * 4
         choices = [(name if name == str(i) else f"{i} {name}", i) for i, name in enumerate(card.classes)]
@@ -202,8 +202,8 @@ class WhatPicker:
 
 
 def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callable[..., Any]]) -> None:
-    """Update the fields of ``weights``, and those of ``what``, whenever a user chooses other weights. After ``events``,
-    the list of sources is updated as well."""
+    """Update the fields of ``weights`` and ``what`` whenever a user chooses other weights or one of ``events`` occurs.
+    The events also update the list of sources."""
     inputs = [weights.source, weights.checkpoint, weights.average]
     outputs = [*inputs, weights.card, weights.sampler]
     chosen = list(inputs)

@@ -35,7 +35,7 @@ COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c
 
 
 def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
-    """Return, for each of ``METRICS``, the points (step, value, run) of all ``runs``."""
+    """Return for each of ``METRICS`` the points (step, value, run) of all ``runs``."""
     found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
     for run in runs:
         if (log := catalog.file(run, "log.jsonl")) is not None:
@@ -45,7 +45,7 @@ def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float
 
 
 class LogReader:
-    """Reads the lines that were added to a run's log since the last call."""
+    """Reads a run's log. Every call reads only the lines that were added since the last call."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -92,10 +92,8 @@ log_reader = lru_cache(maxsize=64)(LogReader)  # the same log always has the sam
 
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
-    """Reduce a curve to at most ``most`` points: means of neighbouring values, at the last of these values' steps.
-
-    The last point does not change.
-    """
+    """Reduce a curve to ``most`` points if it has more. Groups of neighbouring points become one point, with their mean
+    value and their last step. The curve's last point does not change."""
     if len(points) <= most:
         return points
     *earlier, last = points
@@ -105,8 +103,8 @@ def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[i
 
 
 def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return the results of ``opendit evaluate`` for a run, newest first: those in the run's folder, and those in the
-    folder ``evaluations`` that are for weights inside the run's folder."""
+    """Return a run's results of ``opendit evaluate``, newest first. They are the results in the run's folder, and those
+    in the folder ``evaluations`` whose weights are inside the run's folder."""
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
         if (path := catalog.file(run, name)) is not None:
@@ -118,7 +116,7 @@ def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) ->
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the results in the first RESULT_BYTES of a file."""
+    """Return RESULT_FIELDS of the results in the first RESULT_BYTES of a file."""
     rows = []
     with open(path, "rb") as file:
         for line in file.read(RESULT_BYTES).splitlines():
@@ -139,7 +137,7 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 def read_starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
     """Return a record for each time the run was started or resumed, in order. Raises ValueError for a damaged file.
 
-    Records by early versions of OpenDiT have only flags.
+    Early versions of OpenDiT stored no records. For them, the content of config.json is the only record.
     """
     if (path := catalog.file(run, "config.json")) is None:
         return []

@@ -1,4 +1,4 @@
-"""Serve the page: the guard that checks every request, the web application with the tabs, and the server."""
+"""Serve the page, with a guard that checks every request, the web application with the tabs, and the server."""
 
 import asyncio
 import base64
@@ -37,9 +37,9 @@ from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
 MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
 MOST_SILENT = 128  # maximum number of open connections that wait for a request
-REQUEST_S = 10  # seconds for the headers of a request, from the opening of the connection or the last answer
+REQUEST_S = 10  # seconds from the opening of the connection, or the last answer, until a request's headers arrive
 BODY_S = 30  # seconds for the body of a request to arrive
-GOODBYE_S = 2  # seconds that running answers may still take when the page stops
+GOODBYE_S = 2  # seconds that running requests may still take when the page stops
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # system fonts
 # All requests that the page makes. The guard refuses all other requests, although Gradio would answer them (uploads,
 # files, a proxy, calls of programs).
@@ -71,8 +71,8 @@ class Guard:
 
     Args:
         password: password for HTTP basic authentication, with any user name; None if no password is needed.
-        hosts: host names by which a browser may address the page; None for any name. This prevents DNS rebinding, in
-            which another site makes its name resolve to this machine.
+        hosts: host names by which a browser may address the page; None for any name. Checking the name prevents DNS
+            rebinding, in which another site makes its own name resolve to this machine.
     """
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
@@ -143,8 +143,8 @@ def _name_of(host: str) -> str:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Wrap ``receive`` to report a disconnection if a body is too long or arrives too slowly, whatever its declared
-    length."""
+    """Wrap ``receive``. The wrapper reports a disconnection if a body has more than BODY_BYTES, whatever its declared
+    length, or is incomplete after BODY_S."""
     seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
 
     async def limited() -> dict[str, Any]:
@@ -222,7 +222,7 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
         if (sample := page.store.find(token)) is None:
             raise HTTPException(404)
         kind = "video/mp4" if sample.is_clip else "image/png"
-        # File name in the form of RFC 5987, because a caption may contain any script.
+        # The file name has the form of RFC 5987, because a caption may contain characters of any script.
         place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
         return FileResponse(sample.path, media_type=kind, headers={"Content-Disposition": place})
 
@@ -284,15 +284,15 @@ def load_choice(options: dict[str, Any], choice: WeightsChoice) -> Pipeline:
 
 @contextlib.contextmanager
 def opened(options: dict[str, Any]):
-    """Create the :class:`Page` for these flags and close it on exit. Raises ValueError or OSError if a ``--ckpt`` can't
-    be read."""
+    """Yield the :class:`Page` for these flags, and close it on exit. Raises ValueError or OSError if a ``--ckpt`` can't
+    be read, or another page uses ``--allow_train``."""
     extra, lora = _named(options["ckpt"]), _named(options["lora"])
     catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), partial(load_choice, options)
     cards = {}
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
         if catalog.card(choice) is None:
-            pipe = loader(choice)  # files of Meta and diffusers lack our metadata, so load the model to get a card
+            pipe = loader(choice)  # without OpenDiT's metadata (Meta, diffusers), only the loaded model gives a card
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
@@ -318,8 +318,9 @@ def _named(paths: list[str]) -> dict[str, Path]:
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 protocol of uvicorn that closes silent connections, so that they can't block other users.
 
-    A connection that sends no request is closed after ``REQUEST_S``. If more than ``MOST_SILENT`` connections are
-    silent, the one that has been silent longest is closed. uvicorn itself waits for the first request forever.
+    A connection that sends no complete request headers is closed after ``REQUEST_S``. If more than ``MOST_SILENT``
+    connections are silent, the one that has been silent longest is closed. uvicorn itself would wait forever for the
+    first request.
     """
 
     _silence: asyncio.TimerHandle | None = None
@@ -341,8 +342,8 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        """Start the timer, unless a request is being answered. A request whose headers arrive slowly gets no extra
-        time."""
+        """Start the timer if no request is being answered. A running timer is not restarted, so that a request whose
+        headers arrive slowly gets no extra time."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return self._stop_waiting()
         if self._silence is not None:
@@ -351,7 +352,7 @@ class PatientProtocol(H11Protocol):
         silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
         if len(silent) > MOST_SILENT:
             longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
-            # stop its timer now, so that this connection is not chosen again before its closing is reported
+            # Stop the connection's timer, so that it is not chosen again before its closing is reported.
             longest._stop_waiting()
             longest.transport.abort()
 
@@ -362,14 +363,14 @@ class PatientProtocol(H11Protocol):
 
 
 class PageServer(uvicorn.Server):
-    """uvicorn server that ends on SIGINT, SIGTERM or SIGHUP if it runs in the main thread."""
+    """uvicorn server that uses :class:`PatientProtocol` and, when it stops, closes connections that are still open."""
 
     def __init__(self, app: Guard):
         options: dict[str, Any] = {"log_level": "warning", "server_header": False}
         super().__init__(uvicorn.Config(app, http=PatientProtocol, timeout_graceful_shutdown=GOODBYE_S, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # close connections, because a browser keeps one open while it shows the page
+        # uvicorn would wait for these connections, because a browser keeps one open while it shows the page.
         for connection in list(self.server_state.connections):
             connection.transport.close()
         await super().shutdown(sockets)

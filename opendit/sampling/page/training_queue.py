@@ -126,8 +126,8 @@ class TrainingQueue:
         return name
 
     def stop(self, name: str) -> str:
-        """Stop a run, and return a message for the user. A started run gets SIGTERM, saves a checkpoint and ends. A
-        waiting run is dropped from the queue."""
+        """Stop a run, and return a message for the user. A running run gets SIGTERM, saves a checkpoint and ends. A
+        waiting run is dropped from the queue. Raises ValueError for other runs."""
         with self._lock:
             job = self._job(name)
             if job.state == "waiting":
@@ -161,7 +161,7 @@ class TrainingQueue:
         return "goes on, or waits for what runs"
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
-        """Run a program of OpenDiT to its end. Return its exit code and the end of its output.
+        """Run a program of OpenDiT to its end. Return its exit code and the end of its output. words: its command line.
 
         Raises Busy if another program is running, and ValueError after ``PROGRAM_S`` seconds.
         """
@@ -184,7 +184,7 @@ class TrainingQueue:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield the path of a folder for a program's files, and delete the folder on exit."""
+        """Yield the path of a folder that a program may create for its files. Delete the folder on exit."""
         folder = self._folder / f"look-{os.getpid()}-{threading.get_ident()}"
         try:
             yield folder
@@ -271,7 +271,7 @@ class TrainingQueue:
 
     @contextlib.contextmanager
     def _appending(self, name: str) -> Iterator[int]:
-        """Yield the descriptor of a file that is open for appending a program's output."""
+        """Open a file for appending a program's output. Yield its descriptor, and close it on exit."""
         file = open_to_append(self._folder / name, root=self.root, make=True)
         try:
             yield file
@@ -300,7 +300,7 @@ class TrainingQueue:
                 with self._appending(f"{name}/{OUTPUT}") as output:
                     child = _start(["train", "--config", str(folder / CONFIG)], output, **more)
                 self._children.append(child)
-                # The child has not been waited for, so no other process can have the same process ID.
+                # Nothing has waited for the child yet, so no other process can have its process ID.
                 of_process = {"pid": child.pid, "started": start_time(child.pid) or 0, "boot": boot()}
                 self._keep(name, job.model_copy(update=of_process))
             except OSError as error:  # for example because of a full disk; the status of the job is then "failed"

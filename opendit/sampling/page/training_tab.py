@@ -1,4 +1,4 @@
-"""The tab Train: make flags of train.py from its fields, plan and start runs, and show the started runs."""
+"""The tab Train: convert its fields to flags of train.py, plan and start runs, and show the started runs."""
 
 import contextlib
 import io
@@ -72,10 +72,10 @@ class TrainingForm:
 def read_training_form(
     form: TrainingForm, catalog: Catalog, root: Path, has_gpu: bool = False
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return a title, the flags for ``train.py --config``, and extra flags for a plan. Raises ValueError, with one line
-    for the user, for an invalid field or a path that is not below ``root``.
+    """Return a title, the flags for ``train.py --config``, and further flags for planning only. Raises ValueError, with
+    one line for the user, for an invalid field or a path that is not below ``root``.
 
-    has_gpu: if True and no recipe is chosen, turn on the speed-ups that the repository's shell scripts use.
+    has_gpu: if True and no recipe is chosen, the flags SPEED_UPS are set, as in the repository's shell scripts.
     """
     recipe = _one_of("recipe", form.recipe, (NO_RECIPE, *recipes()))
     flags: dict[str, Any] = {"recipe": recipe} if recipe != NO_RECIPE else dict(SPEED_UPS) if has_gpu else {}
@@ -171,7 +171,7 @@ def data_choices(root: Path, skipped: tuple[str, ...]) -> list[str]:
 
 
 def base_choices(root: Path, skipped: tuple[str, ...], catalog: Catalog) -> list[str]:
-    """Return the choices for a base: runs with checkpoints, and folders of models below ``root``."""
+    """Return the choices for a base: NOTHING, runs with checkpoints, and pipelines' folders below ``root``."""
     runs = [name for name in catalog.runs() if catalog.has_checkpoint(name)]
     return [NOTHING, *runs, *_listed(root, skipped, lambda path: (path / "model_index.json").is_file())]
 
@@ -210,7 +210,7 @@ def _one_of(what: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def train_tab(page: Page, tab: gr.Tab) -> None:
-    """Create the tab Train in ``tab``. The tab is refreshed regularly after a user has first selected it."""
+    """Create the content of the tab Train. It is refreshed regularly after a user has first selected the tab."""
     queue, catalog = page.training, page.catalog
     assert queue is not None, "the page was started without --allow_train"
     root, skipped = queue.root, (FOLDER, catalog.outputs.name)
@@ -322,7 +322,7 @@ def train_tab(page: Page, tab: gr.Tab) -> None:
         return changed
 
     def again(chosen_base: Any, chosen_data: Any) -> list[Any]:
-        """Update the lists of folders and runs."""
+        """Start the timer, and update the lists of folders and runs."""
         return [
             gr.Timer(REFRESH_S, active=True),
             gr.Dropdown(base_choices(root, skipped, catalog), value=chosen_base),
@@ -356,7 +356,7 @@ def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
 
 
 def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
-    """Run ``train.py --dry_run`` with these flags. Return a line with memory and hours, and a table of other values."""
+    """Run ``train.py --dry_run`` with these flags. Return HTML: a line with memory and hours, and a table of values."""
     code, text = queue.program(["train", "--config", str(queue.plan_config(flags)), "--dry_run"])
     lines = text.splitlines()
     if code:
@@ -370,7 +370,7 @@ def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
 
 
 def looked(queue: TrainingQueue, source: str, size: Any) -> list[str]:
-    """Run ``preprocess.py look`` on data. Return its report and its contact sheet."""
+    """Run ``preprocess.py look`` on data. Return HTML: its report and its contact sheet."""
     more = ["--image_size", size] if isinstance(size, str) and size.isascii() and size.isdecimal() else []
     with queue.scratch() as folder:
         words = ["preprocess", "look", source, "--output", str(folder), "--samples", str(LOOKED)]
@@ -411,7 +411,7 @@ def jobs_table(queue: TrainingQueue, catalog: Catalog, names: list[str]) -> str:
 
 
 def state_of(queue: TrainingQueue, catalog: Catalog, name: str) -> str:
-    """Render the state of a run in one line."""
+    """Render the state of the job ``name`` in one line."""
     status, run = queue.status(name), queue.run_of(name)
     if status == "failed":
         return views.error(f"{name} has failed: {last_line(queue.output(name))}")
@@ -435,7 +435,7 @@ def _figure(entry: dict[str, Any], key: str) -> str:
 
 
 def newest_entry(queue: TrainingQueue, catalog: Catalog, run: str | None) -> dict[str, Any]:
-    """Return the last complete entry of a run's log; {} if there is none."""
+    """Return the last complete entry of a run's log; {} if there is none, or the run is None."""
     log = None if run is None else catalog.file(run, "log.jsonl")
     for line in reversed(tail(log, queue.root).splitlines() if log else []):
         try:

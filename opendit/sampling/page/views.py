@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 from opendit.sampling.page.catalog import ModelCard
 
-# PRIVATE: options of all events, which keep them out of a public API. HTML: options that allow no scripts and only our
-# styles.
+# PRIVATE: options that keep events out of Gradio's public API. HTML: options that allow no scripts and only our styles.
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 LONGEST_VALUE = 500
