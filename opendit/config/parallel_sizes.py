@@ -25,8 +25,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """Read this process's ranks and addresses from torchrun's variables. Raises ValueError with the variable and the
-    fix."""
+    """Read this process's ranks from torchrun's variables. Raises ValueError, which names the variable and the fix."""
     world = environment_world_size()
     if "RANK" not in os.environ:
         if world > 1:

@@ -221,8 +221,7 @@ class MemoryPressure:
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """Return a note, once, if memory is nearly full. Call for every line of the log, which covers ``steps``
-        steps."""
+        """Return a note, once, if memory is nearly full. Call for every line of the log, of ``steps`` steps."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:

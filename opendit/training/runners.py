@@ -176,8 +176,7 @@ class CUDAGraphRunner(EagerRunner):
             return self.eager.forward_backward(micro_batch, last=last)
 
     def _record(self, micro_batch: MicroBatch, first: bool, last: bool) -> Recording | None:
-        """Record the passes of ``micro_batch`` without running them. Return None if that fails; only a change of the
-        routing allows a retry."""
+        """Record the passes of ``micro_batch`` without running them. Return None, and stop recording, if that fails."""
         static, before = micro_batch.clone(), self.engine.gradients
         try:
             loss, replay = self.recorder.record(lambda: self.eager.forward_backward(static, last=last))
