@@ -1,6 +1,6 @@
 """Build modules on the meta device, and exclude functions from torch.compile.
 
-Importing this module does not import torch's compiler, which would take 2 s of CPU time.
+Importing this module does not import torch's compiler, because that import takes 2 s of CPU time.
 """
 
 import contextlib

@@ -336,9 +336,9 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Check a blend ``A:0.7,B:0.3``. Other texts, and existing paths, are accepted unchecked.
+    """Check a blend such as ``A:0.7,B:0.3``. Any other string, and any existing path, is accepted unchecked.
 
-    Raises ValueError for a source without a weight above 0, a repeated source, mock, or another blend.
+    Raises ValueError if a source has no weight above 0, appears twice, is ``mock``, or is itself a blend.
     """
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]

@@ -184,7 +184,7 @@ class Sampler(ABC):
         return self.noise_fn(i)
 
     def table(self, values: Sequence[float]) -> Tensor:
-        """Return ``values`` in x's dtype and on its device, so that ``table[i]`` is a scalar tensor without a copy."""
+        """Return ``values`` in x's dtype and on its device, so that ``table[i]`` needs no copy from the host."""
         return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)
 
     def init(self, x: Tensor) -> NamedTuple:

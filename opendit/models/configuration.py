@@ -59,12 +59,12 @@ class DiTConfig:
     null_class: bool = True  # True if the label table has a row for guidance's null class; OpenDiT trains with one
     # conditioning frames: first, prefix:K (K latent frames) or random; see opendit.models.conditioning
     given_frames: str | None = None
-    norm: str = "layer"  # norm before every branch of a block, layer or rms
+    norm: str = "layer"  # layer or rms: the norm before every branch of a block
     mlp: str = "gelu"  # gelu or swiglu
     alignment: AlignmentConfig | None = None  # representation alignment (--repa)
     # width to which patches are projected before the projection to the tokens' width; None: a single projection
     patch_bottleneck: int | None = None
-    uncertainty: bool = False  # True if the weights of losses by time are learned; see opendit.models.auxiliary
+    uncertainty: bool = False  # True if each time's weight in the loss is learned; see opendit.models.auxiliary
     sprint: tuple[int, int] | None = None  # fused route: its first block, and the first block after it
 
     @property

@@ -487,9 +487,8 @@ def modulation(
 
     m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
-    This is adaLN-LoRA in the form of Cosmos (NVIDIA 2025). The original form, in W.A.L.T (Gupta et al. 2023), is A^i =
-    A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t). c is the sum of the embeddings of the timestep and of the label or
-    caption.
+    Here c is the sum of the embeddings of the timestep and of the label or caption. This is adaLN-LoRA in the form of
+    Cosmos (NVIDIA 2025). W.A.L.T (Gupta et al. 2023) has no SiLU before the low-rank product: m_i = MLP(c) + B_i A_i c.
     """
     width = dim if width is None else width
     first: list[nn.Module] = [nn.SiLU()] if silu else []

@@ -134,7 +134,7 @@ class Setup:
 
     @property
     def recomputes_blocks(self) -> bool:
-        """True if complete blocks are recomputed, with or without their attention."""
+        """True if whole blocks are recomputed, or whole blocks except their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:
@@ -486,8 +486,8 @@ def block_float8(config: DiTConfig, setup: Setup) -> float:
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
-    """Return the bytes of activations when the backward pass begins, by the plan's terms: of all blocks except one, and
-    of the remaining block with its backward pass."""
+    """Return two numbers of bytes at the start of the backward pass, by the plan's terms: the activations of all blocks
+    except one, and the activations and temporary tensors of that one block."""
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     frozen = setup.lora is not None and not trains_modulation(config, setup.lora)
     execution = replace(setup.execution, frozen_gates=frozen)

@@ -177,6 +177,8 @@ FAMILY = Family(
     steps=28,
     license="FLUX.1-dev: flux-1-dev-non-commercial-license; FLUX.1-schnell: apache-2.0",
     original=ORIGINAL,
-    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # published: scale, shift; original: shift, scale
+    exchanged=frozenset(
+        {"final_layer.adaLN_modulation.1"}
+    ),  # diffusers stores scale, shift; the original file shift, scale
     architecture="flux-1",
 )

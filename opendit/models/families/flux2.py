@@ -152,7 +152,9 @@ FAMILY = Family(
     steps=50,
     license="FLUX.2-dev: flux-dev-non-commercial-license",
     original=ORIGINAL,
-    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # published: scale, shift; original: shift, scale
+    exchanged=frozenset(
+        {"final_layer.adaLN_modulation.1"}
+    ),  # diffusers stores scale, shift; the original file shift, scale
     architecture="flux-2",
     when={"guidance_embeds": True},
     shift="empirical",

@@ -133,6 +133,8 @@ FAMILY = Family(
     shifted_end=True,
     license="stabilityai-ai-community",
     original=ORIGINAL,
-    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # published: scale, shift; original: shift, scale
+    exchanged=frozenset(
+        {"final_layer.adaLN_modulation.1"}
+    ),  # diffusers stores scale, shift; the original file shift, scale
     architecture="stable-diffusion-v3.5-large",
 )

@@ -199,8 +199,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- working weights
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights each. On one
-        rank, return a single range."""
+        """Divide the parameters into ranges (start, stop) of at least GATHER_BYTES of working weights. The last range
+        may be smaller. On one rank, return a single range."""
         edges, size = [0], 0
         for i, working in enumerate(self._padded, start=1):
             size += working.numel() * working.element_size()

@@ -381,7 +381,7 @@ class _Pending:
 # ------------------------------------------------------------------------------------------------------ rows by expert
 
 
-@functools.lru_cache(maxsize=32)  # a cache, because ranks with whole samples always pass the same arguments
+@functools.lru_cache(maxsize=32)  # the arguments never change where no sample is split over ranks
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
     by expert for each rank. Return these indices and the stack's number of rows, which is the largest number of rows of
