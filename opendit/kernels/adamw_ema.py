@@ -61,8 +61,8 @@ def adamw_ema_reference(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Apply torch's AdamW to ``coefficient * gradient`` as step number ``count``, then update averages and working
-    weights, all in place.
+    """Apply torch's AdamW to ``coefficient * gradient`` as step ``count``; then update averages and working weights, in
+    place.
 
     A tensor without a gradient (None) keeps its master and moments. A tensor without second moments is updated along
     its gradient: master = (1 - lr * weight_decay) * master - lr * gradient.
@@ -344,8 +344,7 @@ class FusedStep:
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
-        """Add averages: every later step computes average += (1 - decay) * (master - average), unless the step is
-        skipped.
+        """Make every later step that is not skipped compute average += (1 - decay) * (master - average).
 
         Args:
             averages: for each average, its fp32 tensors, in the masters' sizes and order. May be empty although there
@@ -359,7 +358,8 @@ class FusedStep:
 
     @torch.no_grad()
     def square_sum(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the sum of all squared gradients, 0-dim float64 on the device, with the same bits in every run.
+        """Return the sum of the squared gradients that this rank counts (``counted``), 0-dim float64 on the device. The
+        summation order, and thus the result's bits, are the same in every run.
 
         Args:
             gradients: for each master, a gradient of the same size or None; all bf16, all fp16 or all fp32. This object
@@ -417,10 +417,12 @@ class FusedStep:
 
     @torch.no_grad()
     def momentum(self, momentum: float) -> list[Tensor | None]:
-        """Apply momentum to the tensors without second moments, which Muon updates. Call this after :meth:`decide`.
+        """Apply momentum to the gradients of tensors without second moments, which Muon updates. Call this after
+        :meth:`decide`.
 
-        Their first moments are updated, and their gradients become the matrices that Muon orthogonalises. Returns all
-        gradients. Muon's may be changed in place until :meth:`update`, which uses them as update directions.
+        The first moments of these tensors are updated, and their gradients become the matrices that Muon
+        orthogonalises. Returns all gradients. Muon changes its tensors' gradients in place, and :meth:`update` uses
+        them as update directions.
         """
         if self.kernels:
             blocks = self._blocks.blocks
@@ -438,8 +440,8 @@ class FusedStep:
 
     @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
-        """Update tensors ``start`` to ``stop``. Call this after :meth:`square_sum` and :meth:`decide`. Several calls
-        may each update a part of the tensors; the last call must include the last tensor."""
+        """Update tensors ``start`` to ``stop`` - 1. Call this after :meth:`square_sum` and :meth:`decide`. Several
+        calls may each update a part of the tensors; the last call must include the last tensor."""
         stop = len(self.masters) if stop is None else stop
         if self._decoded is None:
             self._update(lr, weight_decay, start, stop)

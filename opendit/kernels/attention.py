@@ -1,4 +1,4 @@
-"""Choose the attention kernel, with a reason: the requested kernel, or the fastest for the dtype, head size and GPU.
+"""Choose the attention kernel, with a reason: the requested one, or the fastest for dtype, head size, length and GPU.
 
 Every kernel except ``math`` works in tiles and never builds the N x N matrix of scores in memory.
 :func:`resolve_attention` chooses for samples of equal length, and :func:`resolve_varlen` for a pack.
@@ -37,8 +37,8 @@ FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 @functools.cache
 def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
-    """Return (function of q, k, v (B, N, H, d), package name) for the newest installed FlashAttention: 4, 3 or 2.
-    Return None if none is installed."""
+    """Return (function of q, k, v (B, N, H, d), package name) of the newest installed FlashAttention: 4, 3 or 2; else
+    None."""
     for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
             return importlib.import_module(package).flash_attn_func, package
@@ -54,11 +54,10 @@ def _installed() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str]:
 
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
-    """Compute attention of q, k, v (B, H, N, d) with the installed package and heads padded to ``head_size`` with
-    zeros.
+    """Compute attention of q, k, v (B, H, N, d) with the installed package. Heads are zero-padded to ``head_size``.
 
-    With FlashAttention 4, only the backward pass needs the padding. Results are deterministic if
-    torch.use_deterministic_algorithms is on.
+    With FlashAttention 4, only the backward pass pads. Results are deterministic if torch.use_deterministic_algorithms
+    is on.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if head_size != q.shape[-1] and _installed()[1] == CUTE and flash_attention_4.backward_pass() is not None:
@@ -124,8 +123,8 @@ class LocalAttention:
     """Attention softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
 
     ``backend`` is cudnn, flash, efficient or math (torch's kernels), flash_attn (the installed package), or auto
-    (torch's choice at each call). Under torch.compile, torch's flash replaces flash_attn and cudnn (see
-    RIGHT_WHEN_COMPILED).
+    (torch's choice at each call). Under torch.compile, torch's flash replaces flash_attn and cudnn
+    (opendit.models.attention.RIGHT_WHEN_COMPILED).
     """
 
     def __init__(self, backend: str = "auto"):
@@ -200,8 +199,7 @@ def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 
 def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
     """Return (backend, reason) pairs, the fastest backend first, as measured on an H200 (docs/kernels.md). ``card``:
-    compute capability. GPUs newer than Hopper get the same order without FlashAttention 4, because it was not measured
-    on them."""
+    compute capability. Other GPUs get the same order without FlashAttention 4, which was measured only on Hopper."""
     order = torch_preferences(card, dtype)
     shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
     if dtype in HALF and card == (9, 0) and length >= shortest:
@@ -246,9 +244,8 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
 # -------------------------------------------------------------------------------------------- samples of unequal length
 
-# A run is a dense call if each of its segments has at least LONG tokens, or if it has at least two segments with
-# TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half, and runs longer than the
-# host takes to launch it.
+# With torch's varlen kernel, a run (see resolve_varlen) gets a dense call if each segment has at least LONG tokens, or
+# at least two segments have TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half.
 LONG, TOGETHER = 1024, 4096
 
 
@@ -306,7 +303,7 @@ PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
 def resolve_varlen(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, asked: str = "auto"
 ) -> tuple[VarlenAttention | None, str]:
-    """Return (kernel for the segments of a pack, reason). None instead of a kernel: each run is one dense call.
+    """Return (kernel for the segments of a pack, reason). If the kernel is None, each run is one dense call.
 
     A run is several neighbouring samples of equal length. FlashAttention 4 is as fast on unequal lengths as on equal
     ones, and gets complete packs. torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length measured
@@ -340,8 +337,8 @@ def resolve_varlen(
 
 @functools.cache
 def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """Return the size to which heads must be padded for correct results of ``package`` on this device. Return None if
-    no size gives correct results, or the package is not installed."""
+    """Return the size to which heads must be padded for correct results of ``package`` on this device; None if no size
+    gives correct results, or the package is not installed."""
     return next((size for size in _padded_sizes(head_dim) if _right(package, device, dtype, head_dim, size)), None)
 
 

@@ -1,7 +1,7 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
 The step does not need the averages. So averages in host memory are updated later, during the next forward and backward
-passes. The kernel runs in few programs, which saturate the slow link to the host, and leave most multiprocessors free.
+passes. The kernel runs in few programs. They saturate the slow link to the host and leave most multiprocessors free.
 The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`.
 """
 
@@ -46,7 +46,7 @@ def _averages_kernel(
 ):
     """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0. The blocks are distributed over
     the programs. The table's rows are size, master, and the averages. Average k lies ``shift`` + k * ``stride`` bytes
-    after its address in the table."""
+    after its address."""
     if tl.load(scalars) != 0.0:
         for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
             row = table + tl.load(blocks + 2 * block)
@@ -90,8 +90,8 @@ class SeparateAverages:
     def move(self, scalars: Tensor) -> None:
         """Update all averages on the current stream, unless the step was skipped.
 
-        scalars: the step's :attr:`opendit.kernels.adamw_ema.FusedStep.scalars`. Scalars and masters must not change
-        until the update is done.
+        scalars: see :attr:`opendit.kernels.adamw_ema.FusedStep.scalars`. They and the masters must not change
+        meanwhile.
         """
         if not self.kernels:
             finite, _, _, _, *weights = scalars.tolist()

@@ -204,8 +204,7 @@ class BaseLayer(nn.Linear):
     def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
         """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
 
-        maximum: function that returns the maximum of a number over all ranks that hold rows of the weight; used only
-        for fp8.
+        maximum: for fp8, function that returns the maximum of a number over all ranks that hold rows of the weight.
         """
         values = values.to(part.dtype)
         if self.kind == "fp8":
@@ -228,7 +227,7 @@ class BaseLinear(BaseLayer):
 
 
 class BaseProjection(BaseLayer, Projection):
-    """A frozen projection whose weight is stored in fewer bits. Matrices of LoRA are stored as usual."""
+    """A frozen projection whose weight is stored in fewer bits. LoRA's matrices are not quantised."""
 
 
 def store_base(
@@ -238,8 +237,7 @@ def store_base(
     device: torch.device,
     chosen: Callable[[str, tuple[int, ...]], bool] = is_stored,
 ) -> None:
-    """Replace the weights of frozen linear layers by stored weights, in place, on the meta device and without values
-    yet.
+    """Give frozen linear layers of ``model`` weights in fewer bits, on the meta device and without values yet.
 
     kind: fp8, int8 or nf4. dtype: dtype in which the model computes. device: device on which the model will run.
     chosen: function of a weight's name and shape that returns True if the weight is replaced.

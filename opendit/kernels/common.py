@@ -170,16 +170,16 @@ class Launch:
 # or for multiples of 16 would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
-# Number of programs: about 8 for each of the 132 multiprocessors of an H100 or H200. With fewer, some multiprocessors
-# would idle. With more, the backward pass would write and read more partial sums.
+# Number of programs to aim for: about 8 for each of the 132 multiprocessors of an H100 or H200. With fewer, some
+# multiprocessors would idle. With more, the backward pass would write and read more partial sums.
 PROGRAMS = 1024
 
 _forced: dict[str, Launch] = {}
 
 
 def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
-    """Return the number of rows in flight: up to three, if the prefetched rows fit into 24 KiB of shared memory.
-    Prefetching hides the memory's latency without using registers, which the per-sample sums need."""
+    """Return the number of tiles in flight: up to three, if the prefetched tiles fit into 24 KiB of shared memory.
+    ``width``: values of a tile in each tensor. Prefetching hides the memory's latency without using registers."""
     return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
 
 
@@ -214,9 +214,8 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 
 @triton.jit
 def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
-    """Return the first row that belongs to ``sample`` or to a later sample; ``rows`` if no such row exists. The rows
-    are sorted by sample. The search compares WAYS positions at a time, which takes two or three dependent reads from
-    memory; bisection would take 16."""
+    """Return the first row that belongs to ``sample`` or to a later sample; ``rows`` if no such row exists. Rows are
+    sorted by sample. Comparing WAYS positions at a time takes two or three dependent reads; bisection would take 16."""
     low = 0
     width = rows
     while width > 0:
@@ -316,8 +315,8 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for a sum over all samples. The packed form leaves some slots unused, so they start as
-        zeros."""
+        """Allocate fp32 slots for a sum over all samples, with zeros in the packed form, which leaves some slots
+        unused."""
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -327,11 +326,10 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Add up fp32 slots, and write the sums to ``outputs``. With ``sample_of_row``, slots are numbered as in the packed
-    form."""
+    """Add up fp32 slots, numbered as in the packed form if there is ``sample_of_row``, and write the sums to
+    ``outputs``."""
     (slots, width), count = partial.shape, len(outputs)
-    # Tiles have 4,096 numbers. If there are many slots, tiles are tall and narrow, so that few samples still make
-    # enough programs.
+    # Tiles have 4,096 numbers. With many slots, tiles are narrow, so that few samples still make enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
     block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
     out = [outputs[min(i, count - 1)] for i in range(3)]
@@ -365,8 +363,7 @@ def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Ten
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return ``tensor`` as a kernel's pointer argument, or ``other`` if ``tensor`` is None and the kernel doesn't read
-    it."""
+    """Return ``tensor``, or if it is None, ``other`` as a pointer argument that the kernel doesn't read."""
     return other if tensor is None else tensor
 
 
@@ -396,8 +393,8 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
 
 
 def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocate fp32 mean and rstd, one value for each row of x. The mean is empty without ``center`` (RMSNorm). Both
-    are empty without ``normalize``."""
+    """Allocate fp32 mean and rstd, a value for each row of x. Without ``normalize``, both are empty; without ``center``
+    (RMSNorm), the mean."""
     rows = x.numel() // x.shape[-1]
     counts = rows if normalize and center else 0, rows if normalize else 0
     mean, rstd = (torch.empty(count, dtype=torch.float32, device=x.device) for count in counts)
@@ -405,8 +402,7 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return modulation vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor have it, and are not
-    copied."""
+    """Return vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor have it, and are not copied."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 

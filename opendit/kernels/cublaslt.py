@@ -128,8 +128,7 @@ class Product:
         self._library.set("MatmulDesc", self._description, attribute, value)
 
     def __call__(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product (rows, columns) with one proposal. Raises RuntimeError if cuBLASLt rejects the
-        proposal."""
+        """Return the product (rows, columns) by one proposal. Raises RuntimeError if cuBLASLt rejects the proposal."""
         y = torch.empty(self._shape.rows, self._shape.columns, dtype=x.dtype, device=x.device)
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
         w_place, x_place, y_place = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y))
@@ -149,17 +148,15 @@ Multiply = Callable[..., Tensor]  # function of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:
-    """Return the index of the proposal to use, or None to use torch's call. For the arguments, see
-    :class:`Measured`."""
+    """Return the index of the fastest proposal, or None to use torch's call. Arguments: see :class:`Measured`."""
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
 
 
 class Measured(NamedTuple):
-    """Timings of a product.
+    """Results of :func:`measured`. ``proposals`` lacks those that cuBLASLt rejected.
 
-    microseconds: time of torch's call, then of each proposal. equal: True for each proposal whose result equals torch's
-    bit for bit.
+    microseconds: median time of torch's call, then of each proposal. equal: True if a proposal's bits equal torch's.
     """
 
     microseconds: list[float]
@@ -168,7 +165,7 @@ class Measured(NamedTuple):
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
-    """Time torch's call and the product's proposals in turn, on random numbers, and return the median time of each."""
+    """Time torch's call and the product's proposals in turn, on random numbers, and compare their results."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -218,9 +215,8 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        ``torchs`` is torch's call, with GELU if ``gelu`` is true. The call itself computes the product if gradients or
-        torch.compile are on, for dtypes other than bf16 and fp16, for unaligned operands, and for new shapes in a CUDA
-        graph capture.
+        ``torchs`` is torch's call, with GELU if ``gelu`` is true. It is used if gradients or torch.compile are on, for
+        dtypes other than bf16 and fp16, for unaligned operands, and for new shapes in a CUDA graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):
@@ -274,6 +270,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """Return GELU(x W^T + bias), tanh form, computed in cuBLAS's epilogue and equal to ``torchs(x, weight, bias)`` bit
-    for bit."""
+    """Return GELU(x W^T + bias), tanh form, by cuBLAS's epilogue, with the bits of ``torchs(x, weight, bias)``."""
     return _products(x, weight, bias, torchs, gelu=True)

@@ -94,7 +94,7 @@ def new_moment(like: Tensor, signed: bool) -> Tensor | EightBits:
 
 
 def first_of(moment: Tensor | EightBits, numel: int) -> Tensor | EightBits:
-    """Return the first ``numel`` numbers of a moment as a flat view."""
+    """Return a view of the first ``numel`` numbers of a moment."""
     if isinstance(moment, EightBits):
         return EightBits(moment.codes[:numel], moment.scales[: -(-numel // UNIT)], moment.signed)
     return moment.view(-1)[:numel]
@@ -115,8 +115,7 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
 
 
 def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
-    """Divide tensors of these sizes into ranges [start, stop) of at least ``elements`` elements. The last may have
-    fewer."""
+    """Divide tensors of these sizes into ranges [start, stop). All but the last have at least ``elements`` elements."""
     edges, size = [0], 0
     for i, numel in enumerate(sizes, start=1):
         size += numel
@@ -138,7 +137,7 @@ def _moments_kernel(
     table, blocks, numbers, scalars, tensors, first, ENCODE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0. scalars[0] is 0 if the step was
+    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0, which means that the step is
     skipped. A skipped step does not encode, because decoded values may encode to other codes."""
     block = tl.program_id(0) + first
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
@@ -183,8 +182,7 @@ class DecodedMoments:
         kernels: True to use kernels; None: use them where they are available.
 
     Attributes:
-        views: both moments of each tensor in fp32. All groups share the memory, so only the last decoded group is
-            valid.
+        views: both moments of each tensor in fp32. Groups share their memory, so only the last decoded group is valid.
     """
 
     def __init__(self, moments: Sequence[Sequence[Tensor | EightBits]], block: int, kernels: bool | None = None):

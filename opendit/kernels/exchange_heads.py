@@ -20,7 +20,7 @@ from opendit.kernels.language import tl, triton
 
 
 def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], first: int, push: bool) -> None:
-    """peers: each rank's rows (B, n, S, H, d)."""
+    """Compute :func:`exchange_heads` in torch. peers: each rank's rows (B, n, S, H, d)."""
     _, h, N, _ = heads[0].shape
     for p, rows in enumerate(peers):
         n = rows.shape[1]
@@ -32,7 +32,7 @@ def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], fir
 
 
 def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
-    """peers: each rank's heads (B, N, h, d)."""
+    """Compute :func:`send_rows` in torch. peers: each rank's heads (B, N, h, d)."""
     n, (_, length, h, _) = rows.shape[1], peers[0].shape
     real = min(max(length - rank * n, 0), n)
     for p, heads in enumerate(peers):
@@ -41,7 +41,7 @@ def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK, WARPS = 256, 4  # units of 16 bytes, and warps, per program, so that each thread has 2 loads in flight
+BLOCK, WARPS = 256, 4  # units of 16 bytes and warps per program, so that each thread has 2 loads in flight
 
 
 @triton.jit(do_not_specialize=("offset", "start", "ranks", "samples", "tokens", "length", "first"))
@@ -51,9 +51,8 @@ def _exchange_heads_kernel(
     VISITED: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK units per program between this rank and one other. Neighbouring programs access different ranks, so
-    that all links are busy at all times. Strides and sizes are in units of UNIT values, which are 16 bytes where
-    possible."""
+    """Move BLOCK units per program between this rank and one peer. Neighbouring programs access different peers, so
+    that all links are busy. Strides and sizes are in units of UNIT values, which are 16 bytes where possible."""
     program = tl.program_id(0)
     peer = (start + program % VISITED) % ranks
     part = (program // VISITED) % PARTS
@@ -92,14 +91,13 @@ def exchange_heads(
     own: bool = False,
     offset: int = 0,
 ) -> None:
-    """Fill ``heads`` from all ranks' rows; with ``push``, all ranks' rows from ``heads``, except for padding rows past
-    N.
+    """Fill ``heads`` from all ranks' rows. With ``push``, fill the rows of tokens before N from ``heads`` instead.
 
     Args:
         heads: 1 or 3 tensors (B, h, N, d) with the same strides, and unit stride in d.
         addresses: (P,) int64 on the device: addresses of each rank's contiguous rows.
         shape: shape (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
-        rank: this rank; the kernel visits the other ranks in order from the next one.
+        rank: this rank. The kernel visits the ranks in order, beginning with the next one and ending with this one.
         first: index that the first head of ``heads`` has among all H heads.
         own: True to exchange only between this rank's rows and heads.
         offset: bytes from the addresses to the rows; a multiple of 16 if a head's d values take a multiple of 16 bytes.
@@ -131,8 +129,8 @@ def _send_rows_kernel(
     rows_ptr, table_ptr, rank, ranks, samples, tokens, length,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy BLOCK units (of UNIT values) per program from this rank's rows, of ``ranks`` * WIDTH units, to one other
-    rank."""
+    """Copy BLOCK units of UNIT values per program from this rank's rows to a peer. A row has ``ranks`` * WIDTH
+    units."""
     peer = (rank + 1 + tl.program_id(0) % ranks) % ranks
     unit = (tl.program_id(0) // ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = unit // WIDTH, unit % WIDTH
@@ -147,7 +145,7 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Fill the heads (S = 1) of all ranks from this rank's rows. Each rank gets the heads that it holds.
+    """Copy this rank's rows to the ranks' heads (S = 1). Each rank gets the heads that it holds.
 
     rows: (B, n, H, d), contiguous. addresses: (P,) int64 on the device: addresses of each rank's contiguous heads (B,
     N, h, d), of rows' dtype. length: N; tokens past N are padding and are not sent. Raises ValueError if H is not
@@ -166,7 +164,6 @@ def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
 
 
 def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Allocate ``parts`` tensors (B, h, N, d) with the memory of contiguous (B, N, h, d), as in a projection's
-    output."""
+    """Allocate ``parts`` tensors (B, h, N, d) with the memory layout of contiguous tensors (B, N, h, d)."""
     make = {"dtype": like.dtype, "device": like.device}
     return tuple(torch.empty_strided((B, h, N, d), (N * h * d, d, h * d, 1), **make) for _ in range(parts))

@@ -1,10 +1,9 @@
-"""Attention by packages at padded head sizes, and FlashAttention 4 (flash-attn-4) with padding in its backward pass
-only.
+"""Attention by packages with padded heads. FlashAttention 4 (flash-attn-4) pads only in its backward pass.
 
-At some head sizes, an attention kernel is correct only with heads that are padded with zeros, which don't change the
-result. FlashAttention 4 needs the padding only in its backward pass. Its autograd function can't pad there, so this
-module runs the forward pass without autograd, and calls the backward pass by its private name in the package. Before a
-run uses a package, its results are tested (``attention.right_head_size``, ``attention.right_size``).
+At some head sizes, an attention kernel is correct only if heads are padded with zeros, which don't change the result.
+FlashAttention 4 needs the padding only in its backward pass, but the package's autograd function can't pad there. So
+this module runs the package's forward pass without autograd, and calls its private function for the backward pass.
+Before a run uses a package, its results are tested (``attention.right_head_size``, ``attention.right_size``).
 """
 
 import functools
@@ -95,7 +94,7 @@ def with_filled_heads(
             # ``saved`` is the padded form of q, k or v
             if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:
                 return own.detach(), True
-        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # True for the output, which is also padded
+        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # the output is also padded
         return (with_heads_of(saved, d) if wide else saved), wide
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:

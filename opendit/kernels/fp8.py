@@ -42,8 +42,8 @@ from opendit.models.layers import Projection, StoredWeight, dense
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-# Scaling brings the largest known absolute value to [2^t, 2^(t + 1)). The constants are three values of t: for an exact
-# amax or a bound, and for an amax of sampled values in e4m3 and in e5m2. The latter two leave a margin below LIMIT.
+# Values of ``target``. Scaling brings the largest known absolute value to [2^target, 2^(target + 1)). EXACT is for an
+# exact amax or a bound, the others for an amax of sampled values in e4m3 and in e5m2, with a margin below LIMIT.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
 SAMPLE = 1 << 22  # minimum number of sampled values
 # number of programs of the amax kernel; each writes one number, and every program of a cast reads all of them
@@ -84,8 +84,7 @@ def kernel_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the pointers (y, partial, descale) and options for a kernel that writes a tensor or a Float8.
 
-    partial: result of :func:`amax`; None if the kernel computes one scale per row. target: EXACT, SAMPLED or
-    SAMPLED_GRADIENT.
+    partial: result of :func:`amax`; None if the kernel computes one scale per row. target: see EXACT.
     """
     if isinstance(y, Tensor):
         return (y, y, y), {"FLOAT8": False, "PARTIALS": 1, "TARGET": 0, "LIMIT": 0.0}
@@ -117,8 +116,7 @@ def _amax_kernel(
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial maxima over up to three matrices from every ``step``-th run of BLOCK columns, counted row by
-    row."""
+    """Compute partial maxima of up to three matrices from every ``step``-th run of BLOCK columns, in row order."""
     largest = tl.zeros((LINES, BLOCK), dtype=tl.float32)
     for line in range(tl.program_id(0) * LINES, lines, PARTIALS * LINES):
         run = (line + tl.arange(0, LINES)) * step
@@ -177,7 +175,7 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
     The result is fp32, with up to PARTIALS elements, whose maximum is the amax of all tensors, or of a sample of them.
 
     Args:
-        bias: (D,); return the maxima of GELU(x + bias) instead of x.
+        bias: (D,); return upper bounds of |GELU(x + bias)| instead of maxima of |x|.
         exact: read all values instead of a sample.
         normalized: the tensors are shift and scale (B, D); return a bound of LN(x) * (1 + scale) + shift.
     """
@@ -202,8 +200,7 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
 def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor | None = None) -> Float8:
     """Cast x (..., D) bf16, fp16 or fp32 to float8.
 
-    exact: compute the scale from all values instead of a sample. scaled_as: a tensor that contains x and determines the
-    scale; None: x itself.
+    exact: compute the scale from all values instead of a sample. scaled_as: tensor that determines the scale; None: x.
     """
     x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
     target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
@@ -265,8 +262,7 @@ def _rows_kernel(
         largest = largest_of(y, yt, TAIL)
         factor, descale = power_of_2(largest, TARGET)
         # Finite values need no clamping, because the factor follows from the row's largest absolute value. If that
-        # value is infinite, the descale NaN makes the whole row NaN. A NaN in the row is ignored in the maximum, but
-        # stays NaN.
+        # value is infinite, the descale NaN makes the whole row NaN. The maximum ignores a NaN, which stays NaN.
         tl.store(descale_ptr + row, tl.where(largest < float("inf"), descale, float("nan")))
         store_tiles(y_ptr, y * factor, yt * factor, row, live, D, MAIN, TAIL, 1)
 
@@ -283,7 +279,7 @@ def default_warps(width: int, rows: int) -> int:
 def rows_in_float8(
     x: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, warps: int | None = None, chunk: int = 1
 ) -> Float8:
-    """Cast x (..., D) bf16, fp16 or fp32, or with ``bias`` (D,) GELU(x + bias), to e4m3 with one scale per row.
+    """Cast x (..., D) bf16, fp16 or fp32, or with ``bias`` (D,), GELU(x + bias), to e4m3 with one scale per row.
 
     A program reads a complete row once, for both scale and codes. A token's result depends on this token only, and thus
     not on the other samples of the batch. ``scale``: (rows, 1) fp32, factors for the rows of x. ``warps`` and
@@ -308,13 +304,11 @@ class Float8Weight(Tensor):
     """A weight (out, in) that is in memory only as ``float8``.
 
     To autograd, and to code that reads shape, device or dtype, this is a tensor of ``dtype``, whose gradient also has
-    this dtype. Operations that support the class (:func:`weight_in_float8`) read ``float8``; other uses raise
-    RuntimeError.
+    this dtype. Operations that support the class (:func:`weight_in_float8`) read ``float8``; others raise RuntimeError.
     """
 
     float8: Float8
-    # PyTorch's way to disable this hook. Otherwise torch functions would treat this class like Gemini's tensors, which
-    # intercept calls.
+    # PyTorch's way to disable this hook. Otherwise, has_torch_function would be true, as for Gemini's tensors.
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
@@ -354,8 +348,7 @@ class KeptWeight:
 
 
 def keep_weights(model: nn.Module) -> int:
-    """Cast the weights of all projections that can run in float8, and cache the casts; return the cache's size in
-    bytes.
+    """Cast and cache the weights of all projections that can run in float8. Return the cache's size in bytes.
 
     Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, its cached cast
     becomes invalid, and every product casts the weight again.

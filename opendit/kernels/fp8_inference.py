@@ -1,4 +1,4 @@
-"""A block's linear layers in float8 without a backward pass; each row of an activation has its own scale.
+"""A block's linear layers in float8 without a backward pass, with one scale per row of an activation.
 
 No separate pass computes a scale: :func:`opendit.kernels.fp8.rows_in_float8` computes it while casting, and LayerNorm +
 modulate uses a bound for each sample. Nothing is saved, and a sample's result doesn't depend on the other samples of
@@ -30,8 +30,7 @@ from opendit.models.layers import Projection, RMSNorm
 # and 304 for 32,768.
 TILES = 1024
 # Smallest product, in rows times output columns, for which an activation is cast. A cast costs an additional pass over
-# the activation, and saves time in proportion to the output columns. Smaller products are computed in the dtype of
-# their input.
+# the activation, and saves time in proportion to the output columns. Smaller products run in their input's dtype.
 CAST_FROM = 8192 * 1152
 
 

@@ -147,8 +147,7 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the three products
 
 
-# In every autograd function below, x is the second input and W the third. If W is frozen, x is not saved, because only
-# W's gradient needs it.
+# In the autograd functions for products below, x is the second input and W the third. If W is frozen, x is not saved.
 
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):

@@ -24,8 +24,7 @@ BLOCK, WARPS = 4096, 4  # elements and warps per program; not tuned, because the
 
 
 def amax_reference(shards: Sequence[Tensor], rounded: torch.dtype) -> Tensor:
-    """Return the amax of each shard after rounding to ``rounded``, (shards,) fp32; NaNs are ignored, and an empty shard
-    has 0."""
+    """Return each shard's amax after rounding to ``rounded``, (shards,) fp32, ignoring NaNs; 0 for an empty shard."""
     numbers = (shard.to(rounded).float().abs().flatten() for shard in shards)
     return torch.stack([torch.cat([n.new_zeros(1), n[~n.isnan()]]).amax() for n in numbers])
 

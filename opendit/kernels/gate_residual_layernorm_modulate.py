@@ -395,8 +395,7 @@ def save(
     ctx: Any, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
     sample_of_row: Tensor | None,
 ) -> None:  # fmt: skip
-    """Save the tensors that :func:`gradients` needs for those inputs of the autograd function that require
-    gradients."""
+    """Save the tensors from which :func:`gradients` computes the gradients that the autograd function needs."""
     _, of_gate, _, of_shift, of_scale, of_bias = ctx.needs_input_grad[:6]
     ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     ctx.dtype = branch.dtype

@@ -373,8 +373,7 @@ def gate_rmsnorm_residual_rmsnorm_modulate(
 
     The operation is differentiable in all seven tensors. weight and eps belong to the branch's norm, next_weight and
     next_eps to h's norm. shift and scale are (B, D) of one dtype. For the other arguments and errors, see
-    :func:`gate_rmsnorm_residual`. Returns (h, y), both of x's shape and dtype; y is computed from h after its rounding
-    to that dtype.
+    :func:`gate_rmsnorm_residual`. Returns (h, y), both of x's shape and dtype; y is computed from the rounded h.
     """
     _check_weights(x, weight=weight, next_weight=next_weight)
     check_inputs(x, sample_of_row, {"branch": branch}, weight, gate=gate, shift=shift, scale=scale)

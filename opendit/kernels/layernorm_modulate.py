@@ -73,18 +73,17 @@ def residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int) -> Launch:
-    """Return the launch shape of the forward kernel. Up to 2,047 columns get one warp, which sums a row without a
-    barrier.
+    """Return the forward kernel's launch shape. Up to 2,047 columns get one warp, which sums a row without a barrier.
 
-    At D = 1152 a lane has 36 values. Every tile reads shift and scale again from the L1 cache. This takes 96 registers
-    per thread instead of 128, so that a multiprocessor processes a quarter more rows at once.
+    At D = 1152 a lane has 36 values. Every tile reads shift and scale again from the L1 cache. So a thread needs 96
+    registers instead of 128, and a multiprocessor processes a quarter more rows at once.
     """
     main = split_width(width)[0]
     return Launch(rows=max(1, 1024 // main), tiles=8, warps=max(1, main // 1024), hold=False)
 
 
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
-    """Return the launch shape of the backward kernel: two warps for 1024 + 128 columns, with two sums per column in
+    """Return the backward kernel's launch shape: two warps for 1024 + 128 columns, with two sums per column in
     registers.
 
     More warps were slower (eight: by 3 to 4 times), because the sums over a row then wait for all warps. In the packed
@@ -171,8 +170,7 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop, all of one sample; with SUMS, also the sums for dshift and dscale to one slot
-    each."""
+    """Write dx of rows first .. stop, all of one sample. With SUMS, also write the sums for dshift and dscale."""
     if HOLD:
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
     if SUMS:
@@ -318,8 +316,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, shift and scale, the first three inputs of an autograd function.
 
-    shift and scale get None if neither needs a gradient. saved: x, scale, mean, rstd and sample_of_row. other: a second
-    gradient of x.
+    Those of shift and scale are None if neither is needed. saved: x, scale, mean, rstd and sample_of_row. other: a
+    gradient of x to add.
     """
     x, scale, *of_norm = saved
     sums = any(ctx.needs_input_grad[1:3])

@@ -28,8 +28,8 @@ TILE = {"ROWS": 64, "num_warps": 4}
 def _transpose_kernel(
     x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Transpose x (rows, D) to y (D, 16 * sixteens). ROWS is a multiple of 16, so that the last tile also writes the
-    padding."""
+    """Transpose x (rows, D) to y (D, 16 * sixteens). The last tile also writes the padding: ROWS is a multiple of
+    16."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     start = (tl.program_id(0) // BLOCKS) * ROWS
     offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)
@@ -71,8 +71,7 @@ def _low_rank_gradients_kernel(
     D: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Process ``blocks`` tiles, side by side in the same rows. WIDE: RANK, rounded up to a size that tl.dot
-    supports."""
+    """Process ``blocks`` tiles of ROWS rows. WIDE: RANK, rounded up to a size that tl.dot supports."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -163,8 +162,8 @@ def _sum_parts_kernel(parts_ptr, out_ptr, numel, PARTS: tl.constexpr, BLOCK: tl.
 def sum_parts(parts: Tensor) -> Tensor:
     """Sum parts (P, ...), contiguous, bf16, fp16 or fp32, over the first dimension, in fp32, with one Triton kernel.
 
-    torch takes 2.5 to 3 times as long for a short first dimension: for (3, 2048, 3072) in bf16 on an H200, 31 us; this
-    kernel takes 12 us.
+    torch takes 2.5 to 3 times as long for a short first dimension: for (3, 2048, 3072) in bf16 on an H200, 31 us, not
+    12.
     """
     assert parts.is_contiguous()
     out = torch.empty_like(parts[0])
@@ -218,8 +217,8 @@ def linear(
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """Return GELU(linear(x)) (..., out) for x (..., in), tanh form, without gradients, computed in the product's
-    epilogue.
+    """Return GELU(linear(x)) (..., out), tanh form, without gradients, computed in the product's epilogue. x: (...,
+    in).
 
     cuBLAS applies bias and GELU to the fp32 sums before writing. Training must save the product before GELU, so there
     GELU is a separate pass (bias_gelu.py). On CPUs, for a layer without bias, and for a stored weight, torch is used.

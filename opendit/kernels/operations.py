@@ -140,8 +140,7 @@ def _normalise_rotate(
 ) -> tuple[Tensor, Tensor]:
     if q_norm is None or k_norm is None:
         return rotate_heads(q, k, table=table)
-    # If ranks divide the channels of a norm, the norm must sum squares over the ranks. No kernel does this, so use
-    # torch.
+    # If ranks divide the channels of a norm, the norm must sum squares over the ranks, which no kernel does.
     divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
     if divided or (across and not fits_across(q.shape[2], q.shape[3])):
         return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)

@@ -117,8 +117,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     """Wrap a block's operations so that they save less for the backward pass. ``level``: none, norms, cheap or mlp.
 
     ``ops`` are torch's references or the kernels of opendit.kernels.select, except FP8. Weights must not change or be
-    freed between forward and backward pass. torch.compile is not supported, because it ignores the hooks for saved
-    tensors.
+    freed between forward and backward pass. torch.compile is not supported: it ignores saved-tensor hooks.
     """
     if level == "none":
         return ops

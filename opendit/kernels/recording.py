@@ -1,4 +1,4 @@
-"""Record work as a CUDA graph. Only this module uses torch's private functions for CUDA graphs."""
+"""Record GPU work as CUDA graphs. Only this module uses torch's private functions for CUDA graphs."""
 
 import contextlib
 import weakref
@@ -25,8 +25,8 @@ class Recorder(Protocol):
 class GraphRecorder:
     """Recorder with a side stream, and one memory pool for all of its recordings.
 
-    Work between recordings must run on the side stream, too. Autograd uses the stream on which a weight was first used,
-    and this must not be the default stream when recording.
+    Work between recordings must run on the side stream, too. Autograd accumulates a weight's gradient on the stream on
+    which the weight was first used. When recording, this must not be the default stream.
     """
 
     def __init__(self):
@@ -59,8 +59,7 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
-        # thread_local, because other threads, which pin batches or watch communicators, may call CUDA during the
-        # capture.
+        # thread_local, because other threads may call CUDA meanwhile, to pin batches or watch communicators.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # Pause garbage collection, because freeing an older recording would break the capture.
         with collection_paused(), torch.cuda.stream(torch.cuda.current_stream()), recording:

@@ -1,8 +1,8 @@
 """RMSNorm of queries and keys, then rotary position embedding (a rotation of neighbouring pairs of channels).
 
 The RMSNorm is over the channels of each head, or "across heads", over all channels of a token. q (B, N, H, d) and k (B,
-N, K, d) may be strided views of one projection. The norm or the rotation may be missing. One launch processes both q
-and k. With x = q or k, in fp32:
+N, K, d) may be strided views of one projection. The norm or the rotation may be missing. One launch processes q and k.
+With x = q or k, in fp32:
 
     xhat = x / rms(x),  z = xhat * weight,  y_2i = z_2i cos_i - z_2i+1 sin_i,  y_2i+1 = z_2i sin_i + z_2i+1 cos_i
 
@@ -219,8 +219,8 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also write these rows' sum for the
-    weight's gradient to one slot."""
+    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also write their sum for
+    dweight."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -449,8 +449,8 @@ def rotate_heads(
     eps: float = 1e-6,
     across: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys normalised and rotated by Triton kernels, contiguous, differentiable in q, k and the
-    weights.
+    """Normalise and rotate queries and keys by Triton kernels, differentiable in q, k and weights. Return contiguous
+    tensors.
 
     Args:
         q, k: (B, N, H, d) and (B, N, K, d) of one dtype, bf16, fp16 or fp32, of any strides.
@@ -558,9 +558,9 @@ def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tenso
     """Return q (B, N, H, d), k and v (B, N, K, d) of all streams, joined in order, computed by a Triton kernel.
 
     q and k of a stream are normalised if the stream has weights, and rotated if it has a table. One launch per stream
-    reads and writes each value once; torch would write q and k twice and copy v. Not differentiable: training uses
-    torch, because the backward pass of a concatenation costs nothing. Raises ValueError if shapes, dtypes or devices
-    don't fit.
+    reads and writes each value once; torch would write q and k twice and copy v. The result is not differentiable:
+    training uses torch, because a concatenation's backward pass costs nothing. Raises ValueError if shapes, dtypes or
+    devices don't fit.
     """
     first = streams[0]
     (B, _, H, d), K = first.q.shape, first.k.shape[2]

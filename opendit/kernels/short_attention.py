@@ -1,4 +1,4 @@
-"""Attention for short sequences, without gradients, for heads whose size is not a power of two.
+"""Attention for short sequences, without gradients, also for heads whose size is not a power of two.
 
 Training kernels pad a head of size 72 to 128, and spend time on the padding. This kernel divides the head into two
 blocks, 64 + 16, so that it costs as much as one of size 80. Scores, sums and the softmax are fp32; probabilities are
@@ -70,7 +70,7 @@ def short_is_faster(device: torch.device) -> bool:
 
 @triton.jit
 def _load(ptr, rows, stride, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):
-    """Load columns [START, START + WIDTH) of a head's rows; columns from D on are zero. ``stride`` is in units of UNIT
+    """Load columns [START, START + WIDTH) of a head's rows, with zeros from D on. ``stride`` is in units of UNIT
     values."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None] & (cols < D)[None, :]

@@ -21,8 +21,8 @@ from opendit.kernels.tiles import column_block, float8_factor, float8_range, sto
 
 
 def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch. qkv already includes ``bias`` (3 D,), but this function
-    computes the gradient of ``bias``."""
+    """Compute :func:`split_heads` in torch: q, k, v (B, H, N, d) of qkv (B, N, 3 D), with the gradient of ``bias`` (3
+    D,)."""
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
     return head_views(qkv, num_heads)
@@ -166,8 +166,7 @@ _gather_op = operator(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Split qkv into views. This is not a registered operator, because operators must not return views of their
-    inputs."""
+    """Split qkv into views, which no registered operator may do, because it must not return views of its inputs."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):

@@ -1,9 +1,9 @@
 """Tables for kernels that process many tensors in one launch, and access to tensors in host memory.
 
-The address table holds the tensors' addresses. The block table tells each program which tensor and which block to
-process. A kernel adds ``shift + row * stride`` bytes to the addresses in row ``row`` of state that may be in host
-memory. This offset is 0 for direct access (:class:`InPlace`). Otherwise it is the distance from the host memory to a
-ring buffer in device memory (:class:`Staged`)."""
+The address table holds the tensors' addresses. The block table lists the tensor and the block that each program
+processes. State may be in host memory, as rows of one tensor. To the addresses of row k of the state, a kernel adds
+``shift + k * stride`` bytes. This offset is 0 for direct access (:class:`InPlace`). Otherwise it is the distance from
+the host memory to a ring buffer in device memory (:class:`Staged`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 class BlockTable:
-    """Division of tensors with ``sizes`` elements into blocks of ``block`` elements. A tensor's last block may be
+    """Division of tensors with ``sizes`` elements into blocks of ``block`` elements; a tensor's last one may be
     shorter.
 
     Attributes:
@@ -128,8 +128,7 @@ class InPlace:
 class Staged:
     """Access through a ring buffer of ``depth`` parts, of ``part`` blocks each, in device memory.
 
-    While the kernel processes one part of the state, the next parts are copied to the device and the previous part is
-    copied back, on separate streams.
+    While the kernel processes one part of the state, other streams copy the next parts in and the previous part back.
 
     Args:
         rows: the state, (rows, elements) fp32 in host memory, pinned if the kernel's device is a GPU.

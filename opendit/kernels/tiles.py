@@ -51,8 +51,7 @@ def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl
 
 @triton.jit
 def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Return 32-bit offsets from ``row`` (64-bit), and the mask, of a (ROWS, WIDTH) tile that begins at column
-    START."""
+    """Return 32-bit offsets from ``row``, and the mask, of a (ROWS, WIDTH) tile that begins at column START."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None]
     if START + WIDTH > D:
@@ -214,8 +213,7 @@ def normalize_backward(
     dy, dyt, xhat, xhat_t, gain, gain_t, rstd,
     D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) for each row, g = dy * gain; mean(g) only with
-    CENTER."""
+    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) by row, g = dy * gain; mean(g) is 0 without CENTER."""
     g = dy * gain
     gt = g
     if TAIL > 0:
@@ -275,8 +273,8 @@ def gelu_coarse(u, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
-    """Compute sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU(u) = u * sigmoid(2 z), because (1 + tanh(z)) /
-    2 = sigmoid(2 z)."""
+    """Compute sigmoid(2 z) = (1 + tanh(z)) / 2, z = sqrt(2 / pi) * (u + 0.044715 u^3), so that GELU(u) = u * sigmoid(2
+    z)."""
     # The constants express exp(-2 z) as a power of 2.
     return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
@@ -311,8 +309,7 @@ def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def of_sample(ptr, sample, stride):
-    """Return a pointer to a sample's row. The offset is 64-bit, because the row may be part of a wide (B, 6 D)
-    tensor."""
+    """Return a pointer to a sample's row. The offset has 64 bits, because rows of a (B, 6 D) tensor are far apart."""
     return ptr + tl.cast(sample, tl.int64) * stride
 
 
@@ -322,8 +319,8 @@ def of_sample(ptr, sample, stride):
 @triton.jit
 def power_of_2(largest, TARGET: tl.constexpr):
     """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse. Multiplying by a
-    power of two doesn't round. The factor is computed from the exponent's bits, so that every program and device
-    computes the same factor."""
+    power of two doesn't round. The factor follows from the exponent's bits, so it is the same in every program and on
+    every device."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.maximum(exponent, TARGET + 1)  # keeps both powers normal numbers when ``largest`` is near zero
     factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
