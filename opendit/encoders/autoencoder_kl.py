@@ -121,8 +121,8 @@ class Decoder(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks at one resolution, optionally followed by a change of resolution. samplers: name of the attribute
-    that holds the module that changes the resolution. sampler: its class, or None."""
+    """Residual blocks at one resolution, optionally followed by a module that changes the resolution. sampler: class of
+    this module, or None. samplers: name of the attribute that holds it."""
 
     def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
         super().__init__()

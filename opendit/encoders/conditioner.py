@@ -175,7 +175,7 @@ class PublishedConditioner(CaptionConditioner):
 
 
 def preview_labels(num_classes: int, count: int) -> Tensor:
-    """Return ``count`` labels in order, spread evenly over the classes: (count,) int64."""
+    """Return labels (count,) int64: all classes in turn or, if ``count`` is smaller, classes at even distances."""
     return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes
 
 

@@ -74,10 +74,10 @@ class Prompts:
     The result is a tuple. Its first item is the tokens: a tensor (B, L, D), or a list of B tensors of unequal length.
     """
 
-    # encoder, tokenizer: names of the components that compute the tokens
+    # Names of the components that compute the tokens.
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
-    # arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length
+    # Arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length.
     settings: Mapping[str, Any] = field(default_factory=dict)
     pooled: tuple[str, ...] = ()  # names of the components that compute the pooled vector; () if there is none
     pooled_at: int = 1  # index of the pooled vector in the result

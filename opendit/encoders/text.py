@@ -43,7 +43,7 @@ HUB = {
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
 }
 T5_TOKENS = 120  # T5 has no maximum; this is the number that PixArt-alpha uses (Chen et al. 2024)
-# model_type in config.json -> (kind, class of transformers).
+# model_type in config.json -> (kind, class of ``transformers``).
 CLASSES = {
     "clip": ("clip", "CLIPTextModel"),
     "clip_text_model": ("clip", "CLIPTextModel"),
@@ -156,7 +156,7 @@ class TextEncoder:
 
 
 def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an encoder computes: on a CPU fp32, on a GPU ``dtype``, but bf16 for T5 in fp16."""
+    """Return the dtype in which an encoder computes: fp32 on a CPU, ``dtype`` on a GPU, but never fp16 for T5."""
     if device.type != "cuda":
         return torch.float32
     # T5 was trained in bf16, and its activations exceed the range of fp16.

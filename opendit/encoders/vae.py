@@ -55,7 +55,7 @@ class Tiles:
 
     sides: tuple[int, int]  # (h, w) of the latents
     size: tuple[int, int]  # height and width of a tile, at most ``sides``
-    # overlap of neighbouring tiles in latent values, along height and width; less than ``size``
+    # Overlap of neighbouring tiles, in latent values, along height and width. It is less than ``size``.
     overlap: tuple[int, int]
 
     @property
@@ -166,7 +166,7 @@ class Codec(ABC):
         """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield the result of :meth:`decode` in slices of consecutive samples, which the codec processes at once."""
+        """Yield the result of :meth:`decode` in slices. A slice holds the samples that the codec processes at once."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
@@ -259,7 +259,7 @@ class FrozenVAE(Codec):
             # Continue in fp32. Taking exp() of a log variance in half precision would cost the standard deviation one
             # digit of precision.
             found = self.vae.encode(part)
-            # diffusers' classes wrap the tensor
+            # Classes of diffusers wrap the tensor of moments.
             found = found if isinstance(found, Tensor) else found.latent_dist.parameters
             mean, logvar = found.float().chunk(2, dim=1)
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
@@ -340,8 +340,7 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _bytes_of(weight: Tensor) -> Iterator[bytes]:
-    """Yield the bytes of a weight. Copy the weight only when its bytes are read, because memory may not hold copies of
-    all weights."""
+    """Copy a weight and yield its bytes. A generator delays the copy, because memory may not hold all copies."""
     yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
@@ -390,7 +389,7 @@ class Packed(nn.Module):
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        # remove patch_size: other code expects it in pixels, but here it counts packed latents
+        # Remove patch_size, because other code expects it in pixels, but here it counts packed latents.
         about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
@@ -428,8 +427,7 @@ KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
 
 
 def one_frame_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """Return the sizes that :func:`picture_geometry` returns, for ``AutoencoderKLWan`` or
-    ``AutoencoderKLQwenImage``."""
+    """Return what :func:`picture_geometry` returns, for ``AutoencoderKLWan`` and ``AutoencoderKLQwenImage``."""
     return config["z_dim"], 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
 
 

@@ -222,8 +222,8 @@ def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
 def load_video_codec(
     name: str, *, channels: int, device: torch.device | str, compiled: bool = False, **settings: Any
 ) -> VideoCodec:
-    """Load the codec of ``--vae name`` for clips. ``name`` is one that ``load_codec`` accepts, for a picture codec that
-    is applied to every frame; or a folder with one of VIDEO_CLASSES in diffusers' format.
+    """Load the codec of ``--vae name`` for clips. A folder with one of VIDEO_CLASSES in diffusers' format gives a video
+    autoencoder. Any other name that ``load_codec`` accepts gives a picture codec, which is applied to every frame.
 
     compiled: see ``load_codec``; only a picture codec can be compiled. settings: dtype, chunk and tiling, see
     ``load_codec``. chunk is the number of frames (picture codec) or clips (video autoencoder) to process at once. With

@@ -302,7 +302,7 @@ class Sink:
             self._stream.wait_stream(torch.cuda.current_stream(extractor.device))
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Compute the features of the samples ``index`` (B,) from uint8 pixels. The caller may reuse the memory."""
+        """Compute the features of the samples ``index`` (B,). The caller may overwrite the uint8 pixels afterwards."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return

@@ -147,7 +147,7 @@ class RunEvaluation:
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}
 
     def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
-        """Compute and log the metric values, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
+        """Return the values of all metrics, None if not finite. Log and store the finite ones. Rank 0 only."""
         problems: list[str] = []
         rows: list[Measurement] = []
         details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}

@@ -1,8 +1,7 @@
 """Metrics of features: Fréchet distance, Inception score, kernel distance, precision and recall, CLIP score.
 
 FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017). sFID uses spatial
-features, which are not averaged over the picture (Nash et al. 2021). FVD uses features of clips (Unterthiner et al.
-2018).
+features, not averaged over the picture (Nash et al. 2021). FVD uses features of clips (Unterthiner et al. 2018).
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,8 +35,7 @@ class Gaussian:
 class Moments:
     """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64.
 
-    Moments are merged by the formula of Chan, Golub and LeVeque (1979), which keeps its precision when the mean is
-    large.
+    Moments are merged by the formula of Chan, Golub and LeVeque (1979), which is precise even for a large mean.
     """
 
     def __init__(self, width: int, device: torch.device | str = "cpu"):
@@ -191,8 +189,7 @@ def kernel_distance(
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
     """Return the unbiased squared MMD of x and y, (n, D) each.
 
-    This is the mean kernel value of pairs of different samples of x, plus that of y, minus twice that of pairs of x and
-    y.
+    It is the kernel's mean over pairs of different x, plus that over different y, minus twice that over pairs (x, y).
     """
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))

@@ -319,7 +319,7 @@ def export_published(
         more: further metadata of the weights file.
         low: ``state``, ``source`` and ``base`` of the low-noise network, if both networks of a pipeline are written.
 
-    Return the files of ``base`` that were not copied, because they hold code. Raises ValueError, with one line, if the
+    Return the files of ``base`` that were not copied, because they may hold code. Raises ValueError if the
     weights do not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds something other
     than a pipeline. Raises OSError if a file can't be written.
     """
@@ -416,7 +416,7 @@ def _is_plain(name: str) -> bool:
 
 def name_of(base: PublishedFolder) -> str:
     """Return the name of a public model's folder for metadata. In the Hugging Face cache, the name is
-    REPOSITORY@COMMIT. Elsewhere it is the folder's own name."""
+    REPOSITORY@COMMIT. Elsewhere it is the name of the pipeline's folder."""
     folder = (base.pipeline or base.transformer).resolve()
     for path in (folder, folder.parent):
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):

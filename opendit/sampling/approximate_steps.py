@@ -27,7 +27,7 @@ from opendit.models.dit import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
-LOW, HIGH = 1e-2, 1e2  # noise levels below LOW count as clean; levels above HIGH count as pure noise
+LOW, HIGH = 1e-2, 1e2  # bounds to which noise levels are clamped before steps are chosen by them
 ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
@@ -358,7 +358,7 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Ends a step after its first block, so that the caller can decide whether to run the other blocks."""
+    """Raised to end a step after its first block, so that the caller can decide whether to run the other blocks."""
 
 
 class FirstBlockStack(BlockStack):
@@ -453,7 +453,7 @@ class ReusedGuidance:
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
-        self.rows = 0  # total number of rows that guidance has requested, including skipped rows
+        self.rows = 0  # total number of batch rows that guidance has requested, including skipped ones
 
     def begin(self, fresh: bool) -> None:
         self._fresh, self._evaluation = fresh, 0

@@ -123,8 +123,8 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add picture tokens, if any, to the conditions y of the samples ``index`` (B,). Sample i uses row i modulo n of
-    ``tokens`` (n, tokens, width). Class conditions are returned unchanged."""
+    """Add picture tokens, if any, to the conditions y of the samples ``index`` (B,). Sample i uses those of picture i
+    modulo n, where ``tokens`` is (n, tokens, width). Class conditions are returned unchanged."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
@@ -192,7 +192,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    # Use every frame of a clip in memory, because a generated clip already has the interval used in training.
+    # Use every frame of a clip that is no file, because a generated clip already has the interval used in training.
     interval = 1
     return frames[choose(len(frames))]
 

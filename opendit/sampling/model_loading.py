@@ -340,7 +340,7 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
     if not isinstance(config, PublicConfig):
         return scale
     guidance = family_of(config.family).guidance
-    # some networks, for example FLUX.1-schnell's, have no guidance input
+    # Some networks, for example FLUX.1-schnell's, have no guidance input.
     if guidance.formula == "embedded" and not config.spec.guidance:
         return 1.0
     return scale_of_family(guidance, scale)

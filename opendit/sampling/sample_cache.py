@@ -116,8 +116,7 @@ class SampleCache:
     # ------------------------------------------------------------------------------------------ one part
 
     def write(self, part: int, pixels: np.ndarray) -> None:
-        """Write pixels (rows, *shape) as a .npy file with a checksum after the array, which np.load ignores. Raises
-        OSError."""
+        """Write pixels (rows, *shape) as a .npy file, followed by a checksum that np.load ignores. Raises OSError."""
         header = self._header(part)
         data = np.ascontiguousarray(pixels).data.cast("B") if pixels.size else b""
         digest = self._digest(part)

@@ -43,7 +43,7 @@ from opendit.sampling.sampling_run import SamplingRun, announce
 
 PROFILE = "profile.json"
 WAITING_BYTES = 256 << 20  # maximum size of the pictures that wait to be written
-# maximum number of samples on the sheet; the single files and the .npz hold all samples
+# Maximum number of samples on the sheet. The single files and the .npz hold all samples.
 GRID_PICTURES, SHEET_CLIPS = 100, 16
 ODD = -7046029254386353131  # an odd int64 near 2^64 / golden ratio, so that its multiples change all bits
 # Number of integers to sum at a time: small enough for a CPU's caches, large enough to keep a GPU busy.

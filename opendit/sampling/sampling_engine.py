@@ -157,7 +157,7 @@ class SamplingEngine:
             null: the condition of guidance's unconditional half, as a batch of 1, or of B for negative prompts.
             index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
             conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin. The
-                returned latents contain these frames unchanged.
+                returned latents contain these frames unchanged, except for models with ``given_beside``.
             progress: wraps the iterable of steps, such as tqdm.
             callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), which it must not
                 change.
@@ -555,7 +555,7 @@ class StepInputs:
         self._tables = {dtype: all[:, : capacity * len(like)].clone() for dtype, all in self._all.items()}
 
     def fill(self, first: int, count: int) -> None:
-        """Fill the tables with the inputs of steps ``first`` to ``first + count``."""
+        """Fill the tables with the inputs of ``count`` steps, beginning with step ``first``."""
         B = self.samples
         for dtype, table in self._tables.items():
             table[:, : count * B].copy_(self._all[dtype][:, first * B : (first + count) * B])

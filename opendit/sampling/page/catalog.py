@@ -105,7 +105,7 @@ class Catalog:
         """Return True if ``path`` exists and, with all links resolved, is inside the folder of runs."""
         try:
             return path.resolve(strict=True).is_relative_to(self.root)
-        except (OSError, RuntimeError):  # RuntimeError: a loop of links
+        except (OSError, RuntimeError):  # RuntimeError is raised for a loop of links
             return False
 
     # ------------------------------------------------------------------------------------------ runs

@@ -200,7 +200,7 @@ class TrainingQueue:
     # ------------------------------------------------------------------------------------------ status for the user
 
     def names(self) -> list[str]:
-        """Return the names of the jobs, newest first."""
+        """Return the names of the jobs, newest first, at most MOST_SHOWN."""
         with self._lock:
             return sorted(self._jobs, reverse=True)[:MOST_SHOWN]
 
