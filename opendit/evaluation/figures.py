@@ -493,7 +493,7 @@ def real_samples(samples: DescribedSamples, extractor: Extractor, reference: boo
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """Drop the features "digit" and "moved" if it is unknown which digits and directions the samples should show."""
+    """Drop "digit" if it is unknown which digits the samples should show, and "moved" if the directions are unknown."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}

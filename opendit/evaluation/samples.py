@@ -279,8 +279,8 @@ def _reference_of(
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return the built-in digits of a split, or ``count`` of them. If ``clips`` holds options for reading clips, return
-    clips of moving digits."""
+    """Return pictures of the built-in digits of a split or, if ``clips`` holds options for reading clips, clips of moving
+    digits. count: see :func:`real_pictures` and :func:`real_clips`."""
     if clips is None:
         return real_pictures(split, count)
     return real_clips(split, clip_shape(clips), count)

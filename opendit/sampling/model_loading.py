@@ -115,7 +115,7 @@ class VaeLoader:
             self.work = Background(lambda: self._load(name, config), name="VAE")
 
     def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
-        """Return the VAE ``name``, as returned by :func:`vae_of`. Raises the same errors as ``load_codec``."""
+        """Return the VAE. name: a result of :func:`vae_of`. Raises the same errors as ``load_codec``."""
         if self.work is None or self._begun not in ((name, config), (name, None)):
             return self._load(name, config)
         return self.work.result()

@@ -247,9 +247,9 @@ class Pipeline:
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
-            guidance_by: the prediction to guide away from. "null": for the null class or caption. "route": the same
-                without the blocks of a fused route. "FIRST:LAST:SHARE": for the same condition as the sample's, with
-                some tokens left out of these blocks.
+            guidance_by: the prediction to guide away from. "null": that for the null class or caption. "route": that
+                for the null class or caption, without the blocks of a fused route. "FIRST:LAST:SHARE": that for the
+                sample's class or caption, with some tokens left out of these blocks.
             cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]";
                 see docs/sampling.md.
             guided_channels: guide only the first ``guided_channels`` channels of the latents; None for all (Meta's

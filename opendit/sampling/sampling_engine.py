@@ -41,7 +41,7 @@ from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
 
 TABLE_BYTES = 256 << 20  # enough for DiT-XL/2's modulations for 50 steps of 12 guided samples, or 10 steps of 64
-LOOPS = 4  # number of batch sizes whose recordings are kept
+LOOPS = 4  # maximum number of batch sizes whose recordings are stored
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class SamplingEngine:
             batches (``SharedBatch``).
         record: allow recording steps as CUDA graphs.
         table_bytes: maximum bytes for precomputed modulations, and separately for the captions' keys and values.
-        loops: number of batch sizes whose recordings are kept.
+        loops: maximum number of batch sizes whose recordings are stored.
         recorder: records steps; by default a new one, if recording is possible.
 
     Raises ValueError if the sampler belongs to another objective, or if the settings are invalid or can't be combined.

@@ -165,7 +165,7 @@ def grid(run: str, name: str | None) -> str:
 
 
 def log(text: str, lines: int = LOG_LINES) -> str:
-    """Render the end of a program's output. In each line, only the text after the last carriage return is kept."""
+    """Render the last lines of a program's output. A line shows only its text after the last carriage return."""
     shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
     text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
     return f'<div class="log"><pre>{text}</pre></div>' if text else ""
