@@ -279,7 +279,7 @@ def _reference_of(
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Return pictures of the built-in digits of a split or, if ``clips`` holds options for reading clips, clips of moving
+    """Return pictures of a split's built-in digits or, if ``clips`` holds options for reading clips, clips of moving
     digits. count: see :func:`real_pictures` and :func:`real_clips`."""
     if clips is None:
         return real_pictures(split, count)
