@@ -168,8 +168,7 @@ class MatchedTensors(TensorSet):
         return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
 
     def _stored(self, name: str) -> Tensor:
-        """Return a flattened tensor of the source, cached until the next call, because several tensors often share
-        it."""
+        """Return a flattened tensor of the source. The last one is cached, because several tensors often share it."""
         if self._last[0] != name:
             self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]

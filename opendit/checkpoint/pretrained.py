@@ -420,8 +420,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """With tensor parallelism, reduce each layer to this rank's part, and return the parts' layout. Else return
-    None."""
+    """Reduce each layer to this rank's part, and return the parts' layout; None without tensor parallelism."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)

@@ -39,7 +39,7 @@ from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
 LOW = "low"  # in a run of --expert both, the folder of the low-noise network; it also has a folder ``checkpoints``
-AVERAGES = "averages"  # folder for averages of deleted checkpoints (--average power:...)
+AVERAGES = "averages"  # folder for reconstructed power averages, and power averages of deleted checkpoints
 ENDED = "ended.json"  # describes how the run ended; see opendit/training/interrupt.py
 _MOST_NAME = 255  # maximum size of the file ``latest``, in bytes
 # Names that a run and its loggers write in the run's folder, in addition to the lock.

@@ -239,7 +239,7 @@ class SavedFigures(JsonObject):
 
 
 class Packs(JsonObject):
-    """The state of opendit.data.packs."""
+    """The state of packing samples into sequences (opendit.data.packs)."""
 
     position: Count
     carry: Annotated[list[Count], FailFast()]

@@ -139,7 +139,8 @@ def _cuts(shard: Shard) -> list[list[int | None]]:
 
 
 def index_from(value: dict[str, Any]) -> ShardIndex:
-    """Return the index that checked JSON describes. Raises ValueError if the index is inconsistent."""
+    """Convert the content of an index file that has passed opendit.checkpoint.schema. Raises ValueError if it is
+    inconsistent."""
     tensors = {}
     for name, entry in value["tensors"].items():
         shape = tuple(entry["shape"])
@@ -313,8 +314,7 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return False if a fast check shows that two sets of runs share no element, which excludes most files; else
-    True."""
+    """Compare the bounds of two sets of runs. Return False if the sets share no element, True if they may share one."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -563,8 +563,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def file_size(path: Path, root: Path) -> int:
-    """Return the bytes of a regular file inside ``root``. Raises ValueError, naming the file, for anything else: a
-    symbolic link that leads out of ``root``, or a FIFO or a device, because opening one could block the program."""
+    """Return the bytes of a regular file inside ``root``. Raises ValueError, naming the file, if it is missing, a link
+    that leads out of ``root``, or a FIFO or device, whose opening could block the program."""
     try:
         real = path.resolve(strict=True)
         found = os.stat(real)

@@ -482,7 +482,7 @@ class UniPCInputs(NamedTuple):
     """Inputs of a UniPC step besides its state. The last four are the weights of the terms of the next x."""
 
     point: Tensor  # (B,)
-    time: Tensor  # ()
+    time: Tensor  # (): time at the start of the step
     keep: Tensor  # (): weight of x
     now: Tensor  # (): weight of the x_0 predicted in this step
     before: Tensor  # (): weight of the state's ``before``
@@ -537,7 +537,7 @@ class UniPCSampler(Sampler):
         scale = self._scale(k)
         if self._order(k) == 1:
             return scale / 2, -scale / 2, 0.0  # rho_1 = 1/2
-        # rho solves [1 1; r 1] rho = b, where b_m = m! phi_m+1(-h) (-h) / (e^-h - 1).
+        # rho solves [1 1; r 1] rho = b, where b_m = m! phi_m+1(-h) (-h) / (e^-h - 1), with phi of [U].
         h, r = -self._length(k), self._ratio(k)
         growth = math.expm1(h)
         second = growth / h - 1

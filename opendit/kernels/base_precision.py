@@ -193,7 +193,7 @@ class BaseLayer(nn.Linear):
 
     @property
     def matrix(self) -> BaseWeight:
-        """The weight (out, in), as the object that products take."""
+        """The weight (out, in) as a :class:`BaseWeight`, which products take."""
         return BaseWeight(self.weight, self.kind, self.in_features, self.descale)
 
     @property

@@ -148,8 +148,7 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Ten
 
 
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor, sums: bool) -> tuple[Float8, Tensor | None]:
-    """Return (dx in e5m2, dbias); dbias is None without ``sums``. dx's scale follows from dy's amax, with margin for
-    GELU'."""
+    """Return (dx in e5m2, dbias); dbias is None without ``sums``. dx's scale follows from dy's amax."""
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
     return dx, _launch_backward(dy, x, bias, sums, dx, fp8.amax(dy))
 

@@ -214,7 +214,7 @@ def _autograd_backward(ctx, dout):
     return dout, None if branch is None else dgate, dbranch, None if bias is None else dbias, None
 
 
-# Without a branch, the operator computes no gradient of the gate. dtype: the branch's.
+# Without ``branch``, the operator computes no gradient of the gate. ``dtype``: dtype of the branch.
 gate_residual_backward = operator(
     "gate_residual_backward(Tensor dout, Tensor gate, Tensor? branch, Tensor? bias, Tensor? sample_of_row, "
     "ScalarType dtype) -> (Tensor, Tensor, Tensor)",

@@ -431,7 +431,7 @@ def _autograd_backward(ctx, dh, dy, dmean, drstd):
     return *gradients(ctx, dh, dy), None, None, None
 
 
-# Without a branch, the operator computes no gradients of gate, shift and scale. dtype: the branch's.
+# Without ``branch``, the operator computes no gradients of gate, shift and scale. ``dtype``: dtype of the branch.
 gate_residual_layernorm_modulate_backward = operator(
     "gate_residual_layernorm_modulate_backward(Tensor dy, Tensor? dh, Tensor h, Tensor gate, Tensor? branch, "
     "Tensor scale, Tensor? bias, Tensor mean, Tensor rstd, Tensor? sample_of_row, ScalarType dtype) "

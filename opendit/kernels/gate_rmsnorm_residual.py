@@ -70,7 +70,7 @@ def gate_rmsnorm_residual_rmsnorm_modulate_reference(
 
 @triton.jit
 def _product(ptr, weight_ptr, ADD: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Return (vector + ADD) * weight of a row of a vector and of a weight, as main and tail block."""
+    """Load a vector and a weight, both (D,), and return (vector + ADD) * weight as main and tail block."""
     vector, vector_t = load_vectors(ptr, D, MAIN, TAIL)
     weight, weight_t = load_vectors(weight_ptr, D, MAIN, TAIL)
     return (vector + ADD) * weight, (vector_t + ADD) * weight_t

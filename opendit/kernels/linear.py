@@ -28,8 +28,7 @@ TILE = {"ROWS": 64, "num_warps": 4}
 def _transpose_kernel(
     x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Transpose x (rows, D) to y (D, 16 * sixteens). The last tile also writes the padding: ROWS is a multiple of
-    16."""
+    """Transpose x (rows, D) to y (D, 16 * sixteens). ROWS is a multiple of 16, so the last tile writes the padding."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     start = (tl.program_id(0) // BLOCKS) * ROWS
     offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)

@@ -130,7 +130,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
     activation = gelu_kernel and gelu_kernel.after_product  # this activation also adds the bias
 
-    # of_rows is empty, or for a pack, the sample_of_row.
+    # of_rows: the argument sample_of_row for a pack, else empty
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale, *of_rows), norm, x, shift, scale, *of_rows)
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Interface of recorders: :class:`GraphRecorder`, or a wrapper around one."""
+    """Interface for recording CUDA graphs: that of :class:`GraphRecorder` and of wrappers around it."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]: ...
 

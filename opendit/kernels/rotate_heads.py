@@ -219,8 +219,7 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also write their sum for
-    dweight."""
+    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also write dweight's sum."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -495,7 +494,7 @@ def rotate_heads(
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """The heads of one stream, the tokens of a caption or of media.
+    """Queries, keys and values of one stream, which is the tokens of a caption or of media.
 
     q: (B, n, H, d). k, v: (B, n, K, d). q_weight, k_weight: weights (d,) of RMSNorm; None: no norms. table: cosines and
     sines, see :func:`rotate_heads`; None: no rotation.

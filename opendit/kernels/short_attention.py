@@ -70,8 +70,7 @@ def short_is_faster(device: torch.device) -> bool:
 
 @triton.jit
 def _load(ptr, rows, stride, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):
-    """Load columns [START, START + WIDTH) of a head's rows, with zeros from D on. ``stride`` is in units of UNIT
-    values."""
+    """Load columns [START, START + WIDTH) of a head's rows, zero from D on. ``stride``: in units of UNIT values."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None] & (cols < D)[None, :]
     return tl.load(ptr + (rows * stride * UNIT)[:, None] + cols[None, :], mask=mask, other=0.0)
@@ -144,8 +143,8 @@ class ShortAttention:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:
-    """Compute attention of q, k, v (B, H, N, d), bf16 or fp16, where d is a multiple of 8. Returns (B, H, N, d), whose
-    memory is that of a contiguous (B, N, H, d)."""
+    """Compute attention of q, k, v (B, H, N, d), bf16 or fp16, where d is a multiple of 8. Returns (B, H, N, d), a
+    transposed view of a contiguous (B, N, H, d)."""
     B, H, N, d = q.shape
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)

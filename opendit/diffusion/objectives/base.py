@@ -71,8 +71,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the loss of each sample, (B,), float32 at least, for the network's output. Raises ValueError for a
-        wrong shape."""
+        """Return each sample's loss, (B,), float32 at least. Raises ValueError if ``output`` has a wrong shape."""
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
