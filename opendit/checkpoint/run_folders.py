@@ -459,8 +459,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """Close the lock files in a forked child, such as a data loader's worker, which would hold them after its parent
-    ends."""
+    """Close the lock files in a forked child, such as a data loader's worker, so that it doesn't keep the locks."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

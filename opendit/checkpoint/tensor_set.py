@@ -197,8 +197,7 @@ class TensorSet(Mapping[str, Tensor]):
         return self.path
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor or shard) for part ``part`` of ``parts`` of all stored tensors or shards, without
-        copies."""
+        """Yield (name, tensor or shard) for part ``part`` of ``parts`` of all stored ones, without copies."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 

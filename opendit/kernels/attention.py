@@ -37,8 +37,7 @@ FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 @functools.cache
 def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
-    """Return (function of q, k, v (B, N, H, d), package name) of the newest installed FlashAttention: 4, 3 or 2; else
-    None."""
+    """Return (function of q, k, v (B, N, H, d), package name) of the newest installed FlashAttention, or None."""
     for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
             return importlib.import_module(package).flash_attn_func, package

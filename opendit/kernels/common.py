@@ -315,8 +315,7 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for a sum over all samples, with zeros in the packed form, which leaves some slots
-        unused."""
+        """Allocate fp32 slots for a sum over all samples; zeros in the packed form, in which some stay unused."""
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)

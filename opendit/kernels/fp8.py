@@ -1,7 +1,8 @@
 """Tensors in float8 for ``torch._scaled_mm``: scales, casts, weights, transposed copies, and products.
 
 The formats are those of Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights,
-e5m2 for gradients. A tensor has one scale, a power of two, which is always computed from the tensor itself.
+e5m2 for gradients. A tensor, or in sampling a row, has one scale, a power of two. It is computed from the current
+values:
 
 - The scale of a weight follows from its largest absolute value (amax).
 - The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so
@@ -11,7 +12,7 @@ e5m2 for gradients. A tensor has one scale, a power of two, which is always comp
   margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number.
 
 A kernel needs the scale before it writes the tensor, so the exact amax would cost an extra pass. Other recipes use the
-amax of earlier steps (delayed scaling), which is state that must be kept, saved and loaded.
+amax of earlier steps (delayed scaling), which would be additional state in checkpoints.
 """
 
 import functools

@@ -83,8 +83,7 @@ def forward_launch(width: int) -> Launch:
 
 
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
-    """Return the backward kernel's launch shape: two warps for 1024 + 128 columns, with two sums per column in
-    registers.
+    """Return the backward kernel's launch shape: two warps for 1024 + 128 columns, with two sums per column.
 
     More warps were slower (eight: by 3 to 4 times), because the sums over a row then wait for all warps. In the packed
     form the compiler uses 20 more registers, so that fewer programs run at once. With at most 18 columns per thread, a

@@ -205,7 +205,7 @@ def _turned(x: Tensor) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
-    """Compute x W^T (..., out) for x (..., in), weight (out, in), as ``opendit.models.layers.multiply`` does."""
+    """Compute the linear layer's output (..., out) of x (..., in), as ``opendit.models.layers.multiply`` does."""
     # Weights with LoRA and stored weights are frozen, so this module's faster gradient is not needed.
     if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
         return multiply(x, weight, bias, low_rank, low_rank_gradients)
