@@ -1,4 +1,4 @@
-"""Exponential and power-function averages of the fp32 master weights. Power averages get any width after training.
+"""Exponential and power-function averages of the fp32 master weights. A power average's width is chosen after training.
 
 Power averages: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
 2312.02696, sec. 3 and appendix C. The power average after t updates is the mean of the weights after each update i <=

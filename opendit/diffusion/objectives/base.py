@@ -129,8 +129,7 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """The settings that define the meaning of the network's input and output, not those for the choice of
-        samples."""
+        """Settings that define what the network's input and output mean. Others weight or select samples."""
         return {"objective": self.name}
 
 
