@@ -214,8 +214,7 @@ def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]
 
 
 def with_halves_exchanged(products: Products, family: Family) -> Products:
-    """Swap the halves of the rows in the layers ``family.exchanged``, where the authors' order is not the published
-    one."""
+    """Swap the halves of the rows in the layers ``family.exchanged``, whose published order is the opposite."""
     return {
         name: [replace(product, b=product.b.roll(len(product.b) // 2, 0)) for product in parts]
         if name.removesuffix(".weight") in family.exchanged

@@ -101,8 +101,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Return the error message if ``folder`` is a link that doesn't lead to a checkpoint in the same folder, else
-    None."""
+    """Return an error message if ``folder`` is a link that doesn't lead to a checkpoint beside it, else None."""
     try:
         named_checkpoint(folder)
     except ValueError as error:

@@ -215,8 +215,9 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        ``torchs`` is torch's call, with GELU if ``gelu`` is true. It is used if gradients or torch.compile are on, for
-        dtypes other than bf16 and fp16, for unaligned operands, and for new shapes in a CUDA graph capture.
+        ``torchs`` is torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster, if
+        gradients or torch.compile are on, for dtypes other than bf16 and fp16, for unaligned operands, and for new
+        shapes in a CUDA graph capture.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):

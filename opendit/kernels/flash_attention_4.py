@@ -77,8 +77,7 @@ class _Resize(torch.autograd.Function):
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Call ``attend`` with q, k, v (..., H, d) padded with zeros to (..., H, head_size); return its result as (..., H,
-    d).
+    """Call ``attend`` with q, k, v (..., H, d) zero-padded to (..., H, head_size); return its result as (..., H, d).
 
     Tensors that ``attend`` saves for its backward pass are stored without the padding, and padded again in the backward
     pass. Otherwise q, k and v would be stored twice.
@@ -94,7 +93,7 @@ def with_filled_heads(
             # ``saved`` is the padded form of q, k or v
             if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:
                 return own.detach(), True
-        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # the output is also padded
+        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # True also for the padded output
         return (with_heads_of(saved, d) if wide else saved), wide
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:

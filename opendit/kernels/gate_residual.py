@@ -85,8 +85,7 @@ def _backward_rows(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch of rows first .. stop, all of one sample. With SUMS, write the sum for dgate; with HAS_BIAS, for
-    dbias."""
+    """Write dbranch of rows first .. stop, all of one sample. With SUMS, also sum dgate; with HAS_BIAS, dbias."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
     if SUMS:
         # one sum per row of the tile, added up at the end, because warps hold different rows

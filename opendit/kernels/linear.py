@@ -216,8 +216,7 @@ def linear(
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """Return GELU(linear(x)) (..., out), tanh form, without gradients, computed in the product's epilogue. x: (...,
-    in).
+    """Return GELU(linear(x)) (..., out), tanh form, without gradients, computed in the product's epilogue.
 
     cuBLAS applies bias and GELU to the fp32 sums before writing. Training must save the product before GELU, so there
     GELU is a separate pass (bias_gelu.py). On CPUs, for a layer without bias, and for a stored weight, torch is used.

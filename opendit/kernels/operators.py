@@ -23,8 +23,7 @@ def operator(
     torch.compile does not look into the operator; ``fake`` gives the shapes of its outputs. The operator is registered
     as ``torch.ops.opendit.NAME``. Compilers, dispatch modes, and tensors that intercept torch's calls (Gemini's) use
     the registered operator. Plain calls go directly to the implementation, because for a small batch, the dispatcher's
-    Python code would take longer than the kernel. Every device is registered, because Triton's interpreter works on CPU
-    tensors.
+    Python code would take longer than the kernel. Every device is registered, as Triton's interpreter uses the CPU.
     """
     name = schema.partition("(")[0]
 

@@ -219,7 +219,7 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also write dweight's sum."""
+    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop). If SUMS, also sum dweight."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)

@@ -21,8 +21,7 @@ from opendit.kernels.tiles import column_block, float8_factor, float8_range, sto
 
 
 def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`split_heads` in torch: q, k, v (B, H, N, d) of qkv (B, N, 3 D), with the gradient of ``bias`` (3
-    D,)."""
+    """Compute :func:`split_heads` in torch: q, k, v (B, H, N, d) of qkv (B, N, 3 D), and the gradient of ``bias``."""
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
     return head_views(qkv, num_heads)
@@ -108,7 +107,7 @@ def _gather_heads_kernel(
 def _launch(
     dq: Tensor, dk: Tensor, dv: Tensor, dqkv: Tensor | Float8, sums: torch.dtype | None, partial: Tensor | None = None
 ) -> Tensor | None:
-    """Write dqkv and return the bias's gradient in the dtype ``sums``."""
+    """Write dqkv, and return the bias's gradient in the dtype ``sums``; None if ``sums`` is None."""
     B, H, N, d = dq.shape
     width, rows = H * d, B * N
     block = block_width(width)

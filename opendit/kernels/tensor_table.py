@@ -45,8 +45,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 class BlockTable:
-    """Division of tensors with ``sizes`` elements into blocks of ``block`` elements; a tensor's last one may be
-    shorter.
+    """Division of tensors with ``sizes`` elements into blocks of ``block`` elements; a tensor's last may be shorter.
 
     Attributes:
         blocks: (blocks, 2) int32 on the device: for each block, the tensor's number and the block's number in it.

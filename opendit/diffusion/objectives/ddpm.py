@@ -138,8 +138,7 @@ class DDPM:
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """Return name -> coefficient table on ``device``. Tables are copied once, so no training step waits for a
-        copy."""
+        """Return name -> table on ``device``. Tables are copied only once, so no training step waits for a copy."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
             tables = {
