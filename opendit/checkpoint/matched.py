@@ -50,8 +50,7 @@ class _Place:
     sources: tuple[_Source, ...]  # the stored tensors that overlap with the range
 
     def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
-        """Return the runs of consecutive elements that form a range of the joined tensor along ``dim``, or its
-        shard."""
+        """Return the runs of consecutive elements that form a range of the joined tensor, or a shard of the range."""
         first = () if self.dim is None else ((self.dim, ((start, stop),)),)
         return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
 

@@ -129,8 +129,7 @@ def _send_rows_kernel(
     rows_ptr, table_ptr, rank, ranks, samples, tokens, length,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy BLOCK units of UNIT values per program from this rank's rows to a peer. A row has ``ranks`` * WIDTH
-    units."""
+    """Copy BLOCK units of UNIT values per program from this rank to a peer. A row has ``ranks`` * WIDTH units."""
     peer = (rank + 1 + tl.program_id(0) % ranks) % ranks
     unit = (tl.program_id(0) // ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = unit // WIDTH, unit % WIDTH

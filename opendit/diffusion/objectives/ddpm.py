@@ -66,8 +66,7 @@ class DDPM:
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
         """Return DiT's schedule, with sigma / alpha multiplied by ``shift`` at every timestep. [B] eq. 4 uses d / 64
-        for pictures of d pixels per side. ``shift_times`` does the same for flow. Raises ValueError for a small
-        ``T``."""
+        for pictures of d pixels per side. ``shift_times`` does the same for flow. Raises ValueError if ``T`` <= 20."""
         linear = cls.from_betas(linear_betas(T))
         if shift == 1:
             return linear

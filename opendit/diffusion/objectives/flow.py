@@ -227,7 +227,7 @@ class FlowObjective(Objective):
         times_are: distribution of training times; ``mean`` and ``std`` are those of logit_normal.
         prediction: the network's output: "v" for the velocity, "x" for x_0.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
-        min_snr: gamma of [H]. Errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
+        min_snr: gamma of [H]. Squared errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.
         contrast: weight of the term in [C] eq. 6 that increases the distance to another sample's velocity.
         shift_tokens: number of tokens to which ``shift`` applies. Samples of m tokens get shift * sqrt(m /
             shift_tokens) ([E] eq. 23), so clips get more noise than pictures. None: one shift for all samples.
