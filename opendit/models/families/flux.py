@@ -177,8 +177,7 @@ FAMILY = Family(
     steps=28,
     license="FLUX.1-dev: flux-1-dev-non-commercial-license; FLUX.1-schnell: apache-2.0",
     original=ORIGINAL,
-    exchanged=frozenset(
-        {"final_layer.adaLN_modulation.1"}
-    ),  # diffusers stores scale, shift; the original file shift, scale
+    # diffusers stores scale, shift; the original file shift, scale
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),
     architecture="flux-1",
 )

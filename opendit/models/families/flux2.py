@@ -152,9 +152,8 @@ FAMILY = Family(
     steps=50,
     license="FLUX.2-dev: flux-dev-non-commercial-license",
     original=ORIGINAL,
-    exchanged=frozenset(
-        {"final_layer.adaLN_modulation.1"}
-    ),  # diffusers stores scale, shift; the original file shift, scale
+    # diffusers stores scale, shift; the original file shift, scale
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),
     architecture="flux-2",
     when={"guidance_embeds": True},
     shift="empirical",

@@ -133,8 +133,7 @@ FAMILY = Family(
     shifted_end=True,
     license="stabilityai-ai-community",
     original=ORIGINAL,
-    exchanged=frozenset(
-        {"final_layer.adaLN_modulation.1"}
-    ),  # diffusers stores scale, shift; the original file shift, scale
+    # diffusers stores scale, shift; the original file shift, scale
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),
     architecture="stable-diffusion-v3.5-large",
 )
