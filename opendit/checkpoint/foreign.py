@@ -273,7 +273,8 @@ MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
 
 class NetworkConfig(PretrainedConfig):
-    """The content of transformer/config.json of any family. The numbers are bounded before a family uses them."""
+    """The content of transformer/config.json of any family. Numbers out of bounds are rejected before a
+    family uses them."""
 
     class_name: Word = Field(alias="_class_name")
 

@@ -213,8 +213,8 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if a tensor can be reshaped from one shape to the other. Examples are a convolution's weight and the
-    equivalent matrix for flattened patches, and shapes that differ only in dimensions of size 1."""
+    """Return True if the shapes have equally many elements and the same first dimension, such as a convolution's weight
+    and its matrix for flattened patches, or differ only in dimensions of size 1."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]

@@ -593,7 +593,8 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
 
 
 def to_yaml(config: Any) -> str:
-    """Return a YAML file for --config that repeats a run: its recipe and the flags that the user gave."""
+    """Return the text of a YAML file for --config that repeats a run: its recipe and the flags that the user gave,
+    except those in ``NO_CHANGE``."""
     import yaml
 
     named = {"recipe": config.recipe} if config.recipe else {}

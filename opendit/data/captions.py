@@ -21,9 +21,9 @@ MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
-MOST_MISSING = 40  # maximum characters, with blanks and quotes, of a caption that is looked up in ``MISSING``
-AT_ONCE = 1024  # maximum captions per call of a ``Measure``
-MOST_TOKENIZED = 10_000  # maximum captions tokenized before training starts, in one or two seconds
+MOST_MISSING = 40  # captions of more characters, with blanks and quotes, are not looked up in ``MISSING``
+AT_ONCE = 1024  # maximum number of captions per call of a ``Measure``
+MOST_TOKENIZED = 10_000  # maximum number of captions tokenized before training starts; this takes one or two seconds
 
 Measure = Callable[[list[str]], Sequence[int]]  # maps captions to their numbers of tokens
 

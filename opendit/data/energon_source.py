@@ -27,8 +27,9 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
-MOST_FOLDERS, MOST_FILES = 1_000, 16  # maximum number of folders, and maximum depth of files that name files
-LONGEST = 4096  # maximum characters of a path or name
+# maximum number of folders, and maximum number of files that refer to each other in a chain
+MOST_FOLDERS, MOST_FILES = 1_000, 16
+LONGEST = 4096  # maximum number of characters of a path or name
 
 ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of ``Leaf.share``; ALONE: a single folder
 

@@ -256,7 +256,8 @@ class PackSchedule(BatchSchedule):
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return (number of samples drawn before each of the first steps, (steps + 1,) int64; fill of these steps)."""
+        """Return two values for the first steps of a run: the cumulative number of samples drawn, (steps + 1,) int64,
+        which begins with 0, and the fraction of the packs' tokens that is not padding."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)

@@ -697,7 +697,7 @@ def write_mp4(
         raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")
     if frames.ndim != 4 or frames.shape[3] != 3 or 0 in frames.shape:
         raise ValueError(f"a clip has the shape (frames, height, width, 3), not {frames.shape}")
-    rate = Fraction(fps).limit_denominator(1001)  # rates like 29.97 frames per second are 30000/1001
+    rate = Fraction(fps).limit_denominator(1001)  # recovers 30000/1001 from its float value
     if rate <= 0:
         raise ValueError(f"fps {fps} must be positive")
     _, height, width, _ = frames.shape

@@ -29,8 +29,8 @@ ELEMENTS = 2**24  # minimum number of elements in a group of tensors that is dec
 def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
     """Return the levels that codes represent, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
 
-    The levels cover seven decades. Each decade is divided into equal intervals, whose midpoints are the levels, and has
-    twice as many levels as the decade below.
+    The levels are 0, 1, the midpoints of equal intervals in each of seven decades, and with ``signed`` the negatives of
+    these midpoints. Each decade has twice as many levels as the decade below.
     """
     found = [0.0, 1.0]
     for decade in range(7):

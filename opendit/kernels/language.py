@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 TRITON: bool  # True if Triton is installed
 if TYPE_CHECKING:
     # Triton's language has Python's grammar, but not its types. Type checkers would report false errors in kernels and
-    # their calls (num_warps is no declared argument). So for type checkers, Triton is Any.
+    # their calls (for example, num_warps is not a declared argument of a kernel). So for type checkers, Triton is Any.
     class _Language(type[Any]):
         def __getattr__(cls, name: str) -> Any: ...
 

@@ -72,7 +72,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Expert:
-    """Ranks have different experts: slices of dimension 0 of a stacked parameter (E, ...)."""
+    """A stacked parameter (E, ...) of E experts. Each rank holds the slices of dimension 0 that are its experts."""
 
 
 @dataclass(frozen=True)

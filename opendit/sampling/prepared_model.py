@@ -228,7 +228,7 @@ class PreparedModel:
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
-        """Select rows of ``part``, which has all rows of the (guided) batch."""
+        """Return the ``rows`` of ``part`` if steps share it; otherwise as many of its first rows."""
         return part[rows] if self.shared else part[: len(rows)]
 
 

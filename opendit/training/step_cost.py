@@ -44,7 +44,7 @@ UPDATE = 30  # bytes that AdamW reads and writes per weight: master, both moment
 # Bytes that decoding and encoding AdamW's moments in 8 bits reads and writes per weight, in addition to the update.
 # Kernels read a code and write an fp32 number, and the reverse. Under ddp, torch needs about 40 passes instead.
 DECODED, DECODED_BY_TORCH = 20, 330
-AVERAGE = 8  # bytes read and written per weight of an average
+AVERAGE = 8  # bytes read and written per weight to update one moving average
 # Number of gathers and sums of N x D values (N tokens, width D) that tensor parallelism makes for each pair of divided
 # layers. One of these overlaps with a matrix product.
 GATHERS_OF_A_PAIR = 5

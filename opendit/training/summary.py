@@ -183,8 +183,8 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 def _time(
     flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
 ) -> dict[str, str]:
-    """Return the report's rows on sequence parallelism, and on the time, communication and hours up to the step
-    ``last``."""
+    """Return the report's rows on sequence parallelism, on the time and communication of a step, and on the hours until
+    step ``last``."""
     size = flags.sequence_parallel_size
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)

@@ -153,8 +153,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 class TarIndex:
     """An open index. The constructor reads the header and checks the file's size against it. Records and keys are read
-    on demand. Raises OSError; and ValueError, naming the file, if the file is not an index, is damaged or has another
-    version."""
+    on demand. Raises OSError if the file can't be read, and ValueError with its name if it is not an index, is damaged
+    or has another version."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -321,7 +321,7 @@ class PublicDiT(DiT):
 
     def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
         """Predict the velocity, noise - data, of noised latents; see :meth:`DiT.forward`. t: (B,) times in [0, 1000],
-        where 1000 is pure noise; with conditioning frames in place, (B, T), see ``times_of_frames``. y: a
+        where 1000 is pure noise; (B, T) if some frames of x are conditioning frames, see ``times_of_frames``. y: a
         TextCondition."""
         c, context = self.condition(t, y)
         if segments is not None:
@@ -555,15 +555,13 @@ class PublicDiT(DiT):
 
 @dataclass(frozen=True, eq=False)
 class JointPack:
-    """The layout of a pack whose sequence contains a caption for each sample. grid, alone: grids of all tokens and of
-    the media's tokens. filled: order of media and of the learned tokens that pad them; None without these. padded:
-    order of captions and their padding; None without padding. sample_of_row: (n,), the sample of each media token."""
+    """The layout of a pack whose sequence contains a caption for each sample."""
 
-    grid: TokenGrid
-    alone: TokenGrid
-    filled: Interleaved | None
-    padded: Interleaved | None
-    sample_of_row: Tensor
+    grid: TokenGrid  # grid of all tokens
+    alone: TokenGrid  # grid of the media tokens alone
+    filled: Interleaved | None  # how media tokens and the learned tokens that pad them alternate; None without padding
+    padded: Interleaved | None  # how captions and their padding alternate; None without padding
+    sample_of_row: Tensor  # (n,) the sample of each media token
 
     def without_padding(self, text: Tensor) -> Tensor:
         tokens = text.flatten(0, 1).unsqueeze(0)

@@ -261,8 +261,8 @@ class _Layer(Layer):
 def direct_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: _Layer, keep_gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks. x (B, n, D) to ``products`` are the
-    fields of :class:`Projected`; ``layer`` has the sizes and buffers of this call."""
+    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks. The arguments x (B, n, D), weight,
+    bias, sent and products are the fields of :class:`Projected`. ``layer`` has the sizes and buffers of this call."""
     if has_torch_function((weight, bias)):
         # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(

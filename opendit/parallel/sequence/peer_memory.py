@@ -48,12 +48,11 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class PeerRows:
-    """Views of all ranks' buffers. of: one tensor per rank. addresses: (P,) int64, the buffers' addresses for kernels.
-    offset: bytes from the beginning of a buffer to the view."""
+    """Views of all ranks' buffers."""
 
-    of: list[Tensor]
-    addresses: Tensor
-    offset: int = 0
+    of: list[Tensor]  # the view of each rank's buffer
+    addresses: Tensor  # (P,) int64, the buffers' addresses for kernels
+    offset: int = 0  # bytes from the beginning of a buffer to the view
 
 
 def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor]:

@@ -1,4 +1,4 @@
-"""Create the tab Runs, and read the history of runs: curves, starts, and results of evaluations."""
+"""Create the Runs tab, and read the history of runs: curves, when they were started, and results of evaluations."""
 
 import contextlib
 import itertools
