@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if command is None:
         parser.print_help()
         return 0
-    with removed_if_empty(Path(options.get("output") or os.curdir)):  # left by a failed command
+    with removed_if_empty(Path(options.get("output") or os.curdir)):  # a failed command may leave an empty folder
         try:
             check(command, options, given)
         except ValueError as error:

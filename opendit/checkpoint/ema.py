@@ -181,8 +181,8 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return n float64 factors, for which the weighted sum of the n stored averages approximates the wanted average.
-    They are the least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to the sum 1."""
+    """Return n float64 weights with which the sum of the n stored averages approximates the wanted average. They are
+    the least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to sum to 1."""
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()

@@ -111,7 +111,8 @@ def open_mapped(path: Path, framework: str = "pt") -> safe_open:
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
-    """Open a safetensors file. Raises ValueError, which names the file, if it is no regular file or is damaged."""
+    """Open a safetensors file. Raises ValueError, which names the file, if it is missing, damaged, or not a
+    regular file."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path} is no regular file")

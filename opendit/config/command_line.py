@@ -252,13 +252,13 @@ class CommandLine(argparse.ArgumentParser):
     If several ranks see a mistake, only the first prints the line. In --help, every flag belongs to a heading.
 
     Args:
-        doc: the program's docstring; the commands in it are the examples of --help, unless there are ``examples``.
+        doc: the program's docstring; the commands in it are the examples of --help, unless ``examples`` is given.
 
     Attributes:
         arguments: (action, allowed values) of every flag and positional argument that takes a value.
         commands: the parsers of subcommands.
         defaults: the default of every flag; argparse's result contains only flags that are on the command line.
-        source: beginning of messages about words that come from a file instead of the command line.
+        source: prefix of error messages about arguments that come from a file instead of the command line.
     """
 
     def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):

@@ -343,8 +343,8 @@ def decode_frames(
                 if _is_final(error):
                     raise  # after any other error, the end of this function decodes from the start
     finally:
-        # An error's traceback would keep the reader until garbage collection. Its frames would fill the memory until
-        # then. A forked process that collects the reader would wait for threads that don't exist there.
+        # An error's traceback would keep the reader, and the video frames in it, in memory until garbage collection. A
+        # forked process that collects the reader would wait for threads that don't exist there.
         del file
     return _decode_in_order(path, indices, stop, size)
 

@@ -374,7 +374,8 @@ class BatchSchedule:
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the keys of a rank's micro-batch in the order of reading. The first field of a key is the row."""
+        """Return the keys of a rank's micro-batch in the order in which to read them; subclasses may reorder them. The
+        first field of a key is the row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:

@@ -160,7 +160,7 @@ _BT709, _FULL_RANGE = 1, 2  # number of a matrix in H.273; number of a colour ra
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
 # Codecs whose packets may all be key frames, because no frame refers to another.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
-_SMALLEST = 16  # least bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
+_SMALLEST = 16  # minimum bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class Contents:
         length: number of packets with frames that are not hidden.
         counted: True if FFmpeg decodes exactly ``length`` frames. Otherwise the number is known only after decoding
             the whole file, and no frame can be found by its number.
-        times: display times of the frames, rising, in units of time_base; None if a frame has no time or two have the
-            same.
+        times: display times of the frames, increasing, in units of time_base; None if a frame has no time or two have
+            the same.
         keys: (display time, decoding time) of the frames at which decoding can begin.
         rate: frames per second according to the container; 0 if unknown.
         crop: borders that the container hides.

@@ -93,7 +93,7 @@ INDEX, PRETRAINED = FileKind(IndexOfWeights, 64 * MIB), FileKind(PretrainedConfi
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raise ValueError if the folder has an adapter, because transformers would merge it into the weights."""
+    """Raise ValueError if the folder has an adapter, which transformers would load as well, unasked."""
     found = next((name for name in ADAPTERS if os.path.lexists(folder / name)), None)
     if found:
         raise ValueError(f"{folder / found} is an adapter, which is not merged here; merge it and save the whole model")

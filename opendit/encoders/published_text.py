@@ -315,8 +315,8 @@ def published_geometry(name: str) -> tuple[int, int, int] | None:
 
 
 def check_text(folder: Path, family: Family) -> None:
-    """Check a folder's index, tokenizers and text encoders, except the values of weights. This needs no transformers.
-    Raises FileNotFoundError or ValueError; the message names the file and the problem."""
+    """Check a folder's index, tokenizers and text encoders, but not the values of weights. The package ``transformers``
+    is not needed. Raises FileNotFoundError or ValueError; the message names the file and the problem."""
     _prompts(family)
     check_index(folder, family)
     for component in family.components:

@@ -238,7 +238,8 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
-    """Return (N,) bool: True for each of features (N, D) that lies in the ball around any of ``others``."""
+    """Return (N,) bool: True for each of features (N, D) that lies in a ball around one of ``others``. radii: squared
+    radii of the balls."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 

@@ -264,7 +264,7 @@ def import_weights(
 
 def _read(path: Path, model: str | None) -> Weights:
     """Read the weights to convert and their metadata. For a run, the newest intact checkpoint is read. Meta's .pt needs
-    the name ``model``. A LoRA is merged into its base. Other OpenDiT tensors stay in their file until they are
+    ``model``. A LoRA is merged into its base. OpenDiT's weights without a LoRA stay in their file until they are
     written."""
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:

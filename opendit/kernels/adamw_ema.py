@@ -149,8 +149,8 @@ def _update_block(
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, DIRECTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Update one block. ``table`` points to the column of the block's tensor. ``rest1`` and ``rest2`` are 1 - beta, and
-    ``shrink`` is lr * weight_decay. The host computes these in double precision, because 1 - beta2 in fp32 would be off
-    by 5e-5. DIRECTED: the gradient is Muon's update direction."""
+    ``shrink`` is lr * weight_decay. The host computes these in double precision, because 1 - 0.999 in fp32 has a
+    relative error of 1e-5. DIRECTED: the gradient is Muon's update direction."""
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)

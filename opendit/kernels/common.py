@@ -155,7 +155,7 @@ class Launch:
         return self.rows * self.tiles
 
     def options(self) -> dict[str, Any]:
-        """Return this shape as keyword arguments of a kernel call."""
+        """Return this launch configuration as keyword arguments of a kernel call."""
         options = {
             "ROWS": self.rows,
             "CHUNK": self.chunk,

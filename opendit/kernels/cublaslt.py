@@ -148,7 +148,8 @@ Multiply = Callable[..., Tensor]  # function of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:
-    """Return the index of the fastest proposal, or None to use torch's call. Arguments: see :class:`Measured`."""
+    """Return the index of the fastest algorithm that gives torch's bits and takes less than ``GAIN`` of torch's time;
+    None if there is none. Arguments: see :class:`Measured`."""
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
 
@@ -165,7 +166,8 @@ class Measured(NamedTuple):
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
-    """Time torch's call and the product's proposals in turn, on random numbers, and compare their results."""
+    """Time torch's call and the algorithms that cuBLASLt proposes for a product, in turn, on random numbers. Compare
+    their results."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*size: int) -> Tensor:

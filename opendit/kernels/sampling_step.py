@@ -1,7 +1,7 @@
 """Kernels for the start and the end of a sampling step, without gradients.
 
-``embed_patches`` turns the sampler's state into tokens, ``take_step`` and ``gather_rows`` look up each sample's row of
-tables, and ``guided_update`` applies guidance and the sampler's update to the network's output."""
+``embed_patches`` turns the sampler's state into tokens, ``take_step`` and ``gather_rows`` read each sample's row
+from tables, and ``guided_update`` applies guidance and the sampler's update to the network's output."""
 
 import math
 from typing import cast
@@ -182,7 +182,7 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-MOST_OLD, MOST_NEW = 3, 2  # maximum length of ``old`` and of ``new``, equal to the number of the kernel's pointers
+MOST_OLD, MOST_NEW = 3, 2  # maximum lengths of ``old`` and ``new``; the kernel has as many pointers for each
 
 # -------------------------------------------------------------------------------------------------- guidance and update
 

@@ -396,7 +396,7 @@ class AxialAttention(Attention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # the dimension of (B, H, T, S, d) along which lines are numbered, and the number of lines
+        # dimension of (B, H, T, S, d) that indexes the groups of tokens that attend to each other, and its size
         dim, count = (2, frames) if self.axis else (3, q.shape[2] // frames)
         parts = self.prepare(q, k, v, grid, ops, normalised)
         lines = (x.unflatten(2, (frames, -1)).movedim(dim, 1).flatten(0, 1) for x in parts)

@@ -550,7 +550,7 @@ def make_block(spec: BlockSpec) -> Any:
 if TYPE_CHECKING:
 
     class Blocks(nn.ModuleList):
-        """A ``ModuleList`` whose items type checkers know to be blocks."""
+        """A ``ModuleList`` whose items are of type ``Block`` to type checkers."""
 
         def __iter__(self) -> Iterator[Block]: ...
         def __getitem__(self, index: int) -> Block: ...

@@ -67,8 +67,8 @@ class MovieGenConfig(DiTConfig):
     to the caption between attention and MLP.
 
     The details follow NVIDIA NeMo (24.12 and 25.02, collections/diffusion, DiTLlama*): learned positions (one table per
-    axis, shared by all blocks) are added before every block, and query heads share 8 heads of keys and values at every
-    size of NeMo's. Unlike in NeMo, cross-attention's output is added to the residual before the MLP, as in the paper.
+    axis, shared by all blocks) are added before every block. In all of NeMo's sizes, query heads share 8 heads of keys
+    and values. Unlike in NeMo, cross-attention's output is added to the residual before the MLP, as in the paper.
     """
 
     kind: ClassVar[str] = "moviegen"

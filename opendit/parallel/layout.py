@@ -159,8 +159,8 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """Return the full tensor, in new memory, from the shards of all ranks. All ranks of the groups of the
-        parameter's cuts must call this together, with the parameters in the same order. The result is on the shard's
+        """Return the full tensor, in new memory, from the shards of all ranks. The ranks of every group that divides
+        the parameter must call this together, and gather parameters in the same order. The result is on the shard's
         device if this rank's shard suffices, otherwise on the device of the mesh."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)

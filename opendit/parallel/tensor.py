@@ -1,9 +1,9 @@
 """Tensor parallelism: the ranks of the group ``tp`` divide every layer of a model; see docs/parallelism.md.
 
 This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms and residuals (Korthikanti et al.
-2022). Between the layers a rank holds n tokens of a sequence; inside a layer it has 1 / P of the heads and of the MLP's
-width. Before a column-parallel layer, tokens are gathered. After a row-parallel layer, the results are
-reduce-scattered.
+2022). With P ranks, each holds 1 / P of a sequence's tokens between the layers, and has 1 / P of the heads and of the
+MLP's width inside a layer. Before a column-parallel layer, tokens are gathered. After a row-parallel layer, the results
+are reduce-scattered.
 
 All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its slice of a
 divided parameter. For a replicated parameter a rank computes only one term of the gradient, which is a sum over the

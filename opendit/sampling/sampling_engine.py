@@ -429,9 +429,9 @@ class SamplingLoop:
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
         """Run step i; steps must be run in order. recorder: records the step; None to run the step kernel by kernel.
-        Raises NotRecordedError if the step can't be recorded, and has not been run."""
+        Raises NotRecordedError if the step can't be recorded; the step has then not been run."""
         if self.network is not self._networks[self._which[i]]:
-            # Step i uses another network than the step before. Its tables must be filled from step i on.
+            # Step i uses a different network from the previous step. Its tables must be filled from step i on.
             self._active.network, self._end = self._networks[self._which[i]], i
         if i == self._end:
             count = self.network.fill(i)

@@ -232,7 +232,7 @@ class _Step:
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
-        """Return the seconds of the optimizer and the averages for this rank's shard of the state."""
+        """Return the seconds that updating this rank's shard of the optimizer's state and moving averages takes."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = trained_count(self.config, setup)

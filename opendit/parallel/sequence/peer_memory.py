@@ -138,8 +138,8 @@ class PeerMemory:
         self._made[buffer][-1][0].barrier(channel=channel)
 
     def _note_recording(self) -> None:
-        """Forget the last used buffer when the recording of a graph begins or ends, because recorded kernels have not
-        run, and a failed recording may have ended after any use."""
+        """Reset the note of the last used buffer when the capture of a CUDA graph begins or ends. Captured kernels have
+        not run, and a failed capture may have stopped at any buffer."""
         if self._capturing != torch.cuda.is_current_stream_capturing():
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
 
