@@ -121,7 +121,7 @@ add(
     "a tar with a name of 10 GB",
     refused_tar(lambda: header(tarfile.GNUTYPE_LONGNAME, 10 * GIB), "extension header of", 11 * GIB),
 )
-add("tar_chain", "sets", "a tar of 20,000 headers that extend one another", refused_tar(extensions, "in a row"))
+add("tar_chain", "sets", "a tar of 20,000 headers that extend one another", refused_tar(extensions, "can't be read as a tar"))
 
 
 def forged(row: int, says: str, **values: int) -> Callable[[Lab], None]:
@@ -142,12 +142,12 @@ def forged(row: int, says: str, **values: int) -> Callable[[Lab], None]:
     return make
 
 
-for _name, (_what, _says, _values) in {
-    "index_label": ("a class that the model has not", "class 2 of 2", {"label": 2}),
-    "index_suffix": ("a suffix that is not in its list", "suffix 9 of 1", {"suffix": 9}),
-    "index_end": ("a picture beyond the tar's end", "ends at byte", {"medium_at": 1 << 40}),
+for _name, (_what, _values) in {
+    "index_label": ("a class that the model has not", {"label": 2}),
+    "index_suffix": ("a suffix that is not in its list", {"suffix": 9}),
+    "index_end": ("a picture beyond the tar's end", {"medium_at": 1 << 40}),
 }.items():
-    add(_name, "sets", f"an index of a tar, one record of which has {_what}", forged(3, _says, **_values))
+    add(_name, "sets", f"an index of a tar, one record of which has {_what}", forged(3, "out of range", **_values))
 
 
 @fault("labels beyond the names of the classes")
