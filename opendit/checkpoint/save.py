@@ -228,7 +228,7 @@ class ShardFiles:
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
         moments = {name: engine.moments_of(name) for name in engine.shapes}
-        # Gather these, because with pipeline parallelism, a rank knows only the parameters of its own stages.
+        # Gather these, because in a pipeline a rank knows only the parameters of its stages.
         everywhere = channel.gather((shapes, moments, buffers))
         self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []

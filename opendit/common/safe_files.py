@@ -421,7 +421,7 @@ class WriteFailures:
             if kind not in self._logged:
                 self._logged.add(kind)
                 at = "" if step is None else f"step {step}: "
-                logger.warning("%s%s NOT WRITTEN, %s; training goes on, the run's exit code will be 1", at, what, error)
+                logger.warning("%s%s NOT WRITTEN, %s; training continues, the exit code will be 1", at, what, error)
 
     def describe(self) -> str:
         """Return a summary such as "log.jsonl 3 times, samples once"."""

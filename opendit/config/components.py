@@ -395,7 +395,7 @@ class BatchFlags(Flags):
         None, "stop after this many steps, whatever --epochs is", common="stop after this many", unit="steps", **COUNT
     )
     max_hours: float | None = flag(
-        None, "save and stop before the program has run this long; --load goes on", above=0, at_most=1e5, unit="hours"
+        None, "save and stop before the program has run this long; --load resumes", above=0, at_most=1e5, unit="hours"
     )
 
     @property

@@ -175,4 +175,4 @@ class _Descriptor(io.RawIOBase):
             return
         self._reported = True
         with contextlib.suppress(OSError):
-            os.write(2, f"note: standard output can't be written ({error.strerror}); the program goes on\n".encode())
+            os.write(2, f"note: standard output can't be written ({error.strerror}); the program continues\n".encode())

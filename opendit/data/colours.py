@@ -134,7 +134,7 @@ class Conversion:
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's weights of red, green and blue
 
 # Tables are indexed by the upper bits of the light's float32 value. There are 2,048 bins per power of 2, so an 8-bit
-# result is off by at most 0.03 of a level. ``_BINS`` has the middle of each bin. The first bin stands for 0 and
+# result is off by at most 0.03 of a level. ``_BINS`` has the middle of each bin. The first bin represents 0 and
 # includes negative numbers.
 _SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
 _FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT

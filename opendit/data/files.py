@@ -468,6 +468,6 @@ class Verification:
                 block = file.read(READ_AT_ONCE)
                 if not block:
                     return digest.hexdigest()
-                digest.update(block)  # releases the GIL, so that training goes on
+                digest.update(block)  # releases the GIL, so that training continues meanwhile
                 if self._stop.wait(time.monotonic() - started):  # pause as long as the read took
                     return None

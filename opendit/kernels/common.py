@@ -1,4 +1,4 @@
-"""What the fused operations share: availability of kernels, launch shapes, row chunks, per-sample sums, and checks.
+"""Shared code of fused operations: availability of kernels, launch shapes, row chunks, per-sample sums, and checks.
 
 A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In the (B, N, D) form, all rows of a
 chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and ``sample_of_row`` (rows,),

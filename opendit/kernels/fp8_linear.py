@@ -41,7 +41,7 @@ def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, st
     if not usable or (interpreting() and not pretending()):
         return usable, why
     if dtype == torch.float32:
-        return False, "FP8 stands beside bf16 or fp16, not --mixed_precision fp32"
+        return False, "FP8 works with bf16 or fp16, not --mixed_precision fp32"
     too_old = missing("float8", device)
     return (True, why) if too_old is None else (False, too_old)
 

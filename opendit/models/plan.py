@@ -101,7 +101,6 @@ class StageCuts:
     first: tuple[str, ...]
     last: tuple[str, ...]
     every: tuple[str, ...]
-    crosses: tuple[str, ...] = ("x",)
 
 
 # ----------------------------------------------------------------------------------------------------- memory and FLOPs
@@ -274,8 +273,8 @@ def mlp_rules(branches: int = 1) -> dict[str, Rule]:
 
 
 EXPERT_RULES: dict[str, Rule] = {
-    # Every rank needs the full router for the softmax over the experts, but uses only the affinities of its own
-    # experts. So a rank's gradient of the router is only a part of the sum.
+    # Every rank needs the full router for the softmax over the experts, but uses only the affinities of the experts
+    # that it holds. So a rank's gradient of the router is only a part of the sum.
     "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),

@@ -35,7 +35,7 @@ ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
 class Mode(NamedTuple):
-    """What a step evaluates. Steps with different modes are recorded as different CUDA graphs.
+    """The parts of the network that a step evaluates. Steps with different modes are recorded as different CUDA graphs.
 
     Attributes:
         null: evaluate the unconditional half of guidance, if the step is guided.

@@ -308,7 +308,7 @@ def agree_on_attention(
             backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
             note = f"{backend}: {why}"
         except ValueError as error:
-            notes.append(f"attention is not {wanted} ({why}), so this run goes on within rounding: {error}")
+            notes.append(f"attention is not {wanted} ({why}), so this run continues within rounding: {error}")
     backend, note = mesh.broadcast_object((backend, note))
     return replace(kernels, attend=LocalAttention(backend), attention_note=note)
 

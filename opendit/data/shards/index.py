@@ -534,8 +534,8 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
                         yield sample
                     if key in seen:
                         raise ValueError(
-                            f"{name}: the key {printable(key)} stands in two places; members of a sample must follow "
-                            "each other, and its key be its own"
+                            f"{name}: the key {printable(key)} is in two places; members of a sample must follow "
+                            "each other, and each sample needs another key"
                         )
                     seen.add(key)
                     sample = Sample(key, member.offset)

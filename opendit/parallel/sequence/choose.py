@@ -203,7 +203,7 @@ def make_plan(
     if not possible:
         raise ValueError(
             f"--sequence_parallel_size {ranks}: this model can attend by {', '.join(shape.types)} only, and its "
-            f"{shape.heads} heads can't be shared out over so many ranks; use a size that divides them"
+            f"{shape.heads} heads can't be divided over this number of ranks; use a size that divides them"
         )
     best = min(possible.values(), key=lambda plan: plan.seconds)
     others = ", ".join(f"{name} {plan.seconds * 1e6:.0f}" for name, plan in possible.items())

@@ -158,7 +158,7 @@ class TrainingQueue:
                     config.pop("pretrained", None)
             self._write_config(name, config)
             self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))
-        return "goes on, or waits for what runs"
+        return "continues, or waits until other runs end"
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
         """Run a program of OpenDiT to its end. Return its exit code and the end of its output. words: its command line.

@@ -119,7 +119,7 @@ def test_spoilt_tars_are_named(tmp_path, spoil, says):
 @pytest.mark.parametrize(
     ("members", "says"),
     [
-        ([("a.png", b"1"), ("b.png", b"2"), ("a.txt", b"3")], "the key a stands in two places"),
+        ([("a.png", b"1"), ("b.png", b"2"), ("a.txt", b"3")], "the key a is in two places"),
         ([("a.png", b"1"), ("a.PNG", b"2")], "a.PNG is there twice"),
         ([("a.txt", b"1")], r"holds no samples \(a: no picture or clip beside .txt\)"),
     ],
