@@ -79,7 +79,8 @@ def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, w
         (folder / "failed").touch()
         raise
     if rank == 0:
-        (folder / f"times.{side}.json").write_text(json.dumps(times))
+        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+        (folder / f"times.{side}.json").write_text(json.dumps({"seconds": times, "peak": peak}))
 
 
 def main() -> None:
@@ -118,11 +119,13 @@ def main() -> None:
             side.terminate()
     if any(codes):
         sys.exit("\n".join((folder / f"log.{side}").read_text()[-2000:] for side in (0, 1)))
-    first, second = (json.loads((folder / f"times.{side}.json").read_text()) for side in (0, 1))
+    ours, theirs = (json.loads((folder / f"times.{side}.json").read_text()) for side in (0, 1))
+    first, second = ours["seconds"], theirs["seconds"]
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     print(
         f"ms a step: {statistics.median(first) * 1e3:.1f} and {statistics.median(second) * 1e3:.1f}; ratio "
-        f"{statistics.median(ratios):.4f}, of {len(ratios)} from {min(ratios):.4f} to {max(ratios):.4f}"
+        f"{statistics.median(ratios):.4f}, of {len(ratios)} from {min(ratios):.4f} to {max(ratios):.4f}; "
+        f"peak GiB on rank 0: {ours['peak']:.2f} and {theirs['peak']:.2f}"
     )
 
 
