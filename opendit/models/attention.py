@@ -26,9 +26,8 @@ from opendit.models.layers import (
 )
 from opendit.models.segments import Interleaved, PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
-# Backends with correct gradients under torch.compile (2.11). cuDNN is not among them: torch.compile assumes another
-# memory layout than cuDNN writes, so that gradients are wrong (relative error 1.4) if q, k and v are views of one qkv
-# tensor.
+# Backends with correct gradients under torch.compile (2.11). cuDNN is excluded, because torch.compile assumes a memory
+# layout that cuDNN does not write. Gradients are then wrong if q, k and v are views of one tensor.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -82,9 +81,8 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return (index,), where index holds the number of each token's modulation vector, or () if a sample has only one
-    vector. In a pack, a token's vector is that of its segment. The result is the last argument of operations with a
-    shift, a scale or a gate, as a tuple."""
+    """Return (index,), or () if every sample has one modulation vector. ``index`` holds the number of each token's
+    modulation vector; in a pack, this is the number of the token's segment."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
@@ -119,8 +117,7 @@ class SequenceShards(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
         """Attend from this rank's tokens to those of all ranks; return (B, n, D). q (B, H, n, d) and k, v (B, kv_heads,
         n, d) belong to this rank's tokens; ``attend`` normalises and rotates them. If tensor parallelism divides the
-        layer's heads, H and D are this rank's, and the projections read and write the tokens of all tensor-parallel
-        ranks."""
+        layer's heads, H and D count only this rank's heads, and n counts the tokens of all tensor-parallel ranks."""
         ...
 
     def project_and_attend(
@@ -156,7 +153,8 @@ class SequenceShards(Protocol):
     # Methods for token routes. The tokens that a route processes may be on any rank.
 
     def join(self, x: Tensor) -> Tensor:
-        """Gather like :meth:`gather`, but sum the gradients of all ranks, which may use the result differently."""
+        """Gather like :meth:`gather`. The backward pass sums the gradients of all ranks, because ranks may use the
+        result differently."""
         ...
 
     def of_length(self, length: int) -> "SequenceShards":
@@ -284,14 +282,14 @@ class Attention(nn.Module):
         rotary = grid and grid.rotary
         if rotary is None and norms[0] is None:
             return q, k, v
-        # This changes only strides: the memory order stays (B, N, H, d), and attention preserves it.
+        # The transposes change only strides: the memory order stays (B, N, H, d), and attention preserves it.
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if self.halves and rotary is not None:
             # The table rotates channels i and i + d / 2, but the operation rotates neighbouring channels, so reorder
             # the channels. The products of q and k do not change if both are reordered, so q and k keep the new order.
             q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
             q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
-        if self._turns_all_channels(grid):  # Treat all channels as one head, so that the norm covers all channels.
+        if self._turns_all_channels(grid):  # The table covers the channels of all heads, so treat them as one head.
             whole = (x.flatten(2).unsqueeze(2) for x in (q, k))
             turned = ops.normalise_rotate(*whole, *norms, rotary, False)
             q, k = (x.unflatten(3, (-1, self.head_dim)).squeeze(2) for x in turned)
@@ -355,7 +353,7 @@ def _as_neighbours(x: Tensor) -> Tensor:
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return k and v with one head (dimension 1) for each query head. Shared heads are copied for two reasons: some of
-    torch's attention kernels don't support shared heads, and ranks can't divide fewer heads than ranks."""
+    torch's attention kernels don't support shared heads, and heads can't be divided over more ranks than heads."""
     copies = q.shape[1] // k.shape[1]
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
 
@@ -459,8 +457,8 @@ class CrossAttention(nn.Module):
 
     def keys_values(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, M, H, d) of tokens (B, M, D). They depend only on the tokens, so sampling can
-        compute them once for all steps. mask: mask of the caption's tokens. A picture's tokens, which have no mask, may
-        precede these."""
+        compute them once for all steps. mask: mask of the caption's tokens. The tokens of a picture may precede the
+        caption's; they have no mask."""
         if self.picture_kv is None or mask is None:
             return self._keys_values(tokens, self.kv, self.k_norm)
         count = tokens.shape[1] - mask.shape[1]

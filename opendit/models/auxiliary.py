@@ -159,8 +159,8 @@ class Fusion(nn.Module):
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) for distinct indices. Its backward pass copies gradients, which is faster than adding them, as
-    ``gather`` does."""
+    """x.gather(1, index) for distinct indices. The backward pass copies gradients; that of ``gather`` adds them, which
+    is slower."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def run_on_kept(
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
     """Return the grid of the tokens ``kept`` (B, n). Its position tables have a batch dimension, because samples keep
-    different tokens. Only a pack's rotary positions have none."""
+    different tokens. Only the rotary table of a pack has none."""
     rotary = None if grid.rotary is None else grid.rotary[kept if grid.packed is None else kept[0]]
     learned, shards = grid.learned, grid.shards
     few = None if shards is None else shards.of_length(kept.shape[1])

@@ -223,7 +223,7 @@ class ResidualStream:
         self, ops: BlockOps, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, joined: bool = True
     ) -> Tensor:
         """Return norm(x) * (1 + scale) + shift. The norm is LayerNorm if ``norm`` is None. joined: True if a fused
-        operation may compute the pending sum and the norm. In FP8, only the linear layers of ``BlockOps`` can read its
+        operation may compute the pending sum and the norm. In FP8, only the linear layers of ``BlockOps`` can read the
         result."""
         if self._streams is not None:
             self.put(self.take(ops))

@@ -220,7 +220,7 @@ def give_beside(latents: Tensor) -> Tensor:
 
 
 def beside(x: Tensor, channels: int, given: int) -> Tensor:
-    """Repeat the mask of x ++ mask ++ given (B, 1 + 2 C, T, H, W), so that ``given`` channels follow the C =
+    """Repeat the mask of x ++ mask ++ latents (B, 1 + 2 C, T, H, W), so that ``given`` channels follow the C =
     ``channels`` noisy ones. Raises ValueError if x has only the noisy channels."""
     if x.shape[1] == channels:
         raise ValueError("a model of image to video is given the first frame of every clip")

@@ -279,8 +279,8 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Compute the result of :meth:`forward` from the results of :meth:`modulations`, of :meth:`condition` or
-        :meth:`contexts`, and of :meth:`positions`. ``run`` runs the blocks, with the signature of ``run_blocks``."""
+        """Compute the result of :meth:`forward` for x. modulations, positions: results of the methods with these names.
+        context: from :meth:`condition` or :meth:`contexts`. run: runs the blocks, like ``run_blocks``."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
             return self._predict(x, modulations, context, positions, run)

@@ -34,8 +34,8 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # suffixes of peft's 
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA settings of a training run, which its checkpoints store. rank: default rank of A and B. alpha: the
-    factor of B A is alpha / rank, with this rank in all layers. base: file of the weights that LoRA is added to.
+    """The LoRA settings of a training run, which its checkpoints store. rank: default rank of A and B. alpha: B A is
+    multiplied by alpha / rank, with the default rank in all layers. base: file of the weights that LoRA is added to.
     targets: patterns of layer names (--lora_targets); empty for all layers of attention and MLP in the blocks."""
 
     rank: int
@@ -176,10 +176,9 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements: of
-    ``reused`` tensors of the file, ``resized`` ones, ``new`` ones, ``recomputed`` buffers, and unused tensors of the
-    file (``left_out``). why: explanation of each resized tensor. stored: name in the file of each reused tensor. made:
-    their values."""
+    """The origins of a model's parameters and buffers. The first five fields map names to numbers of elements.
+    reused, resized, new: the model's parameters. recomputed: its buffers. left_out: unused tensors of the file.
+    stored: name in the file of each reused tensor. why, made: explanation and value of each resized tensor."""
 
     reused: dict[str, int] = field(default_factory=dict)
     resized: dict[str, int] = field(default_factory=dict)

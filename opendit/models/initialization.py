@@ -127,7 +127,7 @@ class FanInUniform(Uniform):
 # Every range of elements that is drawn begins and ends at a multiple of GRID. Otherwise the same element could be
 # computed by other instructions, which may round differently.
 GRID = 1 << 12
-# number of elements that a thread draws at a time; this takes 3 ms, about 30 us of which hold Python's global lock
+# number of elements that a thread draws at a time, in 3 ms; during about 30 us of them it holds Python's global lock
 CHUNK = 1 << 20
 MAX_THREADS = 16
 BLOCK = 4  # 64-bit words per value of the Philox counter

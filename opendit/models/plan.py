@@ -125,9 +125,9 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass. units: values, divided by tokens x hidden size. numbers: values per sample.
-    Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, which do not depend on the
-    batch."""
+    """Memory kept for the backward pass. units: tensors (tokens, hidden size) per sample. numbers: further values per
+    sample. Both are in the activations' dtype. statistics: fp32 values per token. weights: bytes, which do not depend
+    on the batch."""
 
     units: float = 0
     statistics: float = 0
@@ -353,7 +353,7 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
     With sequence parallelism, shared keys and values are kept for every head, because the ranks copy them before the
     exchange. In FP8 the attention output is kept in both precisions. All of torch's kernels except ``math`` keep one
-    log-sum-exp per row and head. It is always counted, for one attention.
+    log-sum-exp per query and head. It is always counted, for one attention.
     """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
@@ -384,12 +384,10 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return the memory of cross-attention: q, the attention output, k and v of the text, and tensors before and after
-    the heads.
-
-    The tensors before and after the heads depend on the gate. With a gate, they are the input h and the projected
-    output, and the projection's weight is kept in float8. Without a gate, they are h and the output of the norm before
-    cross-attention (and its copy under autocast), or both products of an RMSNorm.
+    """Return the memory of cross-attention: q, k, v, the attention output, and tensors outside of the attention.
+    With a gate, the tensors outside are the input h and the projected output; FP8 also keeps the projection's weight in
+    float8. Without a gate, they are h and the norm's output (and its copy under autocast), or, with an RMSNorm, h and
+    both products of the norm.
     """
     if not config.cross_attention:
         return Kept()

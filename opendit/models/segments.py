@@ -35,9 +35,10 @@ class SegmentRun(NamedTuple):
 class Segments:
     """The segments of a pack, in order.
 
-    grids: (frames, rows, columns) of each segment, in tokens. tokens: length N of the pack; the rest is padding.
-    repeated: True for each segment whose single frame is repeated to fill a patch of several frames. kept: number of
-    tokens of each segment that the blocks of a route process. Both may be (). Raises ValueError for an invalid pack.
+    grids: (frames, rows, columns) of each segment, in tokens. tokens: length N of the pack, including padding.
+    repeated: True for each segment whose single frame is repeated to fill a patch of several frames; () if there is
+    none. kept: number of tokens of each segment that the blocks of a route process; () without a route. Raises
+    ValueError for an invalid pack.
     """
 
     grids: tuple[Grid, ...]
@@ -286,9 +287,9 @@ def by_segment(x: Tensor, run: SegmentRun) -> Tensor:
 def segment_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, packed: PlacedSegments, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Attend from each token to the caption of its segment: (1, H, n, d), zero for padding, in the memory layout (1, n,
-    H, d). q (1, H, n, d) has the tokens of the pack or of one rank; k, v (S, H, M, d) and mask (S, M) the captions of
-    all segments. ``attend`` has the signature of ``masked_attention``."""
+    """Attend from each token to the caption of its segment. Return (1, H, n, d) in the memory layout (1, n, H, d), zero
+    for padding. q: (1, H, n, d), tokens of the pack or of one rank. k, v: (S, H, M, d), captions of all segments. mask:
+    (S, M). ``attend`` has the signature of ``masked_attention``."""
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
     # A rank may have only padding. Its result must still depend on k and v, because all ranks must have gradients for
@@ -326,9 +327,9 @@ class _Reordered(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """Order of a pack's tokens, which are grouped by sample. Token i is token ``order[i]`` of the concatenated streams,
-    and ``inverse`` is the inverse permutation. ``totals`` holds each stream's number of tokens, and ``samples`` the
-    sample of each token of a stream."""
+    """Order of a pack's tokens, which are grouped by sample. The pack's token i is token ``order[i]`` of the
+    concatenated streams. ``inverse`` is the inverse permutation. ``totals``: number of tokens of each stream.
+    ``samples``: for each stream, the sample of each token."""
 
     totals: tuple[int, ...]
     order: Tensor

@@ -35,11 +35,10 @@ def apply_parallel(
     """Prepare ``model`` for a run, in place, and return it. The engine changes the parameters afterwards; for --plugin
     fsdp it shards them with :func:`opendit.parallel.fsdp.apply_shards`.
 
-    The order is stages -> tensor -> experts -> sequence -> recompute -> compile -> shards. First the blocks of other
-    stages are removed, and the layers and experts that ranks divide are replaced, so that all later changes work on
-    this rank's part of the model. ``model.use`` replaces all operations, so it comes before the rematerialization
-    policy, which wraps them. At the first call, torch.compile traces the model with all these changes. Shards add hooks
-    to the blocks. Like compiled blocks, sharded blocks are called one by one.
+    The order is stages -> experts -> tensor -> sequence -> recompute -> compile -> shards. The first three reduce the
+    model to this rank's part, on which all later changes work. ``model.use`` replaces all operations, so it precedes
+    the recomputation policy, which wraps them. torch.compile traces the model at the first call, with all these
+    changes. Shards add hooks to the blocks.
 
     Args:
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.
@@ -47,7 +46,7 @@ def apply_parallel(
         stages: this rank's stages of a pipeline; None for the full model.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention.
         grad_checkpoint: True to recompute complete blocks in the backward pass.
-        recompute_blocks: number of blocks, evenly spaced, that are recomputed completely; None for all.
+        recompute_blocks: number of evenly spaced blocks to which grad_checkpoint or but_attention applies; None: all.
         compile_options: options of torch.compile for the blocks and the final layer, if ``compiled``.
     """
     if stages is not None:

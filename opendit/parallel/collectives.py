@@ -131,8 +131,8 @@ class _Finish(torch.autograd.Function):
 
 class Ring:
     """Ring of the ranks of a group. Every rank sends tensors of one shape to the next rank while the caller computes
-    with the tensors that have arrived. Callers rely on the order in which shards arrive and pieces are requested, which
-    is the same on all ranks relative to the rank's index. Any other implementation must keep this order."""
+    with the tensors that have arrived. Callers rely on the order in which shards arrive and pieces are requested. Any
+    other implementation must keep this order."""
 
     def __init__(self, group: Group):
         self.group = group

@@ -1,8 +1,8 @@
 """Shards of a model's parameters under torch's FSDP2 (--plugin fsdp): ``fully_shard``, shards that are gathered in
 float8, and shards in host memory.
 
-FSDP2 gathers the weights of a unit when the unit is called. :func:`apply_shards` divides the model into units,
-:class:`Float8Shards` changes what is gathered, and :func:`move_to_host` where the shards lie.
+FSDP2 gathers the weights of a unit when the unit is called. :func:`apply_shards` divides the model into units.
+:class:`Float8Shards` makes FSDP2 gather float8 weights, and :func:`move_to_host` moves shards to host memory.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -40,7 +40,7 @@ class HardwareModel:
     small: float = 0.69
     attention_half: int = 115  # number of keys at which attention reaches half of these rates
     attention_half_backward: int = 256
-    partial: float = 2.9e12  # FLOP/s of the kernel that attends to a part of the keys and returns log-sum-exps
+    partial: float = 2.9e12  # like ``attention``, for the kernel that attends to some keys and returns log-sum-exps
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96

@@ -221,10 +221,10 @@ def init_mesh(
 ) -> Mesh:
     """Start torch.distributed (nccl on GPUs, gloo on CPUs) and return this process's mesh.
 
-    The sizes are, in order, numbers of ranks that share a sequence, divide every layer, have different experts and
-    divide the blocks, and the number of copies of the sharded model. ``dims`` replaces them all. The remaining ranks
-    are data parallel. ``group_of_one`` makes a process group even for a single process: engines need it, and other runs
-    start sooner without.
+    Ranks of ``sequence_parallel`` share a sequence, ranks of ``tensor_parallel`` divide every layer, ranks of
+    ``expert_parallel`` have different experts, and ranks of ``pipeline_parallel`` divide the blocks. ``replicate`` is
+    the number of copies of the sharded model. ``dims`` replaces all these sizes. ``group_of_one``: True to make a
+    process group even for a single process, because engines need one.
 
     Raises ValueError if this machine has more processes than GPUs, the number of processes does not fit the sizes, or
     the environment variables do not let the processes meet.

@@ -132,10 +132,10 @@ class OnePassAdamW:
     """Computes the step of a :class:`FusedAdamW` with :class:`FusedStep`, in two passes over memory: the gradients'
     norm, then moments, masters, averages and working weights. The host does not wait for it.
 
-    ``adam`` has the settings in its only parameter group, and the moments in its state, keyed by the masters ``keys``
-    (fp32, 1-d or contiguous), of which ``sizes`` leading elements are updated. ``working`` are copies in the precision
-    of the forward pass. Set these before the first step: ``staged``, rows in host memory that contain the moments,
-    which are copied through device memory; and ``counted``, see :class:`FusedStep`.
+    adam: has the settings, in its only parameter group, and the moments, in its state. keys: the masters (fp32, 1-d or
+    contiguous), which are the keys of the state. sizes: number of leading elements of each master to update; None for
+    all. working: copies of the masters in the precision of the forward pass. Before the first step, callers may set
+    ``counted`` (see :class:`FusedStep`), and ``staged``: host memory with the moments, to copy through the device.
     """
 
     staged: Tensor | None = None

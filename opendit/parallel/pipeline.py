@@ -162,10 +162,9 @@ IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 class Links:
     """Channels between this rank and its neighbours in a pipeline (in a circle if ``around``). All ranks must construct
-    theirs together. Between two neighbours, there is a separate process group for each kind of message (activations,
-    gradients), which is used in one direction only and in the order of the schedule. Its messages arrive in order and
-    never wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a
-    send and a receive in the same group could deadlock.
+    their ``Links`` together. Between two neighbours, activations and gradients have separate process groups. Each group
+    is used in one direction only and in the order of the schedule, because the operations of a group run one after the
+    other on a GPU's stream. A send and a receive in the same group could deadlock.
 
     The shape and dtype of activations are sent once, before the first activations of a ``key`` (see :func:`execute`).
     Gradients have those of their activations. All messages of a chunk with the same ``key`` must have the same shape.
@@ -338,7 +337,7 @@ MOSTLY_IDLE = 0.25  # minimum idle fraction of a step for which a run prints a n
 
 
 def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
-    """Return a note if the ranks of a pipeline idle for at least MOSTLY_IDLE of a step, otherwise an empty list."""
+    """Return [note] if the ranks of a pipeline idle for at least MOSTLY_IDLE of a step, otherwise an empty list."""
     waits = (ranks - 1) / chunks_of(schedule)
     idle = waits / (micro_batches + waits)
     if idle < MOSTLY_IDLE:
@@ -393,9 +392,9 @@ class StageForward:
         self._model, self._stages = model, stages
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
-        """Run a chunk's forward pass on a micro-batch. ``shape`` is the shape of the argument x of ``DiT.forward``. x
-        is this argument for the first stage, and this rank's tokens (B, n, D) for later stages. The last stage returns
-        the result of ``DiT.forward``, others tokens.
+        """Run a chunk's forward pass on a micro-batch. x: the model's input for the first stage, this rank's tokens (B,
+        n, D) for later stages. shape: shape of the model's input. The last stage returns the result of ``DiT.forward``,
+        the others return tokens.
 
         Every stage computes the condition from t and y. This costs few FLOPs compared to a block, but the condition's
         vector, the caption's tokens and their gradients need not be sent.
@@ -425,7 +424,7 @@ class StageForward:
 class PipelineForward:
     """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline
     call the object with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch
-    per rank. All ranks of the mesh must construct theirs together."""
+    per rank. All ranks of the mesh must construct their objects together."""
 
     def __init__(self, mesh: Mesh, chunks: int):
         self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks

@@ -272,8 +272,8 @@ class RankWatch:
             self._send(self._peers[0], **order)
 
     def _consider(self, ending: Ending, suspect: bool) -> None:
-        """End the run after a rank reported a failure. If the failure is suspect, first wait for another report. Rank 0
-        only."""
+        """End the run after a rank reported a failure. If the failure is suspect, first wait for another report. Only
+        rank 0 calls this."""
         if not suspect:
             self._end(ending)
         elif self._suspect is None:

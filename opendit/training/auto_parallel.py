@@ -153,7 +153,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Numbers of ranks (``world``, ``node`` per machine), and ``capacity``, the bytes of memory that a rank may use."""
+    """Numbers of ranks (``world`` in total, ``node`` per machine), and ``capacity``: bytes that a rank may use."""
 
     world: int
     node: int
@@ -266,8 +266,8 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return --global_batch_size, or the samples of a step in which all ranks that flags leave free are data
-        parallel."""
+        """Return the number of samples in a step: --global_batch_size if set (and --grad_accumulation is not),
+        otherwise the samples of all micro-batches of all data-parallel ranks."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
@@ -374,8 +374,8 @@ def choose(
 
 
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """Choose and print the best candidate on rank 0. Return its flags and mesh, or raise the error, on every rank.
-    Collective."""
+    """Choose and print the best candidate on rank 0. Return its flags and mesh, or raise the error, on every rank. All
+    ranks must call this together."""
     found = None, None
     where, origin = circumstances(flags, mesh)
     if mesh.is_main:
@@ -392,7 +392,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
-    """Return (the run's circumstances, origin of the hardware's measurements). Collective.
+    """Return (the run's circumstances, origin of the hardware's measurements). All ranks must call this together.
 
     The capacity is the usable memory of the smallest GPU or, without GPUs, the least usable host memory per rank.
     Raises ValueError if --hardware is wrong.
@@ -599,7 +599,8 @@ def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estima
 
 
 def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Choose and print the settings on rank 0. Return the flags, or raise the error, on every rank. Collective."""
+    """Choose and print the settings on rank 0. Return the flags, or raise the error, on every rank. All ranks must call
+    this together."""
     found = None, None
     where, _ = circumstances(flags, mesh)
     if mesh.is_main:

@@ -230,7 +230,7 @@ class Evaluation(Protocol):
     of: str
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate samples after a step; return the fields for the step's line in the log. Collective."""
+        """Evaluate samples after a step. Return the fields for the step's line in the log. All ranks must call this."""
         ...
 
 

@@ -172,7 +172,7 @@ def fit_captions(
     empty.
 
     The number is --max_text_tokens, else that of the model to start from (``keeps``), else one that fits the data.
-    Collective: rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
+    All ranks must call this together; rank 0 counts the captions. Raises the errors of :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
     resolved, _ = resolve_captions(flags, dataset)

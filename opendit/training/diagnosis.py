@@ -60,7 +60,7 @@ class Diagnosis:
         self._batches.append(batch)
 
     def find(self, gradients: bool) -> str:
-        """Describe the first tensor that was not finite, and name the samples. Collective.
+        """Describe the first tensor that was not finite, and name the samples. All ranks must call this together.
 
         With ``gradients``, also search the backward pass if the forward passes were finite; this overwrites the
         engine's gradients.
@@ -191,8 +191,7 @@ class SkippedSteps:
 
     Attributes:
         skipping: True if the step at the last call of ``look`` was skipped.
-        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale, which every skip
-            lowers, is above 1.
+        failing: True if a fault caused the skip. In fp16, a skip is no fault while the loss scale is above 1.
     """
 
     def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):

@@ -41,11 +41,10 @@ class EMASampler:
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
-        """Yield a model with the EMA weights. Collective. Its memory is excluded from the training's peak memory.
-
-        Rank 0 and the ranks that share its samples get the model, or all ranks with ``everywhere``. The others get None
-        and help to gather the weights. The model is the training module with its weights replaced during the block, or
-        a second module if the plugin has sharded the training module.
+        """Yield a model with the EMA weights, whose memory is excluded from the training's peak memory. All ranks must
+        call this together. Rank 0 and the ranks that share its samples get the model, or all ranks with ``everywhere``.
+        The others get None and help to gather the weights. The model is the training module with its weights replaced
+        during the block, or a second module if the plugin has sharded the training module.
         """
         run, trained = self._run, monitoring.allocated_gib()
         model = self._model() if everywhere or run.mesh.dp_rank == 0 else None
@@ -113,7 +112,7 @@ class SampleGrids:
         self._run, self._sampler = run, sampler
 
     def draw(self, step: int) -> None:
-        """Draw the grid on rank 0 and the ranks that share its samples. Collective."""
+        """Draw the grid on rank 0 and the ranks that share its samples. All ranks must call this together."""
         if self._run.codec is None:
             return
         with self._sampler.model() as model:

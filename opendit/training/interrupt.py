@@ -103,7 +103,7 @@ class Interrupt:
         return True
 
     def leave(self) -> None:
-        """Wait until all ranks have saved. Call between catching NoData and raising it again. Collective."""
+        """Wait until all ranks have saved. All ranks must call this after catching NoData, before raising it again."""
         self._channel.gather(None)  # this gather waits until all ranks have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)

@@ -6,8 +6,8 @@ block and the gradients of all other blocks. The unit of activations is one vect
 of a rank's micro-batch, in the precision of the activations.
 
 The estimates are within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), and within 5 % for
-gemini in fp16. They do not include the VAE and text encoder, the activations of a trained bytes encoder, a CUDA
-context, NCCL's buffers, and memory lost to fragmentation.
+gemini in fp16. They include frozen encoders only if ``Setup.encoders`` is set. They do not include the activations of a
+trained bytes encoder, a CUDA context, NCCL's buffers, and memory lost to fragmentation.
 """
 
 import bisect
@@ -58,8 +58,9 @@ class Setup:
 
     Attributes:
         fused: True if one kernel computes LayerNorm and modulation.
-        reshard, keep_gradients: "auto" and None stand for the value with less memory (:func:`resolve_sharding`).
-        keep_gradients: True if fsdp adds up whole gradients over the micro-batches and reduces them once.
+        reshard: "auto" counts as "after_forward", which needs less memory; see :func:`resolve_sharding`.
+        keep_gradients: True if fsdp adds up full gradients over the micro-batches and reduces them once. None counts as
+            False.
         absent: number of parameters that a pipeline stage does not hold, not counting blocks.
         trained: number of LoRA weights of a pipeline stage; None without pipelines or LoRA.
         held_micro_batches: micro-batches whose activations a stage holds at once.

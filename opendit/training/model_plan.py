@@ -384,8 +384,8 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """Choose the sharding. Open settings get the values with the least traffic with which a step of ``batch`` samples
-    fits in memory. capacity: bytes of the GPU; None on a CPU, where everything is assumed to fit."""
+    """Choose the sharding. Settings that are "auto" or None get the values with the least traffic with which a step of
+    ``batch`` samples fits in memory. capacity: bytes of the GPU; None on a CPU, where everything is assumed to fit."""
     resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     return Sharding(
         reduce_dtype=PRECISIONS[resolved.reduce_dtype],

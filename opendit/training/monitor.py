@@ -349,8 +349,7 @@ class Monitor:
         self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
-        """Write one line of the log, and return its fields. Collective.
-
+        """Write one line of the log, and return its fields. All ranks must call this together.
         The loss is the mean over all ranks and all steps since the last line that were not skipped; None without such a
         step.
         """
@@ -512,7 +511,8 @@ class Pace:
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
         """Return fields for a line of the log, ``steps`` steps after the last one: the slowest rank, and the ratio of
-        its time to the other ranks' median. Collective. Call after the host has waited for the device."""
+        its time to the other ranks' median. All ranks must call this together, after the host has waited for the
+        device."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards

@@ -291,7 +291,7 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Choose the attention kernel on rank 0, and use it on every rank. Collective.
+    """Choose the attention kernel on rank 0, and use it on every rank. All ranks must call this together.
 
     Attention kernels round differently. With --attention auto, a resumed run therefore prefers the kernel of its
     checkpoint. On a GPU, --deterministic avoids cuDNN, which sums partial results of dq in any order: it uses torch's

@@ -275,7 +275,8 @@ class Run:
         clip_fps: frames per second of the clips that the model draws; None if unknown.
         low: the low-noise network of --expert both; the other fields then describe the high-noise network.
         networks: the networks of the run. engine, ema, runner, inputs and skipped are those of the step's network.
-        validate, evaluate: measure the held-out loss, or samples, after a step; return fields for the log. Collective.
+        validate, evaluate: functions that measure the held-out loss, or samples, after a step, and return fields for
+            the log. All ranks must call them together.
         done: number of steps done since the run's first start.
         result: result of the last step; None before the first step since this start.
     """
@@ -348,7 +349,7 @@ class Run:
         return 1.0 if self.low is None else cast(FlowObjective, objective).share
 
     def network_of(self, step: int) -> int:
-        """Return the number of the network that a step trains, 0 or 1. It is keyed by the seed and the step."""
+        """Return the number of the network that a step trains, 0 or 1, drawn at random from the seed and the step."""
         u = uniform(self.flags.global_seed, step, torch.zeros(1, dtype=torch.int64), Stream.EXPERT)
         return int(u >= self.share)
 
@@ -446,8 +447,8 @@ class Run:
 
     @contextlib.contextmanager
     def saving_if_data_end(self) -> Iterator[None]:
-        """If the block raises NoData, log and save the last step's state, unless that is done, and raise it again.
-        Collective."""
+        """If the block raises NoData, log and save the last step's state, unless that is done, and raise it again. All
+        ranks must enter this context."""
         try:
             yield
         except NoData:
@@ -468,6 +469,6 @@ class Run:
         self.interrupt.leave()
 
     def failed_writes(self) -> int:
-        """Return the number of failed saves and other writes, the same on every rank. Collective."""
+        """Return the number of failed saves and other writes, the same on every rank. All ranks must call this."""
         # Rank 0 counts the failed writes, and every rank adds this count.
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)

@@ -44,8 +44,8 @@ def steps_between(run: Run) -> int:
 
 
 def number_of_losses(run: Run) -> int:
-    """Return --validate_samples or, if not set, a number of losses that costs little compared to training. It is
-    smaller for pipelines, where all ranks except one are idle."""
+    """Return --validate_samples or, if not set, a number of losses that costs little compared to training. The number
+    is smaller for pipelines, where all ranks except one are idle."""
     if run.flags.validate_samples is not None:
         return run.flags.validate_samples
     trained_on = steps_between(run) * run.schedule.global_batch
@@ -248,7 +248,7 @@ class Validation:
 
     @torch.no_grad()
     def losses(self) -> Tensor:
-        """Return all losses, (count,) float64 in host memory, the same on every rank. Collective."""
+        """Return all losses, (count,) float64 in host memory, the same on every rank. All ranks must call this."""
         mesh = self._run.mesh
         losses = torch.zeros(self.count, dtype=torch.float64, device=mesh.device)
         with self._run.ema.at_work():
@@ -270,8 +270,8 @@ class Validation:
         return MicroBatch.of(x0, t, noise, condition, given, self._run.model_config.given_in_place)
 
     def after(self, step: int) -> dict[str, Any]:
-        """Validate after ``step``; return the fields for the step's line in the log. Collective. A mean that is not
-        finite is None."""
+        """Validate after ``step``. Return the fields for the step's line in the log; a mean that is not finite is None.
+        All ranks must call this together."""
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()

@@ -251,8 +251,8 @@ class PublicDiT(DiT):
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
-        """Embed captions. Return the vector that is added to the time's embedding, and the captions' tokens (B, L, D)
-        with their mask."""
+        """Embed captions. Return the vector that is added to the time's embedding, and the tokens (B, L, D) with the
+        captions' mask. A picture's tokens precede the captions' tokens."""
         assert isinstance(y, TextCondition), "a public model is conditioned on captions"
         spec, dtype = self.config.spec, cast(nn.Linear, self.t_embedder.mlp[0]).weight.dtype
         width = 1 if spec.time_normed else spec.time_width or spec.block.width

@@ -244,8 +244,8 @@ class Engine(ABC):
         self.master(name).copy_(part)
 
     def set_shard(self, name: str, shard: Tensor) -> None:
-        """Set a parameter's master from this rank's shard in ``layout``, on all ranks together. Then call
-        finish_loading."""
+        """Set a parameter's master from this rank's shard in ``layout``. All ranks must call this together, and call
+        finish_loading afterwards."""
         self.set_master(name, shard)
 
     _frozen_group: ProcessGroup | None = None  # ranks that have different parts of the frozen weights

@@ -129,9 +129,9 @@ def own_heads(
     ring: Ring,
     gathered: _GatheredAgain | None,
 ) -> Tensor:
-    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d). x (B, n, D) to
-    ``products`` are the fields of :class:`Projected`. ``gathered`` provides the input of all ranks in the backward
-    pass; None to save it."""
+    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d). The arguments
+    from x (B, n, D) to ``products`` are the fields of :class:`Projected`. ``gathered`` provides the input of all ranks
+    in the backward pass; None to save it."""
     if has_torch_function((weight, bias)):
         # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
         return handle_torch_function(

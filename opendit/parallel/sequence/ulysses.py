@@ -243,8 +243,8 @@ class Layer:
 
     ``groups`` is the number of groups of a rank's heads, ``length`` the number of tokens of all ranks, without padding,
     and ``shape`` (B, n, D) that of this rank's tokens. ``held`` are tensors that copy engines read. ``arriving`` maps a
-    group to the event at which its heads have arrived. ``doutput`` maps it to the gradient of its output, which may
-    still be arriving.
+    group to the event at which its heads have arrived. ``doutput`` maps a group to the gradient of the group's output,
+    which may still be arriving.
     """
 
     memory: PeerMemory
@@ -363,7 +363,7 @@ def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
 ) -> tuple[Tensor, ...]:
     """Return q, k, v (B, h, N, d) of the first group of this rank's heads, then of the second, and so on. They may
-    still be arriving. x (B, n, D) to ``products`` are the fields of :class:`Projected`."""
+    still be arriving. The arguments from x (B, n, D) to ``products`` are the fields of :class:`Projected`."""
     parameters = (weight, bias)
     if has_torch_function(parameters):
         # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
