@@ -1,4 +1,4 @@
 """Helpers for all other packages: atomic file writes, strict JSON, and lazy imports.
 
-This package imports none of the others.
+This package imports no other package of OpenDiT.
 """

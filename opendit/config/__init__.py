@@ -1,1 +1,1 @@
-"""Flags as frozen dataclasses with ranges and help, recipes, tables of names, and checks across flags. No torch."""
+"""Flags as frozen dataclasses, recipes, tables of names, and checks across flags. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Tables of the names that flags accept: objectives, samplers, plugins, data sources, metrics and others. No torch.
+"""Tables of the names that flags accept, such as objectives, samplers and plugins. This module does not import torch.
 
 - To add an objective, write ``opendit/diffusion/objectives/NAME.py`` with its class named by ``OBJECTIVE``, and a row
   in :data:`DESCRIPTIONS`.

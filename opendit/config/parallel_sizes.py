@@ -1,4 +1,4 @@
-"""Read this process's rank and the number of processes, and check the flags that divide the processes. No torch.
+"""Read this process's rank and the number of processes, and check the flags that divide the processes, without torch.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Invalid
 variables raise a ValueError with a message of one line.

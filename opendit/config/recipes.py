@@ -60,8 +60,8 @@ def _stages(
 ) -> dict[str, Preset]:
     """Return one recipe for each of the three training stages of a model.
 
-    batch: pictures of a micro-batch in the first stage. world: pictures of its steps on all GPUs. more: flags of all
-    stages. joint: flags of the second stage.
+    batch: micro-batch size of the first stage. world: global batch size of the first stage. more: flags of all stages.
+    joint: flags of the second stage.
     """
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")

@@ -350,7 +350,7 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
 def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """Return the negative log of the normal distribution's mass on the bin x +- 1/255 of each element, in nats ([H] eq.
     13). x, mean, log_variance and the result have one shape. The outermost bins reach to infinity. The bins are those
-    of 8-bit pixels scaled to [-1, 1]. Like Meta's DiT, we use them for latents, too."""
+    of 8-bit pixels scaled to [-1, 1]. As in Meta's DiT, they are used for latents, too."""
     centered = x - mean
     first, last = x < -0.999, x > 0.999
     # By symmetry, every bin can be evaluated left of the mean, where the two CDFs do not cancel when subtracted. Right
