@@ -292,8 +292,8 @@ class CommandLine(argparse.ArgumentParser):
         common: bool | str = False,
         **options: Any,
     ) -> None:
-        """Add a flag or a positional argument. common: see :func:`opendit.config.flags.flag`. options: those of
-        add_argument."""
+        """Add a flag or a positional argument. common: see :func:`opendit.config.flags.flag`. options: further
+        arguments of add_argument."""
         shown = {name: options[name] for name in ("nargs", "metavar", "required") if name in options}
         self._show(entry(name, takes, help, default, common=common, alias=alias, **shown))
         options = {"metavar": takes.metavar, "type": takes.read, "help": help.replace("%", "%%"), **options}

@@ -175,8 +175,8 @@ def _number(kind: type[Any], text: str) -> int | float | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag that sets a field in the configuration of an objective or architecture. ``type`` is by default that of
-    ``default``; ``bounds`` are fields of :class:`Value`."""
+    """A flag that sets a field in the configuration of an objective or architecture. type: None for the type of
+    ``default``. bounds: fields of :class:`Value`."""
 
     flag: str
     default: Any

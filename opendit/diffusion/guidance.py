@@ -36,7 +36,7 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
 
 def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
     """Rescale each "row" (of the last dimension) or "patch" (of 2 x 2 positions) of a guided prediction (B, C, ...) to
-    its norm in the conditional prediction ``cond``. ``parts`` selects the unit; "" returns ``guided`` unchanged."""
+    its norm in the conditional prediction ``cond``. ``parts``: "row", "patch", or "" to return ``guided`` unchanged."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
     if parts == "patch":

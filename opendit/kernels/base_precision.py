@@ -154,7 +154,7 @@ class BaseWeight(StoredWeight):
         packed: (out, row_bytes / itemsize), the bytes viewed as numbers of the run's precision.
         inputs: number of columns, in.
         descale: (1,) fp32, fp8's scale.
-        dtype: dtype of dequantised weights; by default that of ``packed``.
+        dtype: dtype of dequantised weights; by default ``packed.dtype``.
     """
 
     def __init__(self, packed: Tensor, kind: str, inputs: int, descale: Tensor, dtype: torch.dtype | None = None):

@@ -401,7 +401,7 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor have it, and are not copied."""
+    """Return vectors (B, D) with unit column stride. Copies only if needed: not for chunks of a (B, 6 D) tensor."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 

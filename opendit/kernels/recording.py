@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Interface for recording CUDA graphs: that of :class:`GraphRecorder` and of wrappers around it."""
+    """Interface for recording CUDA graphs. :class:`GraphRecorder` and wrappers around it implement it."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]: ...
 

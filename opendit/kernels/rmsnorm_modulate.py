@@ -4,7 +4,7 @@ The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can
 
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
-torch computes this formula, whose tensors have few rows, and by autograd the weight's gradient from that of scale'.
+torch computes scale', whose tensors have few rows. Autograd computes the weight's gradient from the gradient of scale'.
 """
 
 import torch

@@ -21,7 +21,7 @@ from opendit.kernels.tiles import column_block, float8_factor, float8_range, sto
 
 
 def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`split_heads` in torch: q, k, v (B, H, N, d) of qkv (B, N, 3 D), and the gradient of ``bias``."""
+    """Compute :func:`split_heads` in torch. ``bias`` changes no value, but gets its gradient in the backward pass."""
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
     return head_views(qkv, num_heads)
@@ -181,9 +181,9 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D); one Triton kernel computes the gradient of qkv.
 
-    qkv is contiguous, bf16, fp16 or fp32. ``bias`` (3 D,), any of these dtypes, is a bias that the projection has
-    already added to qkv, detached: the kernel computes its gradient. Pass None if the projection computes this gradient
-    itself. Raises ValueError if shapes, dtypes or devices don't fit.
+    qkv is contiguous, bf16, fp16 or fp32. ``bias`` (3 D,), any of these dtypes: the bias that the caller has already
+    added to qkv without gradients. The kernel computes its gradient. Pass None if autograd computes this gradient.
+    Raises ValueError if shapes, dtypes or devices don't fit.
     """
     if qkv.dim() != 3 or qkv.shape[-1] % (3 * num_heads):
         raise ValueError(f"qkv must be (B, N, 3 D) with D divisible by {num_heads} heads, not {tuple(qkv.shape)}")

@@ -17,7 +17,8 @@ from opendit.models.plan import PLAN, stages
 
 @dataclass(frozen=True)
 class VDiTConfig(DiTConfig):
-    """The configuration of a vDiT: patches have frames, rows and columns, and tokens attend to the whole clip."""
+    """The configuration of a vDiT: patches have frames, rows and columns, and tokens attend to the tokens of all
+    frames."""
 
     kind: ClassVar[str] = "vdit"
 

@@ -68,8 +68,8 @@ def model_config(
     """Return the configuration of a named model for latents of ``input_size`` and, for clips, ``frames`` frames.
 
     num_classes or text is required. learn_sigma: True to also predict a variance, in ``in_channels`` more channels.
-    revision: that of the checkpoint whose weights the model will load; None for the newest. **options: further fields
-    of the configuration (qk_norm, adaln_lora, bias, positions, ...); None means the architecture's default.
+    revision: revision of the checkpoint whose weights the model will load; None for the newest. **options: further
+    fields of the configuration (qk_norm, adaln_lora, bias, positions, ...); None means the architecture's default.
 
     Raises ValueError if the name is unknown, the patch does not divide the size, ``frames`` does not fit the
     architecture, the architecture lacks an option, or the model can't be built.

@@ -120,8 +120,8 @@ def float8_weights(model: DiT) -> list[str]:
 class Float8Shards:
     """Float8 copies of this rank's shards of some weights, for FSDP2 to gather.
 
-    ``model`` has been sharded, and has memory for its shards. ``dtype`` is that of the forward pass: weights are
-    rounded to it before they are quantised, so that the values equal those of weights gathered in ``dtype``. ``group``
+    ``model`` has been sharded, and has memory for its shards. Weights are rounded to ``dtype``, the dtype of the
+    forward pass, before they are quantised, so that the values equal those of weights gathered in ``dtype``. ``group``
     holds the shards of one copy of the model.
     """
 

@@ -1,6 +1,6 @@
 """Measure the fields of :class:`opendit.parallel.hardware.HardwareModel` for a card and its links.
 
-The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every time is that of the slowest rank.
+The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every measured time is the maximum over the ranks.
 """
 
 import statistics
@@ -63,8 +63,8 @@ def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: 
     """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. All ranks must call this
     together. Raises ValueError if the number of ranks is not a multiple of ``node``.
 
-    Values for launches, exchanges through symmetric memory, the overlap of communication, and links that need more
-    ranks are those of :func:`of_card`, or the H200's.
+    Launches, exchanges through symmetric memory, the overlap of communication, and links that need more ranks are not
+    measured. Their values come from :func:`of_card`, or from the H200.
     """
     world, cuda = mesh.world_size, mesh.device.type == "cuda"
     if world % node:
@@ -98,7 +98,7 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
     forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
     both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
     flops = 4 * sizes.heads * sizes.tokens**2  # FLOPs for each element of a head
-    # Factors that convert rates at the measured length to rates for long sequences, which the model stores.
+    # HardwareModel stores rates for long sequences. These factors convert the rates that are measured at this length.
     there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
     return {
         "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),

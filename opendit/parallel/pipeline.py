@@ -167,7 +167,8 @@ class Links:
     other on a GPU's stream. A send and a receive in the same group could deadlock.
 
     The shape and dtype of activations are sent once, before the first activations of a ``key`` (see :func:`execute`).
-    Gradients have those of their activations. All messages of a chunk with the same ``key`` must have the same shape.
+    Gradients have the shape and dtype of their activations. All messages of a chunk with the same ``key`` must have the
+    same shape.
     """
 
     def __init__(self, mesh: Mesh, around: bool):

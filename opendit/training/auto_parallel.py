@@ -153,7 +153,8 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Numbers of ranks (``world`` in total, ``node`` per machine), and ``capacity``: bytes that a rank may use."""
+    """The hardware of a run: ``world`` ranks, ``node`` of them on each machine, each with ``capacity`` bytes of
+    memory."""
 
     world: int
     node: int

@@ -195,7 +195,7 @@ def sharded_checkpoints(run: Run, engine: Engine) -> bool:
     """Return True on every rank if every rank writes its own shards (--checkpoint_format).
 
     "auto" chooses shards if the plugin prefers them, if the run has pipeline stages, or if a host's memory is too small
-    for buffers of whole tensors.
+    for buffers of full tensors.
     """
     asked = run.flags.checkpoint_format
     if asked != "auto":

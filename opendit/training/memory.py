@@ -135,7 +135,7 @@ class Setup:
 
     @property
     def recomputes_blocks(self) -> bool:
-        """True if whole blocks are recomputed, or whole blocks except their attention."""
+        """True if blocks are recomputed, completely or except their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
 
     def kept_blocks(self, depth: int) -> int:

@@ -225,10 +225,9 @@ class Latents:
     seed: int
 
     def of(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """Return latents (B, C, h, w) or (B, C, t, h, w) fp32 of pixels or cached moments x, (B, ...), all on the
-        device.
+        """Return the latents of x, (B, C, h, w) or (B, C, t, h, w) fp32. All tensors are on the device.
 
-        ``index``: (B,) indices in the global batch.
+        x: pixels or cached moments (B, ...). index: (B,) indices in the global batch.
         """
         if self.cached is not None:
             return sample_moments(x, self._noise(x, step, index), *self.cached)

@@ -31,7 +31,7 @@ class Board:
     """Writer of curves and pictures for TensorBoard, in a new event file for each start of a run.
 
     TensorBoard hides points that earlier starts wrote from ``first_step`` on, because this start repeats those steps.
-    ``root`` is that of :class:`RecordFile`. Methods raise OSError if a write fails; the points are then written with
+    root: see :class:`RecordFile`. Methods raise OSError if a write fails; the points are then written with
     the next ones.
     """
 
@@ -549,7 +549,7 @@ class StepLog:
     """Writer of the lines of a run's log. Call on every rank.
 
     Attributes:
-        skipped: number of skipped steps of the whole run, up to the last line.
+        skipped: number of steps that the run has skipped, up to the last line.
         logged: step of the last line.
         figures: finite results of validation and evaluation in the last line, in the form that checkpoints store.
     """

@@ -404,7 +404,7 @@ class Run:
         }
 
     def begin(self, step: int) -> None:
-        """Choose the network that a step trains; those of --expert both train by turns."""
+        """Choose the network that a step trains. With --expert both, the two networks train by turns."""
         if len(self.networks) > 1:
             self.engine, self.ema, self.runner, self.inputs, self.skipped = self.networks[self.network_of(step)]
             self.batches.diagnosis = self.skipped.diagnosis

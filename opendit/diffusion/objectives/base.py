@@ -79,7 +79,7 @@ class Objective(ABC):
         alpha), if the objective supports this."""
 
     def network(self, model: Model) -> Model:
-        """Return a model with the output that the trajectory expects, computed from that of ``model(x, t)``."""
+        """Return a model that converts the output of ``model(x, t)`` to the one that the trajectory expects."""
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:

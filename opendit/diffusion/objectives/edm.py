@@ -109,7 +109,7 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: those of the normal distribution of ln(sigma) in training. sigma_data: the data's standard
+    """EDM. mean, std: mean and standard deviation of ln(sigma) in training. sigma_data: the data's standard
     deviation."""
 
     name: ClassVar[str] = "edm"
@@ -140,8 +140,8 @@ class EDMObjective(Objective):
         return Prepared(x, network_times(sigma).float(), EDMContext(target))
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8. It is that of D(x;
-        sigma) times lambda(sigma), because lambda = 1 / c_out^2 in table 1."""
+        """Return the mean squared error of F's ``output`` (B, C, ...) for each sample, [K] eq. 8. It equals the error
+        of D(x; sigma) times lambda(sigma), because lambda = 1 / c_out^2 in table 1."""
         (target,) = prepared.context
         return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 

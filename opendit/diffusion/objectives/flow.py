@@ -224,7 +224,7 @@ class FlowObjective(Objective):
 
     Attributes:
         shift: see ``shift_times``; used in training and sampling.
-        times_are: distribution of training times; ``mean`` and ``std`` are those of logit_normal.
+        times_are: distribution of training times; ``mean`` and ``std`` are parameters of logit_normal.
         prediction: the network's output: "v" for the velocity, "x" for x_0.
         noise_scale: s in x_t = (1 - t) x_0 + t s noise.
         min_snr: gamma of [H]. Squared errors of x_0 are weighted by min(SNR, gamma) instead of 1 / t^2.

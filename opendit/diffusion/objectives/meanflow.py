@@ -85,9 +85,9 @@ class MeanFlowTrajectory(FlowTrajectory):
 
 @dataclass(frozen=True)
 class MeanFlowObjective(Objective):
-    """Improved MeanFlow. mean, std: those of the normal logits of t and r. share: fraction of samples with r < t; the
-    others have r = t. guidance: w in the module's docstring; 1 means no guidance. power: exponent p; a sample's
-    gradient is divided by (squared error) ** p."""
+    """Improved MeanFlow. mean, std: mean and standard deviation of the logits of t and r. share: fraction of samples
+    with r < t; the others have r = t. guidance: w in the module's docstring; 1 means no guidance. power: exponent p; a
+    sample's gradient is divided by (squared error) ** p."""
 
     name: ClassVar[str] = "meanflow"
     preview_sampler: ClassVar[str] = "euler"

@@ -92,7 +92,7 @@ class Engine(ABC):
         if self.streamed is not None and not self.streamed.recordable:
             self.no_graph = "the backward pass ends before the first of the blocks in host memory (--lora_targets)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        for name, layer in self.stored.items():  # use the weight's shape, not that of its stored bytes
+        for name, layer in self.stored.items():  # the shape of the dense weight, not of its stored bytes
             self._local_shapes[name] = layer.shape
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}

@@ -137,7 +137,7 @@ def sequence_parallel(
 ) -> SequenceParallel | None:
     """Build the strategy ``kind`` for this rank's sequence group, on all ranks together. Return None for one rank.
 
-    ``auto`` chooses by ``shape``, the shape of the model's sequences; those of other lengths work, too. keep_gathered:
+    ``auto`` chooses for sequences of ``shape``; sequences of other lengths work, too. keep_gathered:
     see :class:`FastSeq`. groups: see :class:`DirectUlysses`; None to choose with the cost model. direct: use symmetric
     memory if possible. Raises ValueError if this kind, or this number of groups, does not work with the model's number
     of heads.

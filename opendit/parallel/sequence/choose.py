@@ -172,7 +172,7 @@ def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
     """Choose how ``ranks`` ranks share sequences of ``shape``. groups: number of groups of heads of Ulysses; None to
-    choose. hardware: that of the ranks; None for H200s.
+    choose. hardware: None for H200s.
 
     Raises ValueError if this kind needs a number of heads that is divisible by the number of ranks, the groups don't
     divide a rank's heads or need symmetric memory, or, for auto, no type of ``shape.types`` is possible.

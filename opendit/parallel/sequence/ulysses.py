@@ -241,10 +241,9 @@ class DirectUlysses:
 class Layer:
     """Sizes of one attention call, and the state that its autograd nodes share until the exchanges are complete.
 
-    ``groups`` is the number of groups of a rank's heads, ``length`` the number of tokens of all ranks, without padding,
-    and ``shape`` (B, n, D) that of this rank's tokens. ``held`` are tensors that copy engines read. ``arriving`` maps a
-    group to the event at which its heads have arrived. ``doutput`` maps a group to the gradient of the group's output,
-    which may still be arriving.
+    groups: number of groups of a rank's heads. length: number of tokens of all ranks, without padding. shape: (B, n, D)
+    of this rank's tokens. held: tensors that copy engines read. arriving: for each group, the event at which its heads
+    have arrived. doutput: for each group, the gradient of its output, which may still be arriving.
     """
 
     memory: PeerMemory
@@ -315,7 +314,7 @@ class Layer:
             self.memory.exchange(heads, rows, first, push=True)
 
     def push_gradients(self, grads: tuple[Tensor, ...], group: int) -> None:
-        """Write a group's gradients of q, k, v (or of any one or three tensors) to the ranks that own the tokens."""
+        """Write a group's gradients of q, k, v (or of a single tensor) to the ranks that own the tokens."""
         rows, (first, _) = self.rows(Buffer.OUTPUT, len(grads), grads[0].dtype), self.heads_of(group)
         self.push(grads, rows, first, beside=group > 0)
 
