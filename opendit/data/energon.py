@@ -505,7 +505,7 @@ class CookedDataset(ShardDataset):
         return replace(about, text=f"{about.text}; read by {self.name}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_cooked": (None, None)}
+        return {**self.__dict__, "_cooked": (None, None)}
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:

@@ -363,5 +363,4 @@ def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRow
         start, end = np.searchsorted(index.rows["number"], [start, end]).tolist()
     start = min(start, end)
     found = [row for row in range(rows) if index.key(row) in keys] if keys else []
-    index.close()  # a process can't keep the indexes of thousands of tars open
     return KeptRows(start, end, np.array([row for row in found if start <= row < end], np.int64))

@@ -8,14 +8,14 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from opendit.common.utils import printable as printable
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 TIME_LIMIT = 30.0  # seconds after which reading a picture or clip is given up
+MOST_OPEN = 256  # maximum number of files that ``read_at`` keeps open. Most systems allow a process 1,024.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -91,9 +92,10 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
     """Hold an exclusive lock on the file ``path``, after waiting for other processes of this machine to release it.
 
     The system releases it when the process ends. root: follow no link below this folder. make: create missing folders
-    above ``path``. Raises OSError."""
+    above ``path``. Raises OSError if the file can't be opened."""
     with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -185,6 +187,37 @@ def _down(path: str | Path, error: Exception) -> int | None:
     except ValueError:  # a path with a NUL
         pass
     return None
+
+
+class _OpenFiles(threading.local):
+    def __init__(self):
+        self.files: OrderedDict[Hashable, BinaryIO] = OrderedDict()  # the least recently used first
+
+
+_open_files = _OpenFiles()
+
+
+def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) -> bytes:
+    """Return ``size`` bytes from offset ``at`` of a file, or fewer if the file ends before. Each thread keeps the files
+    that it has read last open.
+
+    name: identifies the open file. open_file: opens the file and returns its descriptor. Raises OSError."""
+    files = _open_files.files
+    if name not in files:
+        files[name] = os.fdopen(open_file(), "rb", buffering=0)
+        while len(files) > MOST_OPEN:
+            files.popitem(last=False)[1].close()
+    files.move_to_end(name)
+    parts, left = [], size
+    try:
+        while left and (part := os.pread(files[name].fileno(), left, at + size - left)):  # reads at most 2 GiB
+            parts.append(part)
+            left -= len(part)
+    except OSError:
+        with suppress(OSError):  # the descriptor stays invalid after the disk was down
+            files.pop(name).close()
+        raise
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def spread(size: int, most: int) -> list[int]:

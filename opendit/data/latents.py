@@ -230,7 +230,7 @@ class LatentDataset(ShardDataset):
         if foreign is None:
             return load(content)
         number, _, record = self.find_record(row)
-        suffix = self._index(number).header.suffixes[record.suffix]
+        suffix = self.shards[number].index.header.suffixes[record.suffix]
         return {"moments": read_moments(content, suffix, foreign, self.sample_shape)}
 
     def read(self, row: int, view: View = PLAIN) -> Item:

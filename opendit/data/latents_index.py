@@ -4,12 +4,8 @@ The file holds one index for every ``--image_size``. With ``--bucket_tokens``, t
 different shapes. An index is written after its shards, so a shard that no index lists is unfinished.
 """
 
-import fcntl
 import json
-import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,10 +27,11 @@ from opendit.common.json_models import (
     absent,
     checked,
 )
-from opendit.common.safe_files import open_to_write, remove, replacing
+from opendit.common.safe_files import remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import shown
 from opendit.config.names import FOREIGN_FORMS
+from opendit.data.files import file_locked
 
 Rate = Annotated[float, Interval(gt=0, le=1e6)]
 Side = Annotated[int, Interval(ge=1, le=1 << 20)]
@@ -262,23 +259,14 @@ def write_index(folder: Path, indexes: list[dict[str, Any]]) -> None:
         write_file(new, iter([(json.dumps(content, indent=1) + "\n").encode()]))
 
 
-LOCK = ".index.lock"
-
-
-@contextmanager
-def index_locked(folder: Path) -> Iterator[None]:
-    """Lock the index against changes by other processes. Hold the lock briefly, not during encoding."""
-    with open(open_to_write(folder / LOCK, os.O_WRONLY | os.O_CREAT), "w") as lock:
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # also released when the process is killed
-        yield
+LOCK = ".index.lock"  # hold this lock briefly, while index.json changes, not during encoding
 
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Remove the index of the picture size in ``settings``, so that nobody reads its shards while they are rewritten.
     Return the removed shards' checksums by file name. Raises ValueError if index.json does not describe latents, if the
     folder holds latents of version 1, or if its other sizes have other data, VAE, clip settings or text encoder."""
-    with index_locked(folder):
+    with file_locked(folder / LOCK):
         indexes, others = _indexes(folder, settings)
         if others:
             write_index(folder, others)
@@ -290,7 +278,7 @@ def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> None:
     """Store ``index`` in index.json, and keep the indexes of other picture sizes. Call this function within
-    :func:`index_locked`. Raises ValueError as :func:`take_index` does."""
+    the lock of the file ``LOCK``. Raises ValueError as :func:`take_index` does."""
     write_index(folder, [*_indexes(folder, settings)[1], index])
 
 

@@ -28,6 +28,7 @@ from opendit.config.architectures import family_in, name_of_folder
 from opendit.config.parallel_sizes import find_place
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset, Size
 from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
+from opendit.data.files import file_locked
 from opendit.data.latents import (
     EMPTY,
     HEADERS,
@@ -41,7 +42,7 @@ from opendit.data.latents import (
     write_empty_caption,
     write_shard,
 )
-from opendit.data.latents_index import INDEX, LOCK, VERSION, index_locked, put_index, take_index
+from opendit.data.latents_index import INDEX, LOCK, VERSION, put_index, take_index
 from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.shaped import ShapedDataset, crop_media, token_size
@@ -204,7 +205,7 @@ def make_latents(
     checksums = {name: found for part in everyone for name, found in part.items()}
     if rank > 0:
         return None
-    with index_locked(output):
+    with file_locked(output / LOCK):
         entries, skipped = work.entries(output, settings, plan, checksums)
         BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(skipped), skipped)
         index = work.index(settings, entries, skipped, counted)

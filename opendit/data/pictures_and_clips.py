@@ -16,7 +16,6 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.progress import Progress
-from opendit.common.safe_files import replacing
 from opendit.common.utils import hash_parts
 from opendit.data.base import (
     PLAIN,
@@ -53,7 +52,7 @@ from opendit.data.files import (
     spread,
 )
 from opendit.data.picture_file import fill_crop, opened_picture, picture_size, picture_suffixes, read_picture, to_tensor
-from opendit.data.row_arrays import TextTable, kept_file
+from opendit.data.row_arrays import TextTable, kept_array
 from opendit.data.sources import Request
 from opendit.data.video_files import Timeline, choose_reader
 
@@ -196,21 +195,10 @@ def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
     """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one.
 
-    Each machine determines the sizes once and caches them in a file that its processes map, see ``kept_file``.
+    Each machine determines the sizes once and caches them, see :func:`kept_array`.
 
     identity: hash of the data set and its files, the cache key. look: returns the size of a row's medium or raises
     BadSample; ``threads`` threads call it."""
-
-    def read(path: Path) -> np.ndarray | None:
-        try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError):  # missing or damaged
-            return None
-        return found if found.shape == (rows, 3) and found.dtype == np.int32 else None
-
-    def write(path: Path, found: np.ndarray) -> None:
-        with replacing(path) as file:
-            np.save(file, found)
 
     def make() -> np.ndarray:
         picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
@@ -228,7 +216,7 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
                 shown.update(len(part))
         return found
 
-    return kept_file(identity, f"{identity}.npy", read, write, make)
+    return kept_array(rows, lambda: f"{identity}-{rows}", make, least=0)
 
 
 def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | None = None) -> Size:

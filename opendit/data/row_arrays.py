@@ -7,9 +7,9 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -121,38 +121,10 @@ class Complement:
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
 
 
-Kept = TypeVar("Kept")
 FOLDER = "OPENDIT_SIZE_CACHE"  # environment variable that names the cache folder
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
 LARGE = 2**20  # minimum number of rows for storing arrays in a file
 _ABOUT = "about.json"
-
-
-def kept_file(
-    name: str,
-    file: str,
-    read: Callable[[Path], Kept | None],
-    write: Callable[[Path, Kept], object],
-    make: Callable[[], Kept],
-) -> Kept:
-    """Return the result of ``make()`` from the machine's cache. One process computes it, and all others read it. If the
-    cache can't be written, or the written file is damaged, the result of ``make()`` is returned directly. name: hash of
-    everything that determines the result. read: returns None if ``file`` is missing or damaged."""
-    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(file_locked(folder / f"{name}.lock", make=True))
-        except OSError:
-            return make()
-        if (found := read(folder / file)) is not None:
-            return found
-        made = make()
-        try:
-            write(folder / file, made)
-        except OSError:
-            return made
-        again = read(folder / file)
-        return made if again is None else again
 
 
 class KeptArrays(NamedTuple):
@@ -162,18 +134,33 @@ class KeptArrays(NamedTuple):
     about: dict[str, Any]
 
 
-def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays]) -> KeptArrays:
-    """Return ``make()``. For at least ``LARGE`` rows, cache it under ``name()`` and map it from there, see
-    :func:`kept_file`."""
-    if rows < LARGE:
+def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays], least: int | None = None) -> KeptArrays:
+    """Return ``make()``. For at least ``least`` rows (default: ``LARGE``), one process of the machine computes and
+    caches it, and all others map it from files. If the cache can't be written, return ``make()`` directly. name:
+    returns a hash of everything that determines the result."""
+    if rows < (LARGE if least is None else least):
         return make()
     identity = name()
-    return kept_file(identity, f"{identity}.arrays", _read, _write, make)
+    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
+    file = folder / f"{identity}.arrays"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_locked(folder / f"{identity}.lock", make=True))
+        except OSError:
+            return make()
+        if (found := _read(file)) is not None:
+            return found
+        made = make()
+        with suppress(OSError):
+            _write(file, made)
+        return _read(file) or made
 
 
-def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array ``make()`` of shape (rows,), cached as in :func:`kept`."""
-    return kept(rows, name, lambda: KeptArrays({"array": make()}, {})).arrays["array"]
+def kept_array(
+    rows: int, name: Callable[[], str], make: Callable[[], np.ndarray], least: int | None = None
+) -> np.ndarray:
+    """Return the array ``make()`` of ``rows`` rows, cached as in :func:`kept`."""
+    return kept(rows, name, lambda: KeptArrays({"array": make()}, {}), least).arrays["array"]
 
 
 def _write(folder: Path, made: KeptArrays) -> None:

@@ -6,7 +6,8 @@ from copy import copy
 import pytest
 
 from opendit.data import build_dataset
-from opendit.data.latents_index import index_locked, read_indexes
+from opendit.data.files import file_locked
+from opendit.data.latents_index import LOCK, read_indexes
 from opendit.data.make_latents import make_latents
 from opendit.encoders import VAECodec
 from tests.data.shards.tars import picture
@@ -77,7 +78,7 @@ def test_the_index_is_changed_by_one_at_a_time(make, tmp_path):
     make(16)
     folder, done = tmp_path / "latents", threading.Event()
     work = threading.Thread(target=lambda: (make(32), done.set()))
-    with index_locked(folder):
+    with file_locked(folder / LOCK):
         work.start()
         assert not done.wait(0.5) and sizes(folder) == [16] and not list(folder.glob("latents-32-*"))
     work.join()

@@ -1,12 +1,9 @@
 """The data set of indexed tars."""
 
-import copy
 import io
 import shlex
-import threading
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +58,6 @@ from opendit.data.shards.index import (
     read_class_names,
 )
 from opendit.data.shards.store import (
-    MOST_OPEN,
     ByteRange,
     FileCache,
     LocalTars,
@@ -77,7 +73,6 @@ from opendit.data.sources import Request
 CHECKED = 1 << 22  # maximum number of samples whose records are checked when the data set is opened
 REMOTE_CAPTIONS = 64  # captions checked before training if each must be fetched from an address
 WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning -> words
-OPEN_A_THREAD = 16  # maximum number of open indexes of a thread that reads media sizes
 
 
 @dataclass(frozen=True)
@@ -160,7 +155,6 @@ class ShardDataset(PicturesAndClips):
         self.clips = int(self.starts[-1]) - self.pictures
         if self.clips and not self.pictures and not self.use_video:
             raise ValueError(f"{self.shown}: holds clips only; add --use_video")
-        self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
         # Maps rows of this data set to samples in the tars; None if all samples are used.
         self.used = RowsByKey(self._shapes()) if self.clips and not self.use_video else None
@@ -185,31 +179,22 @@ class ShardDataset(PicturesAndClips):
     def __len__(self) -> int:
         return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
-    def _index(self, number: int) -> TarIndex:
-        """Return a tar's index. Only the files of recently used indexes stay open."""
-        if number in self._recent:
-            self._recent.move_to_end(number)
-            return self._recent[number]
-        index = copy.copy(self.shards[number].index)  # other copies of the data set must not close its file
-        self._recent[number] = index
-        while len(self._recent) > MOST_OPEN:
-            self._recent.popitem(last=False)[1].close()
-        return index
-
     def find_record(self, row: int) -> tuple[int, int, Record]:
         """Return (index of the tar, index of the sample in the tar's index, the sample's record)."""
-        if self._found[0] != row:  # the last result is cached, because a picture and its caption both need it
+        last, found = self._found  # the last result is cached, because a picture and its caption both need it
+        if last != row:
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
             if (kept := self.shards[number].kept) is not None:
                 place = kept.row(place)
-            self._found = row, (number, place, self._index(number).record(place))
-        return self._found[1]
+            found = number, place, self.shards[number].index.record(place)
+            self._found = row, found
+        return found
 
     def source(self, row: int) -> str:
         number, place, record = self.find_record(row)
-        index = self._index(number)
+        index = self.shards[number].index
         suffix = index.header.suffixes[record.suffix].removeprefix(ANIMATED)
         return f"{self.shards[number].name}: {index.key(place)}{suffix}"
 
@@ -284,18 +269,8 @@ class ShardDataset(PicturesAndClips):
             return clip_size(path, count=self.frames_of)
 
     def _media_sizes(self) -> np.ndarray:
-        local = threading.local()
-
-        def look(row: int) -> Size:
-            mine: ShardDataset | None = getattr(local, "dataset", None)
-            # Each thread uses a separate copy, with a separate cached lookup and few open files.
-            if mine is None or len(mine._recent) > OPEN_A_THREAD:
-                mine = local.dataset = copy.copy(self)
-                mine.store = copy.copy(self.store)
-            return mine.media_size(row)
-
         identity = hash_parts(SIZES, self.fingerprint().identity, self.shapes().read_as)
-        return known_sizes(identity, len(self), look, threads=self.size_threads)
+        return known_sizes(identity, len(self), self.media_size, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, view: View) -> Item:
         if self.use_video and is_animated(io.BytesIO(content)):
@@ -398,9 +373,6 @@ class ShardDataset(PicturesAndClips):
         what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
         name, mirrored = self.shown.removeprefix("--data_path "), flip_note(self.random_flip)
         return f"{name}: {what}, {mirrored}{''.join(notes)}{self.note}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recent": OrderedDict()}
 
 
 def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:

@@ -14,7 +14,6 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError, sha256_of
 from opendit.data.container_header import SUFFIXES as ANIMATIONS
 from opendit.data.container_header import is_animated
-from opendit.data.files import CLIPS, name_few, printable, retried_disk
+from opendit.data.files import CLIPS, name_few, printable, read_at, retried_disk
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import Complement
 
@@ -162,7 +161,7 @@ class TarIndex:
             state = os.fstat(file.fileno())
             self.header, self._start = _read_start(path, file, state.st_size)
         self.written = state.st_mtime_ns
-        self._file: int | None = None  # opened when a record is first read
+        self._file = str(path), state.st_dev, state.st_ino, state.st_mtime_ns  # identifies the open file
 
     @property
     def rows(self) -> np.ndarray:
@@ -206,7 +205,6 @@ class TarIndex:
                 row = start + int(valid.argmin())
                 raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
             last, pictures = int(ends[-1]), pictures + int((~clips[part["suffix"]]).sum())
-        self.close()  # a process can't keep the indexes of thousands of tars open
         if (pictures, last) != (header.pictures, header.key_bytes):
             what = f"{header.pictures:,} pictures and {header.key_bytes:,} bytes of keys"
             raise DataError(
@@ -227,36 +225,16 @@ class TarIndex:
         return os.fsdecode(self._read(keys + first, end - first))
 
     def _read(self, at: int, size: int) -> bytes:
-        content = retried_disk(self.path, partial(self._read_once, at, size))
+        content = retried_disk(self.path, partial(read_at, self._file, self._open, at, size))
         if len(content) < size:
             raise DataError(f"{self.path} is damaged: it ends before byte {at + size:,}; {_AGAIN}")
         return content
 
-    def _read_once(self, at: int, size: int) -> bytes:
-        if self._file is None:
-            try:
-                self._file = open_regular(self.path)
-            except ValueError as error:
-                raise DataError(str(error)) from error
+    def _open(self) -> int:
         try:
-            return os.pread(self._file, size, at)
-        except OSError:
-            with suppress(OSError):
-                self.close()  # the descriptor stays invalid after the disk was down
-            raise
-
-    def close(self) -> None:
-        """Close the file. The next read opens it again."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-    def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
-            self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}  # descriptors can't be pickled for a spawned process
+            return open_regular(self.path)
+        except ValueError as error:
+            raise DataError(str(error)) from error
 
 
 def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, int]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,50 +29,32 @@ from opendit.common.safe_files import make_folder, remove, replacing, touch, wri
 from opendit.common.stages import Background
 from opendit.common.utils import DataError, read_size
 from opendit.common.utils import shown as short
-from opendit.data.files import DOWN, printable, retried, retried_disk
+from opendit.data.files import DOWN, printable, read_at, retried, retried_disk
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
-
-# Maximum number of open tars, and also of open indexes. Most systems allow a process 1,024 open files.
-MOST_OPEN = 256
 
 
 class LocalTars:
-    """Tars on a local disk. A tar is opened when it is first read, and its size is then compared with its index. sizes:
-    number of bytes of each tar, as its index records it."""
+    """Tars on a local disk. When a tar is opened, its size is compared with its index. sizes: number of bytes of each
+    tar, as its index records it."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         self.paths, self.sizes = list(paths), list(sizes)
-        self._files: OrderedDict[int, int] = OrderedDict()  # tar -> file descriptor, the least recently used first
+        self._me = object()  # distinguishes the open files of this object from those of others
 
     def read(self, tar: int, at: int, size: int) -> bytes:
         """Return ``size`` bytes starting at offset ``at``. Raises DataError, naming the tar, if the tar is missing,
         truncated or not the indexed one, or if its disk stays unavailable. Raises OSError for other disk errors."""
-        return retried_disk(self.paths[tar], partial(self._read, tar, at, size))
-
-    def _read(self, tar: int, at: int, size: int) -> bytes:
-        file = self._open(tar)
-        parts, left = [], size
-        try:
-            while left and (part := os.pread(file, left, at + size - left)):  # a call reads at most 2 GiB
-                parts.append(part)
-                left -= len(part)
-        except OSError:
-            del self._files[tar]  # the descriptor stays invalid after the disk was down
-            with suppress(OSError):
-                os.close(file)
-            raise
-        if left:
-            raise DataError(f"{printable(self.paths[tar])} is truncated: it ends before byte {at + size:,}")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        path = self.paths[tar]
+        content = retried_disk(path, partial(read_at, (self._me, tar), partial(self._open, tar), at, size))
+        if len(content) < size:
+            raise DataError(f"{printable(path)} is truncated: it ends before byte {at + size:,}")
+        return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
         """Return False: reading damaged bytes again would not help, because there is no other copy of them."""
         return False
 
     def _open(self, tar: int) -> int:
-        if tar in self._files:
-            self._files.move_to_end(tar)
-            return self._files[tar]
         try:
             file = open_regular(self.paths[tar])
         except ValueError as error:
@@ -84,22 +66,7 @@ class LocalTars:
         if (found := os.fstat(file).st_size) != self.sizes[tar]:
             os.close(file)
             raise DataError(size_problem(self.paths[tar], found, self.sizes[tar]))
-        self._files[tar] = file
-        while len(self._files) > MOST_OPEN:
-            os.close(self._files.popitem(last=False)[1])
         return file
-
-    def close(self) -> None:
-        while self._files:
-            with suppress(OSError):
-                os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):
-            self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict()}  # descriptors can't be pickled for a spawned process
 
 
 def size_problem(name: str, found: int, expected: int) -> str:

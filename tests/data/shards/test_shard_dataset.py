@@ -1,17 +1,18 @@
 """Training samples from tars against the same files read one by one."""
 
-import gc
 import glob
 import os
 import pickle
 import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, row_arrays
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, files, row_arrays
 from opendit.data.base import View
 from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
@@ -93,9 +94,10 @@ def test_damage_is_named_by_tar_and_key(tmp_path):
     with pytest.raises(DataError, match="x.tar is damaged: its checksum is not the index's"):
         check.check()
     os.truncate(path, 3000)
-    with pytest.raises(DataError, match="x.tar is truncated: it has 3,000 bytes, its index says"):
-        data.store.close()
+    with pytest.raises(DataError, match="x.tar is truncated: it ends before byte"):
         data[SampleKey(3, 0, 0)]
+    with pytest.raises(DataError, match="x.tar is truncated: it has 3,000 bytes, its index says"):
+        pickle.loads(pickle.dumps(data))[SampleKey(3, 0, 0)]  # a copy opens the file again
     with pytest.raises(ValueError, match="--data_path .*x.tar is truncated"):
         build_dataset(str(tmp_path), 8, seed=0)
 
@@ -129,12 +131,16 @@ def test_mistakes_are_told_before_training(tmp_path):
 
 
 def test_more_tars_than_a_process_may_open(mixed, monkeypatch):
-    monkeypatch.setattr(dataset, "MOST_OPEN", 1)
-    monkeypatch.setattr(store, "MOST_OPEN", 1)
-    data = build_dataset(str(mixed / "tars"), 8, seed=0)
+    monkeypatch.setattr(files, "MOST_OPEN", 2)
+
+    def read() -> int:
+        data = build_dataset(str(mixed / "tars"), 8, seed=0)
+        assert [data[SampleKey(row, 0, row)].text for row in (0, 3, 1, 2)] == [f"caption {i}" for i in (0, 5, 2, 3)]
+        return len(os.listdir("/proc/self/fd"))
+
     before = len(os.listdir("/proc/self/fd"))
-    assert [data[SampleKey(row, 0, row)].text for row in (0, 3, 1, 2)] == [f"caption {i}" for i in (0, 5, 2, 3)]
-    assert len(os.listdir("/proc/self/fd")) - before == 2
+    with ThreadPoolExecutor(1) as pool:  # a thread begins without open files
+        assert pool.submit(read).result() - before == 2
 
 
 def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
@@ -220,12 +226,12 @@ def test_tars_of_one_kind_are_known_by_their_headers(tmp_path, monkeypatch):
 
 
 def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
     sizes, threads = [], {8: set(), 1: set()}
     for count in (8, 1):
         monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / str(count)))
         monkeypatch.setattr(dataset.ShardDataset, "size_threads", count)
-        data = build_dataset(str(mixed / "tars"), 16, seed=0, use_video=True)
+        pool = ThreadPoolExecutor(1)  # a thread's files are closed when it ends
+        data = pool.submit(partial(build_dataset, str(mixed / "tars"), 16, seed=0, use_video=True)).result()
         meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read
 
         def together(tars, *place, meet=meet, read=read, threads=threads[count]):
@@ -233,10 +239,9 @@ def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_
             threads.add(threading.get_ident())
             return read(tars, *place)
 
-        with monkeypatch.context() as patched:
+        with monkeypatch.context() as patched, pool:
             patched.setattr(store.LocalTars, "read", together)
-            sizes.append(data.shapes().media().tolist())
-        gc.collect()
+            sizes.append(pool.submit(lambda data=data: data.shapes().media().tolist()).result())
         assert not [path for path in map(os.path.realpath, glob.glob("/proc/self/fd/*")) if str(mixed) in path]
     assert sizes[0] == sizes[1] == [[1, 17, 20], [9, 32, 40], [1, 17, 20]] * 2 and [
         len(each) for each in threads.values()
