@@ -25,6 +25,7 @@ import torch
 
 import opendit
 from opendit.checkpoint.ema import FIRST_WARMUP
+from opendit.checkpoint.foreign import TRANSFORMER
 from opendit.checkpoint.tensor_set import files_of
 from opendit.common.hub import origin
 from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
@@ -72,8 +73,8 @@ MADE_INTO = {
     "vae": "vae",
     "text_encoder": "text_encoder",
     "text_precision": "text_encoder",
-    "pretrained": "pretrained",
-    "expert": "pretrained",
+    "pretrained": "pretrained pretrained_low",
+    "expert": "pretrained pretrained_low",
     "random_flip": "random_flip",
     "batch_size": "global_batch split",
     "grad_accumulation": "global_batch split",
@@ -117,13 +118,14 @@ CALLED = {
     "world_size": "processes",
     "last_step": "the last step, where the cosine ends,",
     "kernels": "fused kernels",
+    "pretrained_low": "--pretrained, the low-noise network,",
     "recomputed": "recomputed in the backward pass",
     "sequence": "sequence parallelism",
     "processor": "the processor",
     "source": "OpenDiT's code",
 }
 SHOWN_ONLY = frozenset(
-    ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "hub", "opendit", "commit")
+    "data_path validation vae_path text_encoder_path pretrained_path pretrained_low_path hub opendit commit".split()
 )
 # Earlier names of entries, in checkpoints without a fingerprint -> present names.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
@@ -180,7 +182,10 @@ def by_value(objective: str) -> list[str]:
 
 def _encoders(run: Run) -> dict[str, str | None]:
     """Return hashes and paths of the frozen networks: VAE, text encoder, and base weights of a LoRA. The hash of a
-    network that processes no training samples is None."""
+    network that processes no training samples is None.
+
+    pretrained_low: the low-noise network of --expert both. Checkpoints of earlier versions do not have this hash, and
+    resume without a comparison."""
     vae = text = None
     about = run.dataset.describe()
     if about.kind == "pixels":
@@ -190,15 +195,24 @@ def _encoders(run: Run) -> dict[str, str | None]:
         text = _pipeline_text(Path(name)) if family_in(run.flags.model) else _network(encoder_folder(name))
         if run.flags.text_precision != "bf16":
             text = hash_parts(text, run.flags.text_precision)
-    base = str(run.initial.path) if run.lora and run.initial else None
+    high, low = (each.initial if each and each.lora else None for each in (run, run.low))
     return {
         "vae": vae,
         "vae_path": run.vae,
         "text_encoder": text,
         "text_encoder_path": run.flags.text_encoder,
-        "pretrained": base and hash_files([base, *(str(Path(base).with_name(name)) for name in files_of(Path(base)))]),
-        "pretrained_path": base,
+        "pretrained": high and _weights(high.path),
+        "pretrained_path": high and str(high.path),
+        "pretrained_low": low and _weights(low.path),
+        "pretrained_low_path": low and str(low.path),
     }
+
+
+def _weights(path: Path) -> str:
+    """Return a hash of weights: of a file, of an index and all its files, or of the network in diffusers' folder."""
+    if path.is_dir():
+        return _network(path / TRANSFORMER if (path / TRANSFORMER).is_dir() else path)
+    return hash_files([str(path), *(str(path.with_name(name)) for name in files_of(path))])
 
 
 def _origin(run: Run) -> dict[str, Any] | None:
@@ -365,6 +379,8 @@ NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
+    # Earlier versions did not read the weights in a folder, so their hash says nothing.
+    "pretrained": lambda stored, now, _: stored["pretrained"] == hash_parts("1", b""),
 }
 
 

@@ -6,15 +6,18 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import opendit
 import train
 from opendit.checkpoint import save
 from opendit.checkpoint.pretrained import read_config, read_newest
 from opendit.checkpoint.run_folders import folder_name
+from opendit.data.files import hash_files
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.export.__main__ import main as export
+from opendit.training import prepare
+from opendit.training.fingerprint import CURVE
 from opendit.training.memory import Setup, estimate, save_buffers
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
@@ -180,6 +183,37 @@ def test_a_lora_of_both_is_drawn_and_exported(root, tmp_path):  # noqa: F811
     assert near(found, drawn(opendit.load(root / "wan", lora=files)))
     for alone in files:
         assert not near(found, drawn(opendit.load(root / "wan", lora=alone)))
+
+
+def test_a_resume_tells_which_network_below_a_lora_is_another(root, tmp_path, monkeypatch, capsys):  # noqa: F811
+    flags = flags_of(root, tmp_path, "both", "--lora", "2")
+    run, others = trained(flags, tmp_path, "--max_steps", "1"), shutil.copytree(root / "wan", tmp_path / "others/wan")
+    flags[flags.index("--pretrained") + 1] = str(others)
+
+    def told(step):
+        capsys.readouterr()
+        trained(flags, tmp_path, "--max_steps", str(step), "--load", str(run))
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: resume: ")]
+        return [line.removeprefix("note: resume: ") for line in notes]
+
+    assert told(2) == []  # a copy of the same weights
+    for step, (expert, called) in enumerate({"high": "--pretrained /", "low": "--pretrained, the low-noise "}.items()):
+        file = others / INSIDE[expert] / WEIGHTS
+        weights = load_file(file)
+        weights["proj_out.bias"][0] += 1
+        save_file(weights, file)
+        (line,) = told(3 + step)
+        assert line.startswith(called) and line.endswith(f": other weights: {CURVE}"), line
+    # Earlier versions stored no entry of the low-noise network, and a hash of no file.
+    known, old = prepare.fingerprint, {"pretrained": hash_files([str(root)])}
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "fingerprint", lambda run: without_low(known(run)) | old)
+        told(5)
+    assert told(6) == []
+
+
+def without_low(entries):
+    return {name: value for name, value in entries.items() if not name.startswith("pretrained_low")}
 
 
 def test_no_checkpoint_is_of_one_network_alone(root, tmp_path, monkeypatch):  # noqa: F811
