@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Files to download: those of a single network, or of a pipeline's components in their folders. Single-file pipelines
-# are skipped.
+# Files to download: a single network's, or those in the folders of a pipeline's components. Single-file pipelines are
+# skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
 UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants, which are not used

@@ -328,8 +328,8 @@ class CommandLine(argparse.ArgumentParser):
         self.sections[-1].entries.append(shown)
 
     def format_help(self, topic: str | None = None) -> str:
-        """Return the text of --help for "all", a heading, a flag or a subcommand; None: the short help. Raises
-        ValueError."""
+        """Return the text of --help for "all", a heading, a flag or a subcommand, or the short help for None. Raises
+        ValueError for an unknown topic."""
         if topic in self.commands:
             return self.commands[topic].format_help("all")
         entries = [one for section in self.sections for one in section.entries]

@@ -278,7 +278,7 @@ _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """A data source: its name in ``--data_path``, or None if its files identify it, and for --help what it reads."""
+    """A data source. name: its name in ``--data_path``; None if its files identify it. takes: what it reads."""
 
     name: str | None
     takes: str

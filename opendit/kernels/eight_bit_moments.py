@@ -76,8 +76,9 @@ class EightBits:
     def saved(self) -> Tensor:
         """Return (numel,) fp32 values for a checkpoint, which :meth:`encode` turns into the same codes and scales.
 
-        The values are those of :meth:`decode`, except for the lowest code of a signed moment. :meth:`encode` maps -1 *
-        scale to this code, but :meth:`decode` maps the code to -0.993 * scale, so that the scale would be lost.
+        The values equal the result of :meth:`decode`, except for the lowest code of a signed moment. :meth:`encode`
+        maps -1 * scale to this code, but :meth:`decode` maps the code to -0.993 * scale, so that the scale would be
+        lost.
         """
         numbers = levels(self.signed, self.codes.device)
         return self.decode(torch.cat([-numbers[-1:], numbers[1:]])) if self.signed else self.decode()

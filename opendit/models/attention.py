@@ -115,9 +115,10 @@ class SequenceShards(Protocol):
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
-        """Attend from this rank's tokens to those of all ranks; return (B, n, D). q (B, H, n, d) and k, v (B, kv_heads,
-        n, d) belong to this rank's tokens; ``attend`` normalises and rotates them. If tensor parallelism divides the
-        layer's heads, H and D count only this rank's heads, and n counts the tokens of all tensor-parallel ranks."""
+        """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D). q (B, H, n, d) and k, v (B,
+        kv_heads, n, d) belong to this rank's tokens; ``attend`` normalises and rotates them. If tensor parallelism
+        divides the layer's heads, H and D count only this rank's heads, and n counts the tokens of all tensor-parallel
+        ranks."""
         ...
 
     def project_and_attend(
@@ -145,7 +146,7 @@ class SequenceShards(Protocol):
         rotary: Tensor | None,
     ) -> Tensor:
         """Attend from each of this rank's tokens x (B, n, D) to the tokens on the same line of the grid; return (B, n,
-        D). axis: 0 for the tokens at the same spatial position in all frames, 1 for those of the same frame.
+        D). axis: 0 for the tokens at the same spatial position in all frames, 1 for the tokens of the same frame.
         ``attend(tokens, qkv, grid)`` computes the output for a grid that is complete along the axis. rotary: rotations
         of all tokens."""
         ...

@@ -282,7 +282,7 @@ def adapt(
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
     """Return the name that the parameter ``name`` has in weights of ``found``. Learned positions have one table for
-    each axis. Table 0 is that of time for clips, and that of rows for pictures."""
+    each axis. Table 0 is for time in clips, and for rows in pictures."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name

@@ -310,8 +310,8 @@ def segment_cross_attention(
 
 
 class _Reordered(torch.autograd.Function):
-    """Permutation of the rows of x along a dimension. The gradient is a copy, the inverse permutation; the gradient of
-    ``index_select`` would be a slower sum."""
+    """Permutation of the rows of x along a dimension. The backward pass permutes rows back; that of ``index_select``
+    adds them, which is slower."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:

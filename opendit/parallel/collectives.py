@@ -73,7 +73,7 @@ class Exchange:
 
     ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
     Autograd runs nodes in the opposite order of their creation, so the backward pass of ``finish`` starts the exchange
-    of the gradient, and that of ``start`` waits for it. Use a new object for each exchange.
+    of the gradient, and the backward pass of ``start`` waits for it. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):

@@ -51,9 +51,9 @@ class Mesh:
     """A process, and the named process groups that it belongs to. The names are listed in
     :class:`opendit.config.parallel_sizes.ParallelDims`.
 
-    Ranks that differ only in ``pp``, ``sp`` or ``tp`` see the same samples. The ranks of a pipeline (``pp``) have
-    different blocks of the model, those of a sequence group (``sp``) different tokens, and those of a tensor-parallel
-    group (``tp``) different parts of every layer. Data-parallel ranks see different samples.
+    Ranks that differ only in ``pp``, ``sp`` or ``tp`` see the same samples. Ranks of a pipeline (``pp``) have different
+    blocks of the model, ranks of a sequence group (``sp``) different tokens, and ranks of a tensor-parallel group
+    (``tp``) different parts of every layer. Data-parallel ranks see different samples.
 
     A group is created, by all ranks together, when it is first used, because a run uses few of the groups, and on GPUs
     every communicator costs start-up time and memory. By default all ranks are data parallel.

@@ -189,8 +189,8 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate the peak memory of a rank on a GPU for micro-batches of ``batch`` samples. In a pipeline, it is that of
-    the rank with the highest peak.
+    """Estimate the peak memory of a rank on a GPU for micro-batches of ``batch`` samples. In a pipeline, this is the
+    rank with the highest peak.
 
     LoRA's weights are counted in addition to the model's, without embedders that LoRA trains in full. Activations are
     counted as if all weights were trained, except for frozen gates of public models; with LoRA of other models, they

@@ -270,7 +270,7 @@ def announce(run: Run, failures: WriteFailures) -> None:
     flags, mesh, config, engine, ema = run.flags, run.mesh, run.model_config, run.engine, run.ema
     cuda = mesh.device.type == "cuda"
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # number of trained weights
-    if run.stages is not None:  # engine.shapes has only this rank's weights, so add those of the other stages
+    if run.stages is not None:  # engine.shapes has only this stage's weights
         weights = config.parameters() if run.lora is None else lora_parameters(config, run.lora)
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}

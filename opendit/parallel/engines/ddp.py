@@ -1,5 +1,5 @@
-"""Engine of --plugin ddp: every rank has full weights, and torch's DDP averages gradients (the engine itself in a
-pipeline)."""
+"""Engine of --plugin ddp: every rank has full weights. torch's DDP averages gradients; in a pipeline, the engine
+does."""
 
 import contextlib
 import math

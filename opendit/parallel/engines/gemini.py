@@ -55,7 +55,7 @@ class GeminiEngine(BoosterEngine):
         scale = self.scaler_state().get("scale", 1.0)
         self.optimizer.step()
         if self._skipped:
-            # Discard the non-finite gradients, to which Gemini would add those of the next micro-batch.
+            # Discard the non-finite gradients. Otherwise Gemini would add the next micro-batch's gradients to them.
             self.optimizer.chunk_manager.accumulating_grads = False
             return self._on_host(math.inf, scale)
         return self._on_host(self.optimizer._current_grad_norm / scale, scale)

@@ -70,7 +70,7 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 
 class PeerMemory:
-    """The buffers of one group of ranks. Their size is that of the largest shape requested so far. All ranks must make
+    """The buffers of one group of ranks. They are as large as the largest shape requested so far. All ranks must make
     the same calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
