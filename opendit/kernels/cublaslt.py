@@ -155,7 +155,7 @@ def fastest(times: list[float], equal: list[bool]) -> int | None:
 
 
 class Measured(NamedTuple):
-    """Results of :func:`measured`. ``proposals`` lacks those that cuBLASLt rejected.
+    """Results of :func:`measured`. ``proposals`` are the ones that cuBLASLt did not reject.
 
     microseconds: median time of torch's call, then of each proposal. equal: True if a proposal's bits equal torch's.
     """

@@ -6,8 +6,8 @@ MLP's width inside a layer. Before a column-parallel layer, tokens are gathered.
 are reduce-scattered.
 
 All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its slice of a
-divided parameter. For a replicated parameter a rank computes only one term of the gradient, which is a sum over the
-group. If the parameter acts on the residual stream, this term comes from the rank's tokens. If the parameter acts on a
+divided parameter. The gradient of a replicated parameter is a sum over the group, and a rank computes only one of its
+terms. If the parameter acts on the residual stream, this term comes from the rank's tokens. If the parameter acts on a
 tensor that all ranks have, this term comes from the rank's heads, features or experts. :class:`ReplicatedGradients`
 sums these terms.
 
@@ -416,9 +416,8 @@ class ReplicatedGradients:
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
         """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider, before they are
-        read. All ranks of a group must have None for the same parameters. With ``mark_not_finite``, a gradient of every
-        rank becomes not finite if one of any rank is, so that ranks that check only their own decide in the same
-        way."""
+        read. All ranks of a group must have None for the same parameters. mark_not_finite: True to make a gradient of
+        every rank NaN if any rank's gradients are not finite, because each rank later checks only its own."""
         for group, replicated in self._groups:
             parts = [g for g, shared in zip(gradients, replicated, strict=True) if shared and g is not None]
             if not parts:
