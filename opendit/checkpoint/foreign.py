@@ -26,7 +26,7 @@ from opendit.common.json_file import MIB, read_json
 from opendit.common.json_models import FileKind, Word, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.utils import shown
-from opendit.config.architectures import PUBLIC, SIZES, is_video
+from opendit.config.architectures import SIZES, is_video
 from opendit.config.names import PARTS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective, published_schedule
@@ -228,11 +228,8 @@ def read_pipeline(folder: Path) -> Weights:
     from opendit.common.json_models import read_file
 
     path = folder / "transformer" / "config.json"
-    found = read_json(path, MIB) if path.is_file() else {}
-    name = found.get("_class_name") if isinstance(found, dict) else None
-    if isinstance(name, str) and name != "DiTTransformer2DModel":
-        known = sorted({public.network for public in PUBLIC.values()})
-        raise ValueError(f"{path}: {shown(name)} is a network that is not known; known are {', '.join(known)}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} doesn't exist; only pipelines with a transformer are supported")
     values = read_file(path, TRANSFORMER)
     heads, head_dim, depth = (values[k] for k in ("num_attention_heads", "attention_head_dim", "num_layers"))
     size = next((k for k, v in SIZES.items() if v == (heads * head_dim, depth, heads)), None)

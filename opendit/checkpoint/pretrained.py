@@ -41,6 +41,7 @@ from opendit.checkpoint.tensor_set import (
 )
 from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
+from opendit.config.architectures import unsupported
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.encoders.text import MOST_TEXT_TOKENS
@@ -77,6 +78,8 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
         return next(
             path / name for name in (PIPELINE_INDEX, f"{TRANSFORMER}/{CONFIG}", CONFIG) if (path / name).is_file()
         )
+    if why := unsupported(path):
+        raise ValueError(why)
     for folder in (newest, path):
         file = weights_in(folder, which)
         if file.is_file() or (folder / MANIFEST).is_file() or folder != path:

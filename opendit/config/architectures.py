@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
+from opendit.common.utils import shown
 from opendit.config.flags import Setting, nearest
 
 RUN_CONFIG = "config.json"
@@ -45,6 +46,46 @@ PUBLIC = {
     "lumina2": Public("Lumina2Transformer2DModel", 2, 1024),
     "cosmos2": Public("CosmosTransformer3DModel", 2, 768),
 }
+
+# Classes of networks and pipelines of diffusers that are not supported, and why. Other unknown classes have no reason.
+UNSUPPORTED = {
+    "ChromaTransformer2DModel": "one network makes the modulation of all blocks of Chroma",
+    "CogVideoXTransformer3DModel": "CogVideoX is not a flow-matching model",
+    "HunyuanVideo15Transformer3DModel": "HunyuanVideo-1.5 has three kinds of condition tokens",
+    "Ideogram4Transformer2DModel": "Ideogram 4 has a second network for guidance",
+    "Krea2Transformer2DModel": "the attention of Krea-2 has an output gate",
+    "LTX2VideoTransformer3DModel": "LTX-2 also generates sound",
+    "PRXTransformer2DModel": "blocks of PRX read captions only as keys and values",
+    "PixArtTransformer2DModel": "PixArt is not a flow-matching model",
+    "UNet2DConditionModel": "this version of Stable Diffusion is a U-Net, not a transformer",
+    "WanAnimateTransformer3DModel": "Wan Animate also takes clips as input",
+    "WanVACETransformer3DModel": "Wan VACE also takes clips as input",
+    "Cosmos2VideoToWorldPipeline": "Cosmos-Predict2 Video2World continues a picture or clip",
+    "CosmosTextToWorldPipeline": "Cosmos 1 is not a flow-matching model",
+    "CosmosVideoToWorldPipeline": "Cosmos 1 is not a flow-matching model",
+    "FluxControlPipeline": "FLUX.1 Canny and Depth also take pictures as input",
+    "FluxFillPipeline": "FLUX.1 Fill also takes pictures as input",
+    "FluxKontextPipeline": "FLUX.1 Kontext also takes pictures as input",
+    "LTXConditionPipeline": "this version of LTX-Video also takes pictures and clips as input",
+    "LTXImageToVideoPipeline": "this version of LTX-Video also takes a picture as input",
+    "QwenImageEditPipeline": "Qwen-Image-Edit also takes pictures as input",
+    "QwenImageEditPlusPipeline": "Qwen-Image-Edit also takes pictures as input",
+    "QwenImageLayeredPipeline": "Qwen-Image-Layered divides a picture into layers",
+}
+
+
+def unsupported(folder: str | Path) -> str | None:
+    """Return why the model in a diffusers folder is not supported, as a line that begins with the file that names its
+    class. Return None if the folder holds no model of diffusers, or one that may be supported."""
+    names = ("model_index.json", "transformer/config.json", "unet/config.json", "config.json")
+    for path in (Path(folder).expanduser() / name for name in names):
+        name = _read(path).get("_class_name")
+        if isinstance(name, str) and name in UNSUPPORTED:
+            return f"{path}: {name} is not supported: {UNSUPPORTED[name]}"
+        networks = sorted({public.network for public in PUBLIC.values()})
+        if isinstance(name, str) and path.name == "config.json" and name not in (*networks, "DiTTransformer2DModel"):
+            return f"{path}: {shown(name)} is a network that is not known; known are {', '.join(networks)}"
+    return None
 
 
 def family_in(name: str) -> str | None:

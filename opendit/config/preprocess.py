@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.utils import read_size
-from opendit.config.architectures import CLIP_FRAMES, PUBLIC, name_of_folder, patch_size
+from opendit.config.architectures import CLIP_FRAMES, PUBLIC, name_of_folder, patch_size, unsupported
 from opendit.config.checks import (
     check_data,
     check_exists,
@@ -238,7 +238,8 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
     family = PUBLIC.get((name or "").partition("/")[0])
     if family is None or not (folder / "model_index.json").is_file():
         raise ValueError(
-            f"--pretrained {source}: is no pipeline of {', '.join(PUBLIC)}; give the folder that has its "
+            unsupported(folder)
+            or f"--pretrained {source}: is no pipeline of {', '.join(PUBLIC)}; give the folder that has its "
             "model_index.json, vae and text_encoder"
         )
     if options["use_video"] == isinstance(family.patch, int):

@@ -26,6 +26,7 @@ from opendit.common.json_models import FileKind, FileName, OpenJsonObject, read_
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
+from opendit.config.architectures import unsupported
 from opendit.kernels.base_precision import base_layers, row_bytes, store_base
 from opendit.models.families.base import Family
 
@@ -298,6 +299,8 @@ def check_index(folder: Path, family: Family) -> dict[str, Any]:
     FileNotFoundError or ValueError; the message names the file and the component that differs."""
     path = folder / PIPELINE_INDEX
     index = read_json_of(path, PRETRAINED, f"a folder of diffusers' {family.pipelines[0]} has one")
+    if why := unsupported(folder):
+        raise ValueError(why)
     if index.get("_class_name") not in family.pipelines:
         found = shown(index.get("_class_name"))
         raise ValueError(

@@ -1,8 +1,13 @@
 """Compare what flags know of public models without torch with the families' own words."""
 
-from opendit.config.architectures import PUBLIC, Public
+import json
+
+import pytest
+
+import opendit
+from opendit.config.architectures import PUBLIC, UNSUPPORTED, Public
 from opendit.models.families import FAMILIES
-from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE
+from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE, networks
 
 VALUES = {
     "flux": FLUX,
@@ -25,3 +30,22 @@ def test_flags_know_the_families_as_they_are():
         shorter = side if isinstance(side, int) else min(side)
         found[name] = Public(family.network, patch[0] if len(patch) == 2 else patch, shorter, *family.when.values())
     assert found == PUBLIC
+
+
+# Beginning of the name of a pipeline -> the supported family that has the same network.
+SHARED = {"Flux": "flux", "QwenImage": "qwen_image", "LTX": "ltx", "Cosmos": "cosmos2"}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_that_is_not_supported_is_named_with_the_reason(name, tmp_path):
+    assert getattr(networks(), name).__name__ == name
+    found, index = name, "SomePipeline"
+    if name.endswith("Pipeline"):
+        found, index = next(PUBLIC[family].network for start, family in SHARED.items() if name.startswith(start)), name
+    network = tmp_path / ("unet" if name.startswith("UNet") else "transformer")
+    network.mkdir()
+    (network / "config.json").write_text(json.dumps({"_class_name": found}))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": index}))
+    for folder in (tmp_path, network):
+        with pytest.raises(ValueError, match=f"{name} is not supported: {UNSUPPORTED[name]}$"):
+            opendit.load(folder)
