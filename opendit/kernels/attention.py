@@ -122,7 +122,7 @@ class LocalAttention:
     """Attention softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
 
     ``backend`` is cudnn, flash, efficient or math (torch's kernels), flash_attn (the installed package), or auto
-    (torch's choice at each call). Under torch.compile, torch's flash replaces flash_attn and cudnn
+    (torch's choice at each call). torch's flash replaces flash_attn and cudnn for a single key, and under torch.compile
     (opendit.models.attention.RIGHT_WHEN_COMPILED).
     """
 
@@ -135,7 +135,8 @@ class LocalAttention:
         if self.backend == "auto":
             return local_attention(q, k, v)
         backend = self.backend
-        if backend in ("cudnn", PACKAGE) and torch.compiler.is_compiling():
+        # cuDNN refuses one key, which packs have for a sample of one token
+        if backend in ("cudnn", PACKAGE) and (k.shape[-2] == 1 or torch.compiler.is_compiling()):
             backend = "flash"
         if backend == PACKAGE:
             size = right_head_size(q.device, q.dtype, q.shape[-1])

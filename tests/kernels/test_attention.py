@@ -254,6 +254,11 @@ def test_never_cudnn_when_compiled(attend):
     assert "FLASH_ATTENTION" in before and "CUDNN" not in before
 
 
+def test_one_key_never_goes_to_cudnn_which_refuses_it():
+    q, v = torch.randn(2, 3, 2, 1, 16)
+    assert torch.equal(LocalAttention("cudnn")(q, q, v), v)  # the softmax of one number is 1
+
+
 def test_cpu_leaves_it_to_torch():
     assert resolve_attention("auto", "cpu", FLOAT32, 72, 256, tiled=True) == ("auto", "torch's own choice on cpu")
     assert resolve_attention("math", "cpu", FLOAT32, 72, 256)[0] == "math"
