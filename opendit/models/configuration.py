@@ -300,6 +300,18 @@ class DiTConfig:
         if self.why_no_packs:
             raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
 
+    @property
+    def longest_side(self) -> int | None:
+        """The largest number of patches along a side of a picture; None if any number is possible."""
+        return None
+
+    def check_side(self, patches: int) -> None:
+        """Raise ValueError for pictures with more patches along a side than the model has positions for."""
+        if self.longest_side is not None and patches > self.longest_side:
+            raise ValueError(
+                f"--image_size: {patches} patches along a side; the model has positions for {self.longest_side}"
+            )
+
     def check_speed(self, fp8: bool, recompute: str) -> None:
         exchanged = " ".join(f"--{name} {value}" for name, value in self.exchanged.items())
         if fp8 and not (self.float8 and self.bias):

@@ -439,15 +439,16 @@ def _any_size(
     config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
     """Return the size of the latents for a public model, which draws any ``image_size``. Raises ValueError if a side is
-    not a multiple of the pixels that one patch covers."""
+    not a multiple of the pixels that one patch covers, or larger than the table of positions."""
     if image_size is None:
         return (*frames, *config.input_size[-2:])
     sides = (image_size,) * 2 if isinstance(image_size, int) else image_size
     unit = downscale * config.patch[-1]
     if any(side % unit for side in sides):
-        raise ValueError(
-            f"--image_size {image_size}: does not divide by {unit}; give {[n // unit * unit for n in sides]}"
-        )
+        near = tuple(max(unit, side // unit * unit) for side in sides)
+        fix = near[0] if isinstance(image_size, int) else near
+        raise ValueError(f"--image_size {image_size}: does not divide by {unit}; give {fix}")
+    config.check_side(max(sides) // unit)
     return (*frames, *(side // downscale for side in sides))
 
 

@@ -5,6 +5,7 @@ Where possible, flags are checked against the checkpoint's metadata before the w
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -200,7 +201,7 @@ def _load(
         if getattr(flags, name) and loaded.vae == "none":
             raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = loading.latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
-    if is_endless(config, mesh.device) and {"num_frames", "image_size"}.isdisjoint(flags.given):
+    if is_endless(config, size, mesh.device) and {"num_frames", "image_size"}.isdisjoint(flags.given):
         raise ValueError(
             f"--num_frames: {weights.path} draws clips of {times(size)} latents by default, which takes hours without "
             "a GPU; give --num_frames and --image_size"
@@ -292,9 +293,10 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
 
 
-def is_endless(config: DiTConfig, device: torch.device) -> bool:
-    """Return True for a public model of clips on a CPU, where drawing a clip of the default size takes hours."""
-    return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
+def is_endless(config: DiTConfig, size: tuple[int, ...], device: torch.device) -> bool:
+    """Return True if drawing clips of ``size`` latents with a public model takes hours, because there is no GPU."""
+    long = math.prod(config.grid_of(size)) > 4096
+    return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu" and long
 
 
 def samples_at_once(flags: "SampleConfig") -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+import numpy as np
+
 from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_config
 from opendit.common.utils import DataError
@@ -18,7 +20,7 @@ from opendit.data.base import Description
 from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
-from opendit.data.shaped import crop_media, shape_latents, token_size
+from opendit.data.shaped import ShapedDataset, TokenSize, crop_media, shape_latents, token_size
 from opendit.data.sources import NoSplit
 from opendit.encoders.text import TextEncoder, fitting_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
@@ -258,7 +260,8 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
         )
     about = dataset.describe()
     if about.kind == "latents":
-        return shape_latents(dataset, token_size(config.patch), flags.tokens, flag, beside=caption)
+        token = token_size(config.patch)
+        return _of_known_positions(shape_latents(dataset, token, flags.tokens, flag, beside=caption), token, config)
     if caption and flags.tokens < config.tokens + caption:
         raise ValueError(
             f"{flag} {flags.tokens}: a picture of --image_size {flags.image_size} has {config.tokens:,} tokens and its "
@@ -269,9 +272,10 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
         _, downscale, temporal = video_geometry(flags.vae, channels)
     else:
         downscale, temporal = codec_geometry(flags.vae, channels)[1], 1
-    return crop_media(
+    token = token_size(config.patch, downscale, temporal)
+    shaped = crop_media(
         dataset,
-        token_size(config.patch, downscale, temporal),
+        token,
         flags.tokens - caption,
         flag,
         image_size=flags.image_size,
@@ -282,6 +286,14 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
         max_upscale=flags.max_upscale,
         fine=flags.pack_tokens is not None,
     )
+    return _of_known_positions(shaped, token, config)
+
+
+def _of_known_positions(shaped: ShapedDataset, token: TokenSize, config: DiTConfig) -> ShapedDataset:
+    """Return ``shaped``. Raises ValueError if the model has no positions for a sample's shape."""
+    if config.longest_side is not None:
+        config.check_side(int((shaped.sizes[np.unique(shaped.keys), 1:] // token.side).max()))
+    return shaped
 
 
 def make_schedule(

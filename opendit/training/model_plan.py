@@ -97,6 +97,7 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
             uncertainty=flags.uncertainty_weighting,
             sprint=(route.first, route.last) if (route := flags.token_route) and route.fused else None,
         )
+    config.check_side(max(config.grid))
     check_features(config, dataset.describe().features)
     if flags.objective == "meanflow" and (config.text is not None or config.kind not in FORWARD_MODE):
         what = "has captions" if config.text is not None else f"is a {flags.model.partition('-')[0]}"

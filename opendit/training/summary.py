@@ -379,13 +379,16 @@ def what_next(run: Run, step: int, newest: Path | None) -> str | None:
     if isinstance(run.dataset, MockDataset):
         return None  # no command, because the run trained on random latents
     info, text = run.info(), run.model_config.text
-    alone = isinstance(run.model_config, PublicConfig) and run.model_config.expert is not None
+    public = run.model_config if isinstance(run.model_config, PublicConfig) else None
+    alone = public is not None and public.expert is not None
+    image = " --image FILE" if public is not None and public.given_beside else ""
     if run.lora is not None and family_in(run.flags.model):  # the base model's folder has the VAE and text encoder
         video = " --use_video" if run.flags.use_video else ""
         base = Path(str(run.flags.pretrained))
         base = quote(base.parent if alone else base)  # the folder that contains both networks
-        return f"python sample.py{video} --ckpt {base} --lora {quote(run.folder)} --prompt WORDS"
-    command = f"python sample.py --ckpt {quote(run.folder)}" + " --second_ckpt RUN" * (alone and run.low is None)
+        return f"python sample.py{video} --ckpt {base} --lora {quote(run.folder)} --prompt WORDS{image}"
+    command = f"python sample.py --ckpt {quote(run.folder)}{image}"
+    command += " --second_ckpt RUN" * (alone and run.low is None)
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
         # sample.py does not load an encoder that only a checkpoint names

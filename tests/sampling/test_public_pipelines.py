@@ -4,6 +4,7 @@ steps, the same latents and pictures."""
 import contextlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 import opendit
 import sample
 from opendit.diffusion.random import initial_noise
+from opendit.encoders.conditioner import PublishedConditioner
 from opendit.sampling.pipeline import Pipeline
 from tests.encoders.published_folders import open_pipeline, write_index, write_pipeline
 from tests.models.families.oracles import networks, packed, unpacked
@@ -122,6 +124,17 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
     for number, picture in enumerate(expected):
         (file,) = output.glob(f"{number:06d}*.png")
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(picture))
+
+
+@pytest.mark.parametrize(
+    ("side", "fix"), [(50, "50: does not divide by 16; give 48"), (256, "16 patches along a side; the model has .* 8$")]
+)
+def test_a_size_that_can_not_be_drawn_is_refused_before_the_text_is_encoded(folders, tmp_path, capsys, side, fix):
+    argv = ["--ckpt", str(folders["sd3"]), "--prompt", "fog", "--image_size", str(side), "--output", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PublishedConditioner, "encode", lambda *_, **__: pytest.fail("the text is encoded"))
+        sample.main(argv)
+    assert stop.value.code == 2 and re.search(f"--image_size.* ?{fix}", capsys.readouterr().err.strip())
 
 
 def test_text_encoders_in_fewer_bits(folders, tmp_path):

@@ -3,6 +3,7 @@ loads: tiny models of every family."""
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -361,6 +362,13 @@ def test_what_does_not_work_is_refused_in_one_line(folders, name, more, message,
     argv = [*flags_of(folders, name), "--batch_size", "4", "--outputs", str(tmp_path)]
     argv += more.format(root=folders).split()
     assert message.format(root=folders) in refusal(argv)
+
+
+@pytest.mark.parametrize("more", ["--image_size 256", "--image_size 128 --bucket_tokens 64 --max_upscale 9"])
+def test_pictures_larger_than_the_table_of_positions_are_refused(folders, more, refusal, tmp_path):
+    folder = write_pipeline(tmp_path / "sd3", "sd3")
+    argv = f"--pretrained {folder} --data_path {folders}/unequal-png.csv --batch_size 4 {more} --outputs {tmp_path}/out"
+    assert re.search("--image_size: (11|16) patches .* has positions for 8$", refusal(argv.split()))
 
 
 def test_ranks_do_not_share_packs_with_captions(folders):

@@ -162,7 +162,7 @@ def test_cached_latents_and_held_out_losses_are_those_of_the_clips(root, name, t
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp_path):
+def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp_path, capsys):
     seen, true_losses = [], EagerPasses.losses
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -170,6 +170,7 @@ def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp
         )
         train.main(flags_of(root, name, tmp_path / "out"))
     check_losses(root, name, *seen[0], rtol=1e-3)
+    told = capsys.readouterr().out
     (run,) = (tmp_path / "out").glob("0*")
     export(f"diffusers --ckpt {run} --base {root}/{name} --output {tmp_path}/tuned".split())
     inside = "transformer" if name == "wan_i2v" else "transformer_2"
@@ -179,9 +180,12 @@ def test_a_run_has_the_loss_of_diffusers_network_and_is_exported(root, name, tmp
     if name == "wan_i2v":
         keys = torch.cat([state[f"blocks.1.attn2.add_{part}_proj.weight"] for part in "kv"])
         assert torch.equal(trained["blocks.1.cross_attn.picture_kv.weight"], keys)
-        argv = f"--ckpt {run} --vae {root}/{name}/vae --text_encoder {root}/{name} --image {root}/0.png --prompt fog"
-        argv += f" --num_frames {FRAMES} --image_size 32 --num_sampling_steps 2 --output {tmp_path}/drawn"
-        assert drawn(lambda: sample.main(argv.split())).shape == (1, 4, 3, 4, 4)
+        assert (
+            following := f"--ckpt {run} --image FILE --vae {root}/{name}/vae --text_encoder {root}/{name}\n"
+        ) in told
+        argv = f"{following.replace('FILE', f'{root}/0.png')} --prompt fog --num_sampling_steps 2"
+        clip = drawn(lambda: sample.main([*argv.split(), "--output", str(tmp_path / "drawn")]))
+        assert clip.shape == (1, 4, 3, 4, 4)  # by default, clips have the size of the run's
 
 
 REFUSED = {

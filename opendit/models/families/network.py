@@ -222,10 +222,7 @@ class PublicDiT(DiT):
         the table."""
         side, unit = cast(tuple[int, int], self.config.spec.table)
         sides = torch.as_tensor(grid, device=coordinates.device)
-        if int(sides.max()) > side:
-            raise ValueError(
-                f"--image_size: {int(sides.max())} patches along a side; the model has positions for {side}"
-            )
+        self.config.check_side(int(sides.max()))
         at = (coordinates + (side - sides) // 2).to(torch.float32) / (side / unit)
         return sincos_positions(at, self.config.hidden_size).unsqueeze(0)
 

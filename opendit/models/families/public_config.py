@@ -110,6 +110,10 @@ class PublicConfig(DiTConfig):
         return all((block.mlp != "gelu" or block.options.bias) and block.kv_heads is None for block in blocks)
 
     @property
+    def longest_side(self) -> int | None:
+        return None if self.spec.table is None else self.spec.table[0]
+
+    @property
     def rescaled_guidance(self) -> str:
         return family_of(self.family).guidance.rescaled
 
