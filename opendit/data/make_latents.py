@@ -545,7 +545,10 @@ def _load_encoder(
     from the folder ``name`` instead, in bfloat16, the dtype of training. precision: value of --text_precision."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
-        family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
+        model = name_of_folder(pretrained) or ""
+        family = FAMILIES[cast(str, family_in(model))]
+        if max_tokens is not None:
+            family.text.check_tokens(max_tokens, model)
         return load_published_text(Path(name), family, dtype=torch.bfloat16, max_tokens=max_tokens, **how)
     return load_text_encoder(name, dtype=dtype, max_tokens=max_tokens, **how)
 

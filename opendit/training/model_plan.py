@@ -185,12 +185,8 @@ def _public_model(
     if flags.text_encoder in (None, "bytes"):
         raise ValueError(f"--text_encoder: {flags.model} has none of its own; give the folder of its pipeline")
     assert found.text is not None
-    most, beside = family_of(found.family).text.tokens, family_of(found.family).text.beside
     tokens = flags.max_text_tokens or cached_tokens or found.text.max_tokens
-    if tokens > most:
-        raise ValueError(f"--max_text_tokens {tokens}: out of range of {flags.model}; give {most} at most")
-    if tokens <= beside:
-        raise ValueError(f"--max_text_tokens {tokens}: {beside} of {flags.model} are other encoders'; give more")
+    family_of(found.family).text.check_tokens(tokens, flags.model)
     config = public_config(found.family, json.loads(found.published), size, tokens, json.loads(found.index))
     config.grid_of(size)
     own = objective_from_dict(info["objective"])

@@ -181,6 +181,16 @@ class Text:
     pooled: bool = False
     beside: int = 0
 
+    def check_tokens(self, tokens: int, model: str) -> None:
+        """Raise ValueError unless --max_text_tokens can be ``tokens``. model: name of the model, for the message."""
+        if tokens > self.tokens:
+            raise ValueError(f"--max_text_tokens {tokens}: out of range of {model}; give {self.tokens} at most")
+        if tokens <= self.beside:
+            raise ValueError(
+                f"--max_text_tokens {tokens}: the first {self.beside} tokens of {model} come from other encoders; give "
+                f"{self.beside + 1} or more"
+            )
+
 
 @dataclass(frozen=True)
 class LatentSpace:
