@@ -35,16 +35,14 @@ _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 @dataclass(frozen=True)
 class Medium:
-    """Properties of a picture or clip. A picture has one frame and ``fps`` 0. duration: seconds for which a clip is
-    shown; 0 means frames / fps. colours: a name such as "HDR (PQ)" if the file's colours are converted when it is read,
-    else ""."""
+    """Properties of a picture or clip."""
 
-    frames: int
+    frames: int  # 1 for a picture
     height: int
     width: int
-    fps: float = 0.0
-    duration: float = 0.0
-    colours: str = ""
+    fps: float = 0.0  # 0 for a picture
+    duration: float = 0.0  # seconds for which a clip is shown; 0 means frames / fps
+    colours: str = ""  # a name such as "HDR (PQ)" if the file's colours are converted when it is read
 
     @property
     def seconds(self) -> float:
@@ -61,8 +59,7 @@ def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
 
 
 def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1]. The frames are the distinct ones of the
-    first, middle and last frame, (n, H, W) or (n, H, W, 3) uint8."""
+    """Return (medium, frames) of a sample (1 or 3, [T,] H, W) in [-1, 1], see ``MediaDataset.preview``."""
     x = x[:, None] if x.ndim == 3 else x
     length = x.shape[1]
     shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
@@ -72,8 +69,8 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w), as :func:`of_pixels` does.
-    The frames show the first three channels of the means as red, green and blue; if C < 3, the first as grey."""
+    """Return (medium, frames) of a VAE's C means and C standard deviations (2C, [T,] h, w). The frames show the first
+    three channels of the means as red, green and blue; if C < 3, the first as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
@@ -113,97 +110,60 @@ class SampleKey(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """Cached output of a frozen text encoder for a caption. A batch adds a leading dimension B.
+    """Cached output of a frozen text encoder for a caption. A batch adds a leading dimension B."""
 
-    Attributes:
-        tokens: (L, D) float16, one vector per token.
-        mask: (L,) bool, False for padding.
-        pooled: (D,) float16, one vector for the caption.
-    """
-
-    tokens: Tensor
-    mask: Tensor
-    pooled: Tensor
+    tokens: Tensor  # (L, D) float16, one vector per token
+    mask: Tensor  # (L,) bool, False for padding
+    pooled: Tensor  # (D,) float16, one vector for the caption
 
 
 class FirstFrames(NamedTuple):
-    """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B.
+    """Cached inputs of an image-to-video model, from a clip's first frame. A batch adds a leading dimension B."""
 
-    Attributes:
-        latents: (C, t, h, w) float16, a VAE's unscaled means of the clip whose later frames are replaced by grey.
-        tokens: (L, D) float16, an image encoder's tokens of the first frame; (0, 0) for models without such an encoder.
-    """
-
-    latents: Tensor
+    latents: Tensor  # (C, t, h, w) float16, a VAE's unscaled means of the clip whose later frames are replaced by grey
+    # (L, D) float16, an image encoder's tokens of the first frame; (0, 0) for models without such an encoder
     tokens: Tensor
 
 
 class View(NamedTuple):
-    """Options for reading one row.
+    """Options for reading one row."""
 
-    Attributes:
-        flip: mirror the sample left to right.
-        place: crop offset (down, across), each a fraction in [0, 1) of the largest possible offset; None centres the
-            crop.
-        tags: random key by which ``Recaptioned`` shuffles and drops the caption's tags; None changes no tags.
-        start: number in [0, 1) that selects one of a clip's possible windows; None selects the middle window.
-        shape: (frames, height, width) in pixels of the sample; None means the data set's ``sample_shape``. Cached
-            latents and ``digits`` ignore it.
-        as_bytes: return pixels as uint8, which ``to_pixels`` later converts to [-1, 1]. Data sets whose pixels are not
-            stored as uint8 ignore it.
-        enlarge: False does not enlarge a clip whose crop is smaller than requested, so that the GPU can do it
-            (``clips.enlarge``). Requires ``as_bytes``.
-    """
-
-    flip: bool = False
+    flip: bool = False  # mirror the sample left to right
+    # Crop offset (down, across), each a fraction in [0, 1) of the largest possible offset; None centres the crop.
     place: tuple[float, float] | None = None
-    tags: int | None = None
-    start: float | None = None
+    tags: int | None = None  # random key by which ``Recaptioned`` changes the caption's tags; None changes none
+    start: float | None = None  # number in [0, 1) that selects one of a clip's windows; None selects the middle one
+    # (frames, height, width) in pixels; None means ``sample_shape``. Cached latents and ``digits`` ignore it.
     shape: Size | None = None
-    as_bytes: bool = False
-    enlarge: bool = True
+    as_bytes: bool = False  # return pixels as uint8, see ``to_pixels``; ignored unless pixels are stored as uint8
+    enlarge: bool = True  # False leaves clips that are too small to ``clips.enlarge``; requires ``as_bytes``
 
 
 PLAIN = View()
 
 
 class Item(NamedTuple):
-    """One sample.
+    """One sample."""
 
-    Attributes:
-        x: pixels or latents, float32 or uint8; :class:`View` determines shape and type.
-        y: class, if the conditioning is by label.
-        text: caption, if the conditioning is by text.
-        skipped: "path: reason" of each row that could not be read before this one was read in its place.
-        embedding: cached embedding of the caption.
-        first: cached inputs from a clip's first frame.
-        features: (N, width) float16 cached features of the picture's tokens.
-        small: the size of ``x`` if it must still be enlarged, else None.
-        whole: (height, width) to which ``x`` must be enlarged; () if ``small`` is None.
-        shortened: True if a clip was too short, so that its frames are closer together than requested.
-        bytes_read: bytes read from files and tars; 0 if samples are generated or in memory.
-    """
-
-    x: Tensor
-    y: int = 0
-    text: str | None = None
-    skipped: tuple[str, ...] = ()
-    embedding: Embedding | None = None
-    features: Tensor | None = None
+    x: Tensor  # pixels or latents, float32 or uint8; :class:`View` determines shape and type
+    y: int = 0  # class, if the conditioning is by label
+    text: str | None = None  # caption, if the conditioning is by text
+    skipped: tuple[str, ...] = ()  # "path: reason" of each row that could not be read before this one
+    embedding: Embedding | None = None  # cached embedding of the caption
+    features: Tensor | None = None  # (N, width) float16 cached features of the picture's tokens
     first: FirstFrames | None = None
-    small: Small | None = None
-    whole: tuple[int, ...] = ()
-    shortened: bool = False
-    bytes_read: int = 0
+    small: Small | None = None  # the size of ``x`` if it must still be enlarged
+    whole: tuple[int, ...] = ()  # (height, width) to which ``x`` must be enlarged; () if ``small`` is None
+    shortened: bool = False  # True if a clip was too short, so that its frames are closer together than requested
+    bytes_read: int = 0  # bytes read from files and tars; 0 if samples are generated or in memory
 
 
 class CachedFeatures(NamedTuple):
-    """Format of the features that ``preprocess.py latents --repa`` caches for each picture. encoder: folder of the
-    encoder. grid: (rows, columns) of tokens. width: channels per token."""
+    """Format of the features that ``preprocess.py latents --repa`` caches for each picture."""
 
-    encoder: str
-    grid: tuple[int, int]
-    width: int
+    encoder: str  # folder of the encoder
+    grid: tuple[int, int]  # rows and columns of tokens
+    width: int  # channels per token
 
 
 class BadSample(Exception):
@@ -225,61 +185,40 @@ class ClipReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Properties of a data set.
+    """Properties of a data set."""
 
-    Attributes:
-        text: one line for the log.
-        kind: "pixels", or "latents" for samples that are a VAE's means and standard deviations.
-        conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
-        class_names: one name per class, in the order of the labels; empty for "text".
-        sample_shape: (C, H, W) or (C, T, H, W) of ``Item.x``, unless a :class:`View` requests another shape.
-        clips: settings for reading clips; None if the data set has no clips.
-        random_flip: training mirrors half of the samples.
-        random_window, random_crop: training chooses windows of clips, and positions of crops, at random.
-        random_tags: training shuffles or drops tags of captions.
-        seed: seed of the run.
-        max_bad: largest fraction of unreadable files that training tolerates.
-        vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
-        text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
-        features: format of cached features; None if none are cached.
-        first_frames: channels of cached first-frame tokens; 0 without tokens, None without cached first frames.
-        cut_captions: lines for the log about captions truncated before they were embedded.
-        notes: lines for the log about files left out.
-        counted_captions: (rows, how many of their captions to check before training starts) for each source; empty
-            means ``USUALLY_COUNTED``.
-        sources: the sources of a blend; None for other data sets.
-        blend: the weights of a blend as text, for the log and for the check at a resume.
-        files: returns (rows, file number of each row) for each source. Rows may share a file, such as a picture with
-            several captions. None instead of the numbers means one file per row.
-        largest_label: returns (largest label, name of a sample with that label), or None if it is not known.
-    """
-
-    text: str
-    sample_shape: tuple[int, ...]
-    kind: str = "pixels"
-    conditioning: str = "label"
-    class_names: list[str] = field(default_factory=list)
-    clips: ClipReading | None = None
-    random_flip: bool = False
-    random_window: bool = False
-    random_crop: bool = False
-    random_tags: bool = False
+    text: str  # one line for the log
+    sample_shape: tuple[int, ...]  # (C, H, W) or (C, T, H, W) of ``Item.x``, unless a :class:`View` requests another
+    kind: str = "pixels"  # or "latents", if samples are a VAE's means and standard deviations
+    conditioning: str = "label"  # items have a class ``y``; or "text", items have a caption ``text``
+    class_names: list[str] = field(default_factory=list)  # in the order of the labels; empty for "text"
+    clips: ClipReading | None = None  # None if the data set has no clips
+    random_flip: bool = False  # training mirrors half of the samples
+    random_window: bool = False  # training chooses windows of clips at random
+    random_crop: bool = False  # training chooses positions of crops at random
+    random_tags: bool = False  # training shuffles or drops tags of captions
     seed: int = 0
-    max_bad: float = 0.05
+    max_bad: float = 0.05  # largest fraction of unreadable files that training tolerates
+    # Only for latents: see ``latents.LatentDataset``.
     vae: str | None = None
     scaling_factor: float | tuple[float, ...] | None = None
     shift_factor: float | tuple[float, ...] | None = None
+    # Settings of cached caption embeddings.
     text_encoder: str | None = None
     max_tokens: int = 0
     empty_caption: Embedding | None = None
     features: CachedFeatures | None = None
-    first_frames: int | None = None
-    cut_captions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    first_frames: int | None = None  # channels of cached first-frame tokens; 0 without tokens
+    cut_captions: tuple[str, ...] = ()  # lines for the log about captions truncated before they were embedded
+    notes: tuple[str, ...] = ()  # lines for the log about files left out
+    # (rows, how many of their captions to check before training) of each source; empty means ``USUALLY_COUNTED``
     counted_captions: tuple[tuple[int, int], ...] = ()
-    sources: SourceRows | None = None
-    blend: str | None = None
+    sources: SourceRows | None = None  # the sources of a blend
+    blend: str | None = None  # the weights of a blend as text, for the log and for the check at a resume
+    # Returns (rows, file number of each row) of each source. Rows may share a file, such as a picture with several
+    # captions. None instead of the numbers means one file per row.
     files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
+    # Returns (largest label, name of a sample with that label), or None if it is not known.
     largest_label: Callable[[], tuple[int, str] | None] = lambda: None
 
     @property
@@ -289,23 +228,17 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Shapes of a data set's samples, and sizes of its files.
+    """Shapes of a data set's samples, and sizes of its files."""
 
-    Attributes:
-        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Only rows with equal keys, whose
-            samples have the same shape, may share a micro-batch.
-        media: returns (rows, 3) int32, the upright :data:`Size` of each row's file, or None if all files have
-            ``sample_shape``.
-        read_as: text that names the settings that change the result of ``media``.
-        latents: returns (end row, :data:`Size` in latents) for consecutive ranges of rows; None without cached latents.
-        frame_rates: returns the frames per second of some clips; empty if none are known.
-    """
-
+    # (rows,) integers, possibly memory-mapped, or one integer for all rows. Only rows with equal keys, whose samples
+    # have the same shape, may share a micro-batch.
     keys: np.ndarray | int = 0
+    # Returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all files have ``sample_shape``.
     media: Callable[[], np.ndarray | None] = lambda: None
-    read_as: str = ""
+    read_as: str = ""  # names the settings that change the result of ``media``
+    # Returns (end row, :data:`Size` in latents) for consecutive ranges of rows; None without cached latents.
     latents: Callable[[], list[tuple[int, Size]]] | None = None
-    frame_rates: Callable[[], list[float]] = list
+    frame_rates: Callable[[], list[float]] = list  # returns the frames per second of some clips
 
     def key(self, row: int) -> int:
         return int(self.keys[row]) if isinstance(self.keys, np.ndarray) else self.keys
@@ -345,8 +278,7 @@ class Fingerprint:
 
 class MediaDataset(Dataset[Any]):
     """Base class of data sets. A subclass implements ``__len__``, ``read``, ``fingerprint``, ``describe`` and, for
-    samples of several shapes, ``shapes``. It may override the other methods, for example to read a caption without its
-    picture."""
+    samples of several shapes, ``shapes``. It may override others, for example to read a caption without its picture."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -378,8 +310,8 @@ class MediaDataset(Dataset[Any]):
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Return (medium, frames) of a row for display. May raise any exception. The frames are the first, middle and
-        last frame, (n, H, W) or (n, H, W, 3) uint8."""
+        """Return (medium, frames) of a row for display. The frames are the distinct ones of the first, middle and last
+        frame, (n, H, W) or (n, H, W, 3) uint8. May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
@@ -387,8 +319,7 @@ class MediaDataset(Dataset[Any]):
         """Start to fetch ``rows``, which will be read next in this order. By default nothing is fetched."""
 
     def next_row(self, row: int) -> int:
-        """Return the row to read in place of an unreadable ``row``: the next row of the same shape. The search
-        wraps around at the end."""
+        """Return the row to read instead of an unreadable ``row``: the next row of the same shape, cyclically."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
@@ -455,9 +386,10 @@ def to_pixels(x: Tensor) -> Tensor:
 
 
 class BadFileCounter:
-    """Counts readable and unreadable files, and reports each unreadable file once. max_bad: largest tolerated fraction
-    of unreadable files, checked once ``minimum`` files were tried. on_skip: called with "path: reason" of each
-    unreadable file."""
+    """Counts readable and unreadable files, and reports each unreadable file once.
+
+    max_bad: largest tolerated fraction of unreadable files, checked once ``minimum`` files were tried. on_skip: called
+    with "path: reason" of each unreadable file."""
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
         self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum

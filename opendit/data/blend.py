@@ -44,12 +44,9 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """Data set of the concatenated rows of several data sets, the sources.
-
-    A source's ``random_flip`` and ``random_window`` apply to its samples only.
+    """Data set of the concatenated rows of several data sets, the sources ``parts`` with their ``names``.
 
     Args:
-        names, parts: names and data sets of the sources.
         stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
         shown: the blend's name in messages.
         classes: for each source, a mapping that renames its classes to the blend's. Other names stay.
@@ -242,8 +239,7 @@ class BlendedDataset(MediaDataset):
 def _merged(
     names: Sequence[str], abouts: Sequence[Description], classes: Sequence[dict[str, str]], union: bool, shown: str
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the blend's class names, and for each source an array that maps its labels to the blend's labels. Raises
-    ValueError for a class that a source lacks."""
+    """Return the blend's class names, and for each source an array that maps its labels to the blend's labels."""
     renamed = []
     for name, about, mapped in zip(names, abouts, classes, strict=True):
         if unknown := sorted(mapped.keys() - set(about.class_names)):

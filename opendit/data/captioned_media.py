@@ -65,12 +65,11 @@ _SIGNATURES = re.compile(
 
 @dataclass(frozen=True)
 class TableRow:
-    """A picture or clip with its caption. extra: other columns of a CSV, name -> text. A relative ``path`` is relative
-    to the working directory, not to the table."""
+    """A picture or clip with its caption."""
 
-    path: Path
+    path: Path  # absolute, or relative to the working directory
     text: str
-    extra: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)  # other columns of a CSV: name -> text
 
     @property
     def is_named_picture(self) -> bool:
@@ -200,7 +199,7 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
     """Return (names of the columns, lines without the header). The two columns in use are renamed to path and text.
-    lines: (line number, cells) of each row. Raises ValueError, NoColumns if the header lacks one of the two columns."""
+    lines: (line number, cells) of each row. Raises ValueError, or NoColumns if the header lacks one of the two."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -237,7 +236,6 @@ def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
 
 
 def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> TableRow:
-    """Parse one row of a CSV. Raises ValueError, beginning with ``here``, if the row is malformed."""
     values = dict(zip(columns, cells, strict=False))
     if len(cells) < 2 or len(cells) > len(columns) or "path" not in values or "text" not in values:
         _check_delimiter(folder, here, cells)
@@ -270,8 +268,7 @@ def check_utf8(here: str, column: str, cell: str) -> None:
 
 
 def locate(folder: Path, here: str, path: str) -> Path:
-    """Return the path of a file that a table in ``folder`` names. Raises ValueError, beginning with ``here``, for a URL
-    and for an unknown home folder (``~user``)."""
+    """Return the path of a file that a table in ``folder`` names. Raises ValueError, beginning with ``here``."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
@@ -302,8 +299,7 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row from the cells of file and caption. A caption may be a string, a number or None (empty). Raises
-    ValueError, beginning with ``here``, for other cells."""
+    """Make a row from the cells of file and caption: strings, or for a caption also a number or None (empty)."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -371,23 +367,15 @@ ALONE = "--caption_prefix alone"  # name of the source of files without a captio
 
 @dataclass
 class CaptionedFiles:
-    """The captioned files of a folder, and the files that are left out.
-
-    Attributes:
-        rows: the captioned files.
-        sources: kind of source, such as ".txt files" -> number of captions from it.
-        left_out: reason, such as ``BARE`` -> "path" or "path: details" of each file.
-        table: path of the folder's table; None if it has none.
-        has_captions: True if there is a table or a row, or a .txt or .caption file is beside a picture or clip.
-        ignored: files that are neither media nor captions.
-    """
+    """The captioned files of a folder, and the files that are left out."""
 
     rows: list[TableRow] = field(default_factory=list)
-    sources: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)  # kind of source, such as ".txt files" -> number of captions
+    # reason, such as ``BARE`` -> "path" or "path: details" of each file
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    table: Path | None = None
-    has_captions: bool = False
-    ignored: Ignored = field(default_factory=Ignored)
+    table: Path | None = None  # path of the folder's table
+    has_captions: bool = False  # True if there is a table, a row, or a .txt or .caption file beside a medium
+    ignored: Ignored = field(default_factory=Ignored)  # files that are neither media nor captions
 
     def add(self, path: Path, text: str, source: str) -> None:
         self.rows.append(TableRow(path, text))
@@ -443,7 +431,7 @@ def find_captions(
 
 def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list[TableRow], list[str]]:
     """Return (rows of a table or folder, lines about files of the folder that were left out). name: the path's name in
-    messages. Raises FileNotFoundError or ValueError, also for a folder without captions."""
+    messages. Raises FileNotFoundError or ValueError."""
     if not os.path.isdir(path):
         return read_table(path, name, columns), []
     found = find_captions(path, columns=columns)
@@ -453,8 +441,7 @@ def read_captioned(path: str, name: str, columns: Columns = USUAL) -> tuple[list
 
 
 def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return (paths of media, caption files) below a folder. The caption files are a nested dictionary: path without
-    suffix -> suffix -> path."""
+    """Return (paths of media, caption files: path without suffix -> suffix -> path) below a folder."""
     media, beside = [], {}
     above = folders_above(str(root)) - {identity_of(str(root))}
     suffixes = CLIPS | picture_suffixes() | frozenset(BESIDE)
@@ -518,7 +505,7 @@ def _caption(files: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _json_caption(path: Path) -> str:
-    """Return the value of "caption" in a JSON file, else of "text", else "". Raises ValueError or OSError."""
+    """Return the value of "caption" in a JSON file, else of "text", else ""."""
     try:
         values = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -625,8 +612,7 @@ TIME_LIMIT = 60.0  # seconds for decoding two frames of a file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Return the Medium of a file after decoding the picture, or the clip's first and last frame. May raise any
-    exception."""
+    """Return the Medium of a file after decoding the picture, or the clip's first and last frame."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -641,8 +627,8 @@ def check_rows(
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
     """Check rows, and return (remaining rows in order, their media, dropped rows). The dropped rows are a dictionary
-    from each of ``REASONS`` to a list of "path: problem". A picture is never too short. Files are decoded in separate
-    processes, because decoders crash and hang on broken files."""
+    from each of ``REASONS`` to a list of "path: problem". Files are decoded in separate processes, because decoders
+    crash and hang on broken files."""
     found: list[Medium | tuple[str, str] | None] = []  # for every row, its medium or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
@@ -679,7 +665,7 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a text table of minimum, median and maximum. Durations, frames and rates are those of the clips only."""
+    """Return a text table of minimum, median and maximum; durations, frames and rates are those of clips only."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),

@@ -42,32 +42,20 @@ def stands_for_nothing(caption: str) -> bool:
 
 @dataclass
 class CaptionCount:
-    """Statistics of some captions of a data set of ``rows`` rows.
+    """Statistics of some captions of a data set."""
 
-    Attributes:
-        name: text with which all lines of this object begin.
-        counted: number of captions counted, including unreadable ones.
-        tokens, words: for each length in tokens, or in words, the number of captions of that length.
-        longest_at: name of the sample whose caption has the most tokens.
-        empty: number of captions without content, see ``says_nothing``.
-        missing: for each spelling of a missing value, such as "NaN", the number of captions that consist of it.
-        unreadable: number of captions that can't be read.
-        empty_at, missing_at: name of the first such sample.
-        unreadable_at: error of the first unreadable caption.
-    """
-
-    rows: int
-    name: str = "captions"
-    counted: int = 0
-    tokens: Counter[int] = field(default_factory=Counter)
+    rows: int  # rows of the data set
+    name: str = "captions"  # text with which all lines of this object begin
+    counted: int = 0  # captions counted, including unreadable ones
+    tokens: Counter[int] = field(default_factory=Counter)  # length in tokens -> number of captions of that length
     words: Counter[int] = field(default_factory=Counter)
-    longest_at: str = ""
-    empty: int = 0
-    empty_at: str = ""
-    missing: Counter[str] = field(default_factory=Counter)
+    longest_at: str = ""  # name of the sample whose caption has the most tokens
+    empty: int = 0  # captions without content, see ``says_nothing``
+    empty_at: str = ""  # name of the first such sample
+    missing: Counter[str] = field(default_factory=Counter)  # spelling of a missing value -> number of such captions
     missing_at: str = ""
     unreadable: int = 0
-    unreadable_at: str = ""
+    unreadable_at: str = ""  # error of the first unreadable caption
 
     @property
     def longest(self) -> int:
@@ -118,9 +106,7 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """Return a list of one line about the captions of more than ``limit`` tokens; [] if there are none.
-
-        encoder: name of the encoder in the line. advice: end of the line."""
+        """Return a list of one line about the captions of more than ``limit`` tokens; [] if there are none."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -129,9 +115,9 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Return lines about the captions' lengths, for use before an encoder is chosen. :func:`byte_tokens` must have
-        measured the captions. The lines give the default number of tokens of the encoder ``bytes``, and how many
-        captions CLIP and T5 truncate at least. This lower bound takes every word as one token."""
+        """Return lines about the captions' lengths in bytes, which :func:`byte_tokens` must have measured: the default
+        number of tokens of the encoder ``bytes``, and how many captions CLIP and T5 truncate at least, if every word is
+        one token."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -155,15 +141,14 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """Return text that names the flag to keep captions of ``tokens`` tokens whole, or "" if no flag allows that."""
+    """Return text that names the flag to keep captions of ``tokens`` tokens whole; "" if no flag allows that."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
-    """Return the rows whose captions are counted before training starts, ascending int64.
-
-    Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. Larger sources
-    contribute evenly spaced groups of adjacent rows, because these are usually in one file and faster to read."""
+    """Return the rows whose captions are counted before training starts, ascending int64: all rows of a source, or
+    evenly spaced groups of adjacent rows, which are usually in one file and faster to read. The number is limited by
+    ``Description.counted_captions`` and, for each source, by ``most``."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)
@@ -180,9 +165,7 @@ def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
 def count_captions(
     dataset: MediaDataset, measure: Measure = byte_tokens, most: int | None = None, name: str = "captions"
 ) -> CaptionCount:
-    """Count the captions of the rows in :func:`caption_rows`. A data set without captions gives an empty count.
-
-    measure: returns the number of tokens of each caption. name: see :class:`CaptionCount`."""
+    """Count the captions of the rows in :func:`caption_rows`. A data set without captions gives an empty count."""
     rows = caption_rows(dataset, most).tolist() if dataset.describe().conditioning == "text" else []
     return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
 
@@ -195,8 +178,7 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """Count the captions of ``rows``, out of ``total`` rows. caption: returns the caption of a row. source: returns the
-    name of a row's sample for messages. measure, name: see :func:`count_captions`."""
+    """Count the captions of ``rows``, out of ``total`` rows."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

@@ -88,7 +88,6 @@ _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 def resize_and_crop(frames: Tensor, size: FrameSize, as_bytes: bool = False, enlarge: bool = True) -> Tensor:
     """Crop frames (T, H, W, 3) uint8 to the aspect ratio of ``size`` and resize them, bicubic with antialiasing.
-
     enlarge: False returns a crop smaller than ``size`` at its size. Returns (3, T, height, width) float32 in [-1, 1];
     with ``as_bytes``, uint8 whose channels are adjacent in memory."""
     # Crop before resizing, so that both axes have the same scale and a long thin frame is not slower than others.
@@ -139,13 +138,9 @@ def read_clip(
 
     Frames are chosen by number (``clip_window``), or with ``fps`` by their times (``timed_window``).
 
-    Args:
-        size, as_bytes, enlarge: see :func:`resize_and_crop`.
-        start: see ``clip_window``.
-        short_clips: "skip" raises BadSample for a clip that is too short. "interval" reads it at a smaller interval, if
-            it has ``num_frames`` frames.
-        name: the file's name in messages, if ``path`` is a temporary copy.
-        reader: one of ``video_files.CHOICES``; all give the same pixels.
+    start: see ``clip_window``. short_clips: "skip" raises BadSample for a clip that is too short; "interval" reads it
+    at a smaller interval, if it has ``num_frames`` frames. name: the name in messages, if ``path`` is a temporary copy.
+    reader: one of ``video_files.CHOICES``; all give the same pixels.
 
     Raises BadSample if the clip is too short, can't be decoded, or takes, or once took, more than ``time_limit`` s."""
     check_window(num_frames, frame_interval, short_clips, fps)
@@ -210,10 +205,8 @@ def clip_size(
 ) -> tuple[int, int, int]:
     """Return (frames, height, width) of a clip, upright. Raises BadSample.
 
-    Args:
-        whole: False if ``path`` is an MP4 of which only ``container_header.table_parts`` are present.
-        count: returns the number of frames to report, from the clip's timeline; None means all frames of the file.
-    """
+    whole: False if ``path`` is an MP4 of which only ``container_header.table_parts`` are present. count: returns the
+    number of frames to report, from the clip's timeline; None means all frames of the file."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
         reader = _open(path, "auto", stop, whole)[0]
@@ -247,9 +240,8 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
-    """Return (medium, frames) of a clip. The frames are its first, middle and last one, (3, H, W, 3) uint8.
-
-    middle: False leaves the middle frame out. May raise any exception."""
+    """Return (medium, frames) of a clip. The frames are its first, middle and last one, (3, H, W, 3) uint8; without
+    ``middle``, two. May raise any exception."""
     found: list[Timeline] = []
 
     def choose(timeline: Timeline) -> list[int]:
@@ -326,7 +318,6 @@ def decode_frames(
     reader: str = "auto",
 ) -> np.ndarray:
     """Return the frames whose indices ``choose`` returns for a clip's timeline, (T, H, W, 3) uint8. Raises BadSample.
-
     size: if the frames have more than ``WINDOW`` bytes, resize them to this size in groups; None never resizes."""
     file, by_number = _open(path, reader, stop)
     try:
@@ -349,8 +340,8 @@ def decode_frames(
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True for errors after which no other reader is tried: BadSample and MemoryError, but not libav's. Damaged
-    files cause libav's MemoryError by declaring absurd sizes."""
+    """Return True for errors after which no other reader is tried: BadSample and MemoryError, but not libav's, which a
+    damaged file causes by declaring absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -401,8 +392,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, path: str, name: str, version: tuple[int, int], stop: threading.Event, whole: bool
 ) -> tuple[Reader, bool]:
-    """Open a file with ``reader``, or with PyAV if ``reader`` fails or can't read it correctly. See ``_open``. name:
-    the file's name for FFmpeg. version: the file's modification time and size."""
+    """Open a file with ``reader``, or with PyAV if ``reader`` can't read it. name: the file's name for FFmpeg.
+    version: the file's modification time and size."""
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
@@ -420,9 +411,8 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Return ``contents`` with the number and times of the frames that can be decoded before the first error.
-
-    Return ``contents`` unchanged if an error comes before the first frame."""
+    """Return ``contents`` with the number and times of the frames that can be decoded before the first error, or
+    unchanged if there are none."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -482,9 +472,8 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a temporary file of ``size`` bytes, in memory if possible.
-
-    parts: (offset, bytes) of its contents. All other bytes are zero."""
+    """Yield the path of a temporary file of ``size`` bytes, in memory if possible. parts: (offset, bytes) of its
+    contents; all other bytes are zero."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)
@@ -517,18 +506,15 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
-    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` of ``length`` frames fit.
-
-    Return ``frame_interval`` if no interval fits."""
+    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` of ``length`` frames fit, or
+    ``frame_interval`` if none does."""
     too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
     return (length - 1) // (num_frames - 1) if too_short else frame_interval
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
-    """Return the indices of the frames shown at ``num_frames`` times that are 1 / ``fps`` seconds apart.
-
-    Return None if the clip is shorter. start: selects the frame at whose display time the window begins, among all
-    possible ones, as in ``clip_window``."""
+    """Return the indices of the frames shown at ``num_frames`` times that are 1 / ``fps`` seconds apart, or None if the
+    clip is shorter. start: selects the frame at which the window begins, as in ``clip_window``."""
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
@@ -556,12 +542,8 @@ def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_O
     ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on a CPU. The host waits for the
     device only when a pair of sizes occurs for the first time.
 
-    Args:
-        x: (B, C, [T,] H, W) uint8, in any memory order.
-        small: B entries, each a ``Small``, or None for a sample of full size. None in place of the entries means that
-            all samples have full size.
-        at_once: maximum values of ``x`` resized together. One sample may have more.
-    """
+    x: (B, C, [T,] H, W) uint8, in any memory order. small: B entries, None for a sample of full size; None instead of
+    the entries means that all have full size. at_once: maximum values resized together; one sample may have more."""
     if small is None:
         return x
     x = x.clone()

@@ -94,9 +94,8 @@ class Conversion:
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert planes (H, W) of Y, Cb and Cr to (H, W, 3) uint8.
-
-        bits: bits of a value. full: True for full range, False for limited range. matrix: a key of ``MATRICES``."""
+        """Convert planes (H, W) of Y, Cb and Cr, with ``bits`` bits, to (H, W, 3) uint8. full: True for full range,
+        False for limited range. matrix: a key of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
@@ -174,9 +173,8 @@ def of_clip(primaries: int, transfer: int) -> Conversion | None:
 
 @cache
 def of_picture(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a picture's signals, from the codes in PNG's cICP or AVIF's nclx.
-
-    Return None for unknown codes, and for those of sRGB and BT.709, whose pixels are not changed."""
+    """Return the conversion of a picture's signals, from the codes in PNG's cICP or AVIF's nclx; None for unknown codes
+    and those of sRGB and BT.709."""
     if transfer in (PQ, HLG):
         return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
     if primaries not in _WIDE and transfer not in _GAMMAS:
@@ -188,9 +186,8 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
 
 @lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
-    """Return the conversion of a picture whose signals are light ** ``gamma``; None means sRGB's curve.
-
-    chromaticities: (x, y) of red, green, blue and white; None means sRGB's. Raises ValueError for degenerate ones."""
+    """Return the conversion of a picture whose signals are light ** ``gamma``; None means sRGB's curve. chromaticities:
+    see :func:`to_bt709`; None means sRGB's."""
     matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
     return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
 
@@ -279,10 +276,9 @@ def kind_of_picture(image: Image.Image) -> str:
 
 
 def conversion_of(image: Image.Image) -> tuple[str, Convert] | None:
-    """Return (mode, function) to convert a picture's colours to sRGB; None if none is needed or possible.
-
-    The function takes a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) and returns one in "RGB". As in
-    browsers, an ICC profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or for other channels."""
+    """Return (mode, function) to convert a picture's colours to sRGB; None if none is needed or possible. The function
+    takes a picture in ``mode`` ("RGB", "L" or "CMYK", 8 bits per channel) and returns one in "RGB". As in browsers, an
+    ICC profile is ignored if it is damaged, larger than ``MAX_PROFILE`` or for other channels."""
     info = image.info
     if _codes_count(image):
         convert = of_picture(*info[_CODES])
@@ -316,10 +312,9 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 
 @lru_cache(maxsize=16)
 def transform_of(profile: bytes, mode: str) -> Convert | None:
-    """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent.
-
-    Return None for a damaged profile. Return None for one that changes no colour of "RGB" or "L" by more than one level
-    of 255, which is how much versions of the sRGB profile differ."""
+    """Return the function that converts pictures in ``mode`` from an ICC profile to sRGB, with perceptual intent; None
+    for a damaged profile, and for one that changes no colour of "RGB" or "L" by more than one level of 255, which is
+    how much versions of the sRGB profile differ."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         # By default LittleCMS uses a coarse table for "L", which is off by 9 levels for dark greys in linear light.

@@ -34,9 +34,8 @@ _INTRA = (2, 4, 7, 9)  # types of slices that refer to no other frame
 
 
 def problem_of_tables(path: str) -> str | None:
-    """Return why an MP4 must not be decoded: invalid or too large tables, or colours that can't be converted.
-
-    Return None for any other file, also for one that is not an MP4 or has no tables. Raises OSError."""
+    """Return why an MP4 must not be decoded: invalid or too large tables, or colours that can't be converted. Return
+    None for any other file. Raises OSError."""
     read, samples, frames = 0, 0, 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -83,10 +82,9 @@ class _Parts:
 
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
-    """Return (offset, bytes) of those parts of an MP4 of ``size`` bytes that describe its frames.
-
-    The parts include the first ``least`` bytes. Return None if the file must be read as a whole: if it is not a valid
-    MP4, is fragmented, or is mostly tables. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
+    """Return (offset, bytes) of those parts of an MP4 of ``size`` bytes that describe its frames, including its first
+    ``least`` bytes. Return None if the file must be read as a whole: if it is not a valid MP4, is fragmented, or is
+    mostly tables. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
     file = _Parts(read, size, least)
     try:
         for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
@@ -130,8 +128,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 def _count(data: bytes) -> tuple[int, int]:
     """Return (largest number of samples in a table, the same for video tracks only) of a moov or moof box. Raises
-    ValueError for colours that can't be converted, and for a table that declares more entries than it holds. FFmpeg
-    would read the bytes after such a table as entries."""
+    ValueError for colours that can't be converted, and for a table that declares more entries than it holds."""
     most, video, left = 0, 0, MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
@@ -177,8 +174,8 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares; 0 for a kind of table that declares none.
-    Raises ValueError if the table declares more entries than it holds."""
+    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError if the table declares
+    more entries than it holds. FFmpeg would read the bytes after such a table as entries."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of all samples, or 0
@@ -222,10 +219,9 @@ def dolby_profile(entry: bytes) -> int | None:
 
 
 def begins_anew(sample: bytes, length: int) -> bool:
-    """Return True if an H.264 frame refers to no other frame, judged by its first slice.
-
-    sample: bytes of the frame, at least up to the beginning of its first slice. length: bytes of the size field before
-    each NAL unit; 0 if start codes separate the units. Raises ValueError if the slice's header is cut off."""
+    """Return True if an H.264 frame refers to no other frame, judged by its first slice. sample: bytes of the frame.
+    length: bytes of the size field before each NAL unit; 0 if start codes separate the units. Raises ValueError if the
+    slice's header is cut off."""
     for unit in _units(sample, length):
         kind = unit[0] & 31
         if kind == _SLICE_OF_IDR:
@@ -314,9 +310,8 @@ def _from_start(file: BinaryIO) -> Iterator[str | None]:
 
 
 def count_frames(file: BinaryIO, most: int) -> int:
-    """Return the number of frames of a file; 0 for a still PNG or WebP, and for formats without animations.
-
-    A GIF, PNG or WebP counts as having at most ``most`` frames."""
+    """Return the number of frames of a file, for a GIF, PNG or WebP at most ``most``; 0 for a still PNG or WebP, and
+    for formats without animations."""
     with _from_start(file) as kind:
         if kind in _WALKS:
             return sum(1 for _, _ in zip(_WALKS[kind](file), range(most), strict=False))

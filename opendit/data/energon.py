@@ -91,11 +91,9 @@ def read_prepared(
     split_config: str | None = None,
     cooked: bool = False,
 ) -> PreparedSet:
-    """Read the first of ``splits`` that the folder has. None instead of splits means every tar of the folder.
-
-    dataset_config, split_config: names of files in ``.nv-meta``; None means dataset.yaml, and split.yaml or split.json.
-    cooked: True if the user's code reads the samples. Raises ValueError or FileNotFoundError, beginning with ``shown``.
-    """
+    """Read the first of ``splits`` that the folder has; None instead of splits means every tar. dataset_config,
+    split_config: names of files in ``.nv-meta``. cooked: True if the user's code reads the samples. Raises ValueError
+    or FileNotFoundError, beginning with ``shown``."""
     meta = folder / META
     counts = _counts(meta, shown)
     tars, without = list(counts), frozenset()
@@ -254,7 +252,7 @@ def _access(option: str) -> tuple[str, ...]:
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
     """Open the index of every tar, in order. One rank per machine makes missing indexes, and the others wait. Raises
     ValueError, beginning with ``shown``, if a tar is missing, damaged or has another number of samples than Energon
-    counted, or if the cache folder can't be written to. Raises DataError if a process was killed."""
+    counted, or if the cache folder can't be written to."""
     folder = FileCache.of_environment().folder / "energon"
     places = {}
     for name, _ in prepared.tars:
@@ -346,7 +344,7 @@ def load_cooker(name: str) -> Cooker:
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
     """Return (key of a sample, dictionary from extensions to the bytes of its members). content: the sample's bytes in
-    the tar, with the headers of its members. fields: says which members to take."""
+    the tar, with the headers of its members."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
@@ -357,8 +355,7 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
 
 
 def decoded(ending: str, content: bytes) -> Any:
-    """Decode a member by its extension: JSON to its value, texts to strings, and classes, indices and ids to integers.
-    Other members stay bytes."""
+    """Decode JSON, texts, and the integers of classes, indices and ids. Other members stay bytes."""
     suffix = suffix_of(ending)
     if suffix in (".json", ".jsn"):
         return json.loads(content)
@@ -413,8 +410,7 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """Return the cooker's result for the first readable sample. Raises ValueError if the first ``TRIED`` samples
-        are unreadable."""
+        """Return the cooker's result for the first readable sample of the first ``TRIED``. Raises ValueError."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -445,8 +441,7 @@ class CookedDataset(ShardDataset):
         return found
 
     def _medium(self, row: int) -> Any:
-        """Return the bytes of a clip's or picture's file, or a PIL image. Raises BadSample, also if the sample has
-        other parts than the first readable one."""
+        """Return the bytes of a clip's or picture's file, or a PIL image. Raises BadSample."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):

@@ -44,13 +44,13 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Selection of a split's samples: from fraction ``start`` to fraction ``end`` of the samples [first, last). last:
-    None means the end of the split. Numbers of samples are rounded down, as in Energon."""
+    """Selection of a split's samples: from fraction ``start`` to fraction ``end`` of the samples [first, last). Numbers
+    of samples are rounded down, as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
     first: int = 0
-    last: int | None = None
+    last: int | None = None  # None means the end of the split
 
     def within(self, outer: "Subset | None") -> "Subset":
         """Return the part of this subset that ``outer`` selects. ``outer`` must select by fractions only."""
@@ -70,12 +70,11 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A split of a prepared folder, as named by a metadataset. split: "" means that of ``Request.split``.
-    share: the folder's weight, or how often a pass repeats it."""
+    """A split of a prepared folder, as named by a metadataset."""
 
     folder: Path
-    split: str
-    share: Fraction = Fraction(1)
+    split: str  # "" means that of ``Request.split``
+    share: Fraction = Fraction(1)  # the folder's weight, or how often a pass repeats it
     subset: Subset | None = None
     subflavors: dict[str, Any] = field(default_factory=dict)
     dataset_config: str | None = None
@@ -108,8 +107,8 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Return (meaning of ``Leaf.share``, leaves) of a file. above: the files that lead to it, the first one first.
-        inherited, subset: the subflavors that those files set, and the part of this file that they select."""
+        """Return (meaning of ``Leaf.share``, leaves) of a file. above, inherited, subset: see ``_At``, of the files
+        that lead to it."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -246,14 +245,13 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """Context of the entries of a file: its folder and split, and values from the files that lead to it. above: those
-    files and the file itself. subflavors, subset: see ``_Reader.file``."""
+    """Context of the entries of a file."""
 
     folder: Path
     split: str
-    above: tuple[Path, ...]
-    subflavors: dict[str, Any]
-    subset: Subset | None
+    above: tuple[Path, ...]  # the files that lead to this one, the first one first, and this file
+    subflavors: dict[str, Any]  # set by the files above
+    subset: Subset | None  # the part that the files above select
 
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # ``Request.split`` -> Energon's names, best first
@@ -328,8 +326,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars from which the leaf uses samples, with these samples. The leaf's subset refers to all samples of
-    the tars, also those that an index or ``exclude`` leaves out."""
+    """Return the tars from which the leaf uses samples, with these samples. Its subset counts all samples of the tars,
+    also those that an index or ``exclude`` leaves out."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -354,7 +352,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
     """Return the index rows of a tar's samples [first, last) whose keys are not in ``keys``; None means all rows.
-    first, last: count all samples of the tar, also those that the index leaves out."""
+    first, last: count also the samples that the index leaves out."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None

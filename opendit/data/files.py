@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """Return what a file with this ``st_mode`` is, such as "a folder", or None for a regular file."""
+    """Return the kind of a file with this ``st_mode``, such as "a folder"; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
 
 
@@ -73,9 +73,7 @@ def bytes_of(path: str | Path) -> int:
 
 
 def allow_open_files(most: int = 2**14) -> None:
-    """Raise this process's limit on open files to ``most``, or as far as the system permits. Children inherit it.
-
-    The usual limit is 1,024, and a blend of many tars opens hundreds of files per source."""
+    """Raise this process's limit on open files, usually 1,024, to ``most`` or as far as the system permits."""
     try:
         import resource
     except ImportError:  # this system has no such limit
@@ -100,7 +98,7 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
 
 
 def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
-    """Return ``work(item)`` for all items, in order. A network disk serves 8 parallel reads in the time of one."""
+    """Return ``work(item)`` for all items, in order. A network disk serves 8 reads in the time of one."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, items))
 
@@ -163,7 +161,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """Yield False for every attempt but the last one, and True for that, with pauses between the attempts."""
+    """Yield False before every attempt but the last one, and True before that, with pauses in between."""
     for pause in PAUSES:
         yield False
         wait(pause)
@@ -238,21 +236,14 @@ Identity = tuple[int, int]  # device and inode: the same for every path to a fol
 
 @dataclass
 class Ignored:
-    """The files and folders that a search ignored.
+    """The files and folders that a search ignored."""
 
-    Attributes:
-        suffixes: number of ignored files of each suffix.
-        hidden: number of hidden files and folders.
-        outside: number of pictures outside the class folders.
-        named: "path (kind)" of pipes, devices, sockets, links to a parent folder, and folders visited too often.
-        unreadable: "path (reason)" of folders that can't be read.
-    """
-
-    suffixes: Counter[str] = field(default_factory=Counter)
-    hidden: int = 0
-    outside: int = 0
+    suffixes: Counter[str] = field(default_factory=Counter)  # number of ignored files of each suffix
+    hidden: int = 0  # hidden files and folders
+    outside: int = 0  # pictures outside the class folders
+    # "path (kind)" of pipes, devices, sockets, links to a parent folder, and folders visited too often
     named: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # "path (reason)" of folders that can't be read
 
     def add(self, other: "Ignored") -> None:
         self.suffixes += other.suffixes
@@ -408,8 +399,7 @@ def hash_files(paths: Sequence[str]) -> str:
 
 
 def _contents(path: str, share: int) -> bytes:
-    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` bytes. Return b"" if
-    it can't be read or is not a regular file."""
+    """Return the size and the bytes of a file, or a hash of its size and of about ``share`` bytes."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with open(handle, "rb", buffering=0) as file:
@@ -444,9 +434,7 @@ class Checksums:
 
 
 class Verification:
-    """Compares files with their SHA-256 in a background thread, slowly enough not to slow training down.
-
-    folder, files, flag: see :class:`Checksums`."""
+    """Compares files with their SHA-256 in a background thread, slowly enough not to slow training down."""
 
     def __init__(self, folder: Path, files: dict[str, str], flag: str):
         self.folder, self.files, self.flag = folder, files, flag

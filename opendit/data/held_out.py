@@ -55,7 +55,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Permute the numbers of ``files`` files with the seed ``SEED``. Return entries [start, stop), sorted."""
+    """Return the sorted entries [start, stop) of the permutation of file numbers with the seed ``SEED``."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -65,8 +65,7 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows of ``files``, ascending. files: file numbers, ascending. sources: see ``Description.files``.
-    counts: number of files of each source."""
+    """Return the rows of ``files``, both ascending. counts: number of files of each of ``sources``."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):

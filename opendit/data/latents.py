@@ -101,21 +101,11 @@ class LatentDataset(ShardDataset):
     """Data set of cached latents in tars. A sample ``x`` holds the means and standard deviations of a picture (2C, h,
     w) or of a clip (2C, t, h, w), float32.
 
-    Args:
-        index: index of one picture size.
-        tars: all tars that ``index`` lists, in its order.
-        empty_caption: embedding of the empty string; None without an encoder.
-        of_run: random_flip, use_video, num_frames, frame_interval and fps of the run; see ``_take``.
-
-    Attributes:
-        vae: the ``--vae`` that made the latents.
-        scaling_factor, shift_factor: arguments of ``encoders.vae.sample_moments``.
-        text_encoder: the encoder whose caption embeddings are cached; None if there are no embeddings.
-        max_tokens: length of the padded embeddings.
+    index: index of one picture size. tars: all tars that ``index`` lists, in its order. empty_caption: embedding of the
+    empty string; None without an encoder. of_run: settings of the run, see ``_take``.
 
     Raises ValueError, which begins with ``name``, if the latents were made with other settings for clips, if they lack
-    the mirror images that ``random_flip`` requests, or if ``index`` contradicts the tars about captions and classes.
-    """
+    the mirror images that ``random_flip`` requests, or if ``index`` contradicts the tars about captions and classes."""
 
     empty_captions = True  # accept empty captions, which the original data set may have
     names_file = INDEX
@@ -160,8 +150,8 @@ class LatentDataset(ShardDataset):
         frame_interval: int = 1,
         fps: float | None = None,
     ) -> None:
-        """Set the attributes that the index determines. Raises ValueError, which begins with ``name``, if the index
-        contradicts the settings of the run. random_flip: None means to mirror if mirror images are stored."""
+        """Set the attributes that the index determines. Raises ValueError if it contradicts the settings of the run.
+        random_flip: None means to mirror if mirror images are stored."""
         made = index.get("video")
         if use_video != (made is not None):
             what = (
@@ -274,8 +264,8 @@ class LatentDataset(ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the number of latent frames of samples with this shape key. It is read from the first readable sample,
-        because index.json does not record it. Pictures among clips have one frame."""
+        """Return the number of latent frames of samples with this shape key, read from the first readable sample,
+        because index.json does not record it."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -406,9 +396,7 @@ def _open_address(asked: Request) -> ShardDataset:
 
 
 def _open_remote_latents(asked: Request, remote: Remote, cache: FileCache) -> LatentDataset | None:
-    """Open cached latents in tars behind an address. Return None if their folder has no index.json.
-
-    Raises ValueError, DataError or OSError."""
+    """Open cached latents in tars behind an address. Return None if their folder has no index.json."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
     if indexes is None:
         return None
@@ -441,13 +429,12 @@ def tar_name(image_size: int, shard: int, shards: int) -> str:
 
 
 class CachedSample(NamedTuple):
-    """A sample of a tar of latents. row: the sample's row in the original data set. tensors: see the module's
-    docstring. caption: stored instead of the class ``label``; None stores the label."""
+    """A sample of a tar of latents."""
 
-    row: int
-    tensors: dict[str, Tensor]
+    row: int  # the sample's row in the original data set
+    tensors: dict[str, Tensor]  # see the module's docstring
     label: int
-    caption: str | None = None
+    caption: str | None = None  # stored instead of the class ``label``
 
 
 def write_shard(path: Path, samples: Sequence[CachedSample], settings: dict[str, Any], skipped: list[str]) -> str:
@@ -485,8 +472,7 @@ def _members(about: bytes, samples: Sequence[CachedSample]) -> Iterator[tuple[st
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (number of samples, settings, skipped files) of a tar; None if it is not a complete tar written by
-    :func:`write_shard`."""
+    """Return (number of samples, settings, skipped files) of a complete tar of :func:`write_shard`; None for others."""
     try:
         header = TarIndex(index_of(path)).header
         with open(open_regular(path), "rb") as file:
@@ -501,8 +487,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
 
 
 def complete_tars(folder: Path, settings: dict[str, Any]) -> set[str]:
-    """Return the names of the complete tars of one picture size in a folder. Raises ValueError if one was made with
-    other settings."""
+    """Return the names of the complete tars of one picture size. Raises ValueError for tars of other settings."""
     kept = set()
     for path in sorted(folder.glob(f"latents-{settings['image_size']}-*.tar")):
         header = read_header(path)
@@ -535,7 +520,7 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
     """Read the indexes of latents in a folder behind an address. Return None for the address of a tar, and for a folder
-    without such an index. Raises ValueError, DataError or OSError."""
+    without such an index."""
     name = f"{address.rstrip('/')}/{INDEX}"
     content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
@@ -556,8 +541,8 @@ def arrays_of(
     content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Return the arrays in a member, by name. The array of a ``.npy`` has the name "". names: the arrays to read from a
-    ``.npz``; None for all numeric ones. shape: (2C, [t,] h, w), the shape of mean and deviation. Raises ValueError if a
-    ``.npz`` exceeds ``_TIMES`` bytes per latent value. Damaged bytes may raise any exception."""
+    ``.npz``; None for all numeric ones. shape: (2C, [t,] h, w), the shape of mean and deviation. May raise any
+    exception."""
     if suffix == ".safetensors":
         return load(content)
     if suffix == ".npy":
@@ -571,8 +556,8 @@ def arrays_of(
 
 
 def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the name of the array of latents, and the name of its mirror image's array if there is one. Raises
-    ValueError if no array has the shape, or if several have it and none has a name of ``_USUAL``."""
+    """Return the name of the array of latents, and that of its mirror image if there is one. Raises ValueError if no
+    array has the shape, or if several have it and none has a name of ``_USUAL``."""
     stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
@@ -586,8 +571,8 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
 
 def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
     """Return the mean and standard deviation (F, 2C, [t,] h, w) fp32 of a sample, and of its mirror image if F is 2.
-    foreign: the index's description of these latents: ``form``, ``array`` and, with mirror images, ``mirrored``. Raises
-    the exceptions of :func:`arrays_of`, and ValueError if an array is missing, not finite or of another shape."""
+    foreign: see ``ForeignTars``. Raises the exceptions of :func:`arrays_of`, and ValueError if an array is missing, not
+    finite or of another shape."""
     names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
     arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []
@@ -626,11 +611,11 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class EmbeddingForm(NamedTuple):
-    """Format of cached embeddings: width of a token and of a pooled vector, and dtype as a key of ``DTYPES``."""
+    """Format of cached embeddings."""
 
-    width: int
-    pooled: int
-    dtype: str = "fp16"
+    width: int  # of a token
+    pooled: int  # width of a pooled vector
+    dtype: str = "fp16"  # a key of ``DTYPES``
 
     def numbers(self, max_tokens: int) -> int:
         """Return the number of elements in the embedding of a caption of ``max_tokens`` tokens."""
@@ -646,8 +631,7 @@ def form_of(encoder: AnyEncoder) -> EmbeddingForm:
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
     """Return, for each caption, (tokens (L_i, D) without padding, pooled vector (P,)) on the CPU, in the dtype of
-    :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L) bool and pooled (B, P).
-    Raises DataError if an element overflows the dtype."""
+    :func:`form_of`. how: more arguments of ``encoder.encode``. Raises DataError if an element overflows the dtype."""
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
@@ -668,7 +652,7 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
     """Return the embedding of the empty string, padded to ``max_tokens``. content: bytes of the file ``EMPTY``. text:
-    see ``TextEncoding``. Raises ValueError, naming the file, if it is damaged or its tensors have other shapes."""
+    see ``TextEncoding``. Raises ValueError, naming the file, if it is damaged."""
     try:
         found = load(content)
         if found.keys() != {"tokens", "pooled"}:

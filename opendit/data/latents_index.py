@@ -78,29 +78,23 @@ class LatentsShard(JsonObject):
 
 
 class ShardEntry(JsonObject):
-    """Entry of the index for one file of latents.
-
-    shape_key: number that identifies the shape of the file's samples, see ``Shapes.keys``. latent_shape: shape of the
-    file's latents in a cache made with --bucket_tokens. If absent, use the index's ``latent_shape``."""
+    """Entry of the index for one file of latents."""
 
     file: FileName
     count: Count
     bytes: Count
-    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0
-    latent_shape: LatentShape = absent()
+    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0  # of the file's samples, see ``Shapes.keys``
+    latent_shape: LatentShape = absent()  # in a cache made with --bucket_tokens; absent: that of the index
     sha256: Sha256 = ""
 
 
 class TextEncoding(JsonObject):
-    """The text encoder whose embeddings are stored with the latents.
-
-    pooled: width of the pooled vectors; absent if equal to the width of the tokens. dtype: dtype of the embeddings;
-    absent for fp16."""
+    """The text encoder whose embeddings are stored with the latents."""
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
-    pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()
-    dtype: Literal["bf16"] = absent()
+    pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()  # width of the pooled vectors, unless the tokens'
+    dtype: Literal["bf16"] = absent()  # absent for fp16
 
 
 class StoredFeatures(JsonObject):
@@ -208,7 +202,7 @@ def convert_advice(folder: str) -> str:
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
     """Return the indexes in an index.json, one for each picture size. Return None if its content ``index`` does not
-    describe latents. Raises ValueError for an invalid index and for another version. source: path for messages."""
+    describe latents. Raises ValueError for an invalid index and for another version. source: the file's path."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version, folder = index.get("version"), source.rpartition("/")[0]
@@ -264,8 +258,8 @@ LOCK = ".index.lock"  # hold this lock briefly, while index.json changes, not du
 
 def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Remove the index of the picture size in ``settings``, so that nobody reads its shards while they are rewritten.
-    Return the removed shards' checksums by file name. Raises ValueError if index.json does not describe latents, if the
-    folder holds latents of version 1, or if its other sizes have other data, VAE, clip settings or text encoder."""
+    Return the removed shards' checksums by file name. Raises ValueError if the folder holds other data, or latents of
+    version 1 or of other data, VAE, clip settings or text encoder."""
     with file_locked(folder / LOCK):
         indexes, others = _indexes(folder, settings)
         if others:
@@ -277,8 +271,8 @@ def take_index(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def put_index(folder: Path, settings: dict[str, Any], index: dict[str, Any]) -> None:
-    """Store ``index`` in index.json, and keep the indexes of other picture sizes. Call this function within
-    the lock of the file ``LOCK``. Raises ValueError as :func:`take_index` does."""
+    """Store ``index`` in index.json, and keep the indexes of other picture sizes, while holding the lock ``LOCK``.
+    Raises ValueError as :func:`take_index` does."""
     write_index(folder, [*_indexes(folder, settings)[1], index])
 
 

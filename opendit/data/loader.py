@@ -193,8 +193,8 @@ class ReadAhead:
         return "; ".join(late)
 
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
-        """Raise DataError if a worker died or the workers were killed after a timeout. Wait up to ``patience`` seconds
-        for a worker to exit, because a read can fail before the exit is visible."""
+        """Raise DataError if a worker died or was killed after a timeout. Wait up to ``patience`` seconds for a worker
+        to exit, because a read can fail before the exit is visible."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
@@ -297,10 +297,8 @@ class _Reading:
 
 
 def _failure(error: Exception, where: str) -> Exception:
-    """Return the error that the main process will raise for an ``error`` in a worker process. where: " at FILE" or "".
-
-    Otherwise DataLoader would raise an error whose text is the worker's traceback.
-    """
+    """Return the error that the main process will raise for an ``error`` in a worker process. Otherwise DataLoader
+    would raise an error whose text is the worker's traceback. where: " at FILE" or ""."""
     text = " ".join((str(error) or type(error).__name__).split())
     if isinstance(error, DataError | OSError):
         return DataError(text)
@@ -347,47 +345,30 @@ def _start_worker(worker: int, with_parent: bool) -> None:
 
 @dataclass
 class Batch:
-    """The samples that one rank processes at once.
+    """The samples that one rank processes at once."""
 
-    Attributes:
-        x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: a tuple of B tensors
-            without the B axis, of different sizes, in descending order of tokens.
-        y: (B,) int64 classes.
-        index: (B,) int64 positions in the global batch, which key all randomness of the samples.
-        micro: index of the micro-batch in the step's gradient accumulation.
-        segments_in_step: number of samples in the step, over all ranks and micro-batches.
-        weights: (B,) float32 weights of the samples' losses; None means 1.
-        skipped: "path: reason" for every unreadable file that was replaced.
-        shortened: number of clips read at a smaller frame interval than requested.
-        bytes_read: bytes read from files and tars.
-        text: B captions; None if the conditioning is by label.
-        embedding, first: cached embeddings of the captions, and cached inputs from the clips' first frames.
-        features: (B, N, width) float16 cached features of the pictures' tokens.
-        small: the enlargement that each sample still needs on the device; None if no sample needs one.
-        shared: the original of a pinned ``x``, in memory shared with the worker; None if ``x`` is not pinned.
-    """
-
+    # (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: a tuple of B tensors without
+    # the B axis, of different sizes, in descending order of tokens.
     x: Tensor | tuple[Tensor, ...]
-    y: Tensor
-    index: Tensor
+    y: Tensor  # (B,) int64 classes
+    index: Tensor  # (B,) int64 positions in the global batch, which key all randomness of the samples
     step: int
-    micro: int
+    micro: int  # index of the micro-batch in the step's gradient accumulation
     epoch: int
-    segments_in_step: int = 0
-    weights: Tensor | None = None
-    skipped: tuple[str, ...] = ()
-    shortened: int = 0
-    bytes_read: int = 0
-    text: tuple[str, ...] | None = None
-    embedding: Embedding | None = None
-    features: Tensor | None = None
-    first: FirstFrames | None = None
-    small: tuple[Small | None, ...] | None = None
-    shared: Tensor | tuple[Tensor, ...] | None = None
+    segments_in_step: int = 0  # samples in the step, over all ranks and micro-batches
+    weights: Tensor | None = None  # (B,) float32 weights of the samples' losses; None means 1
+    skipped: tuple[str, ...] = ()  # "path: reason" for every unreadable file that was replaced
+    shortened: int = 0  # clips read at a smaller frame interval than requested
+    bytes_read: int = 0  # bytes read from files and tars
+    text: tuple[str, ...] | None = None  # B captions; None if the conditioning is by label
+    embedding: Embedding | None = None  # cached embeddings of the captions
+    features: Tensor | None = None  # (B, N, width) float16 cached features of the pictures' tokens
+    first: FirstFrames | None = None  # cached inputs from the clips' first frames
+    small: tuple[Small | None, ...] | None = None  # the enlargement that each sample still needs on the device
+    shared: Tensor | tuple[Tensor, ...] | None = None  # the original, in shared memory, of a pinned ``x``
 
     def __getstate__(self) -> dict[str, Any]:
-        """Convert ``y`` and ``index`` to NumPy arrays, which are sent within the pickle. A tensor, such as ``x``, is
-        sent as a handle to shared memory, which takes another message."""
+        """Send ``y`` and ``index`` within the pickle as NumPy arrays. Each tensor would take another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -508,9 +489,7 @@ class _RingBuffer:
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has as
-        many axes as ``shape``.
-
-        The format is kept because clips are channels-last, and permuting a clip takes longer than copying it."""
+        many axes as ``shape``. Clips are channels-last, and permuting a clip takes longer than copying it."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -562,10 +541,8 @@ def _stack(parts: Sequence[Any]) -> Any:
 class BatchIterator:
     """Iterator over batches, and a context manager that ends the worker processes.
 
-    Attributes:
-        read, skipped: number of files tried so far, and number of unreadable ones among them.
-        shortened: number of clips read at a smaller frame interval than requested.
-        bytes_read: bytes read from files and tars.
+    Attributes: read and skipped are the numbers of files tried so far and of unreadable ones among them, shortened and
+    bytes_read the sums of the batches' fields.
     """
 
     def __init__(
@@ -592,10 +569,8 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch.
-
-        Raises DataError if too many files are unreadable, a worker died or hangs, or the verification found a damaged
-        file."""
+        """Return the next batch. Raises DataError if too many files are unreadable, a worker died or hangs, or the
+        verification found a damaged file."""
         batch = next(self._batches)
         if self.verification is not None:
             self.verification.check()  # the first call starts a thread, which must not exist at the fork
@@ -654,8 +629,7 @@ def build_loader(
     endless).
 
     In every step and micro-batch the rank reads entries (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
-    the global batch; an entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape. With 0
-    workers the main process reads the same batches.
+    the global batch; an entry is a sample, a pack, or with ``bucket_tokens`` several samples of one shape.
 
     Args:
         max_bad: largest tolerated fraction of unreadable files.

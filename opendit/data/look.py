@@ -38,18 +38,15 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # sequence lengths in tokens, fr
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Counts the tokens of a medium at its original aspect ratio and length.
-
-    The medium is scaled down, never up, to the area of ``image_size`` squared. Every ``frame_interval``-th frame of a
-    clip counts, or ``fps`` frames per second, up to ``num_frames``. A token covers ``token_pixels`` squared pixels of
-    ``token_frames`` frames."""
+    """Counts the tokens of a medium at its original aspect ratio and length. The medium is scaled down, never up, to
+    the area of ``image_size`` squared."""
 
     image_size: int
-    num_frames: int
+    num_frames: int  # maximum frames of a clip
     frame_interval: int
-    token_pixels: int
-    token_frames: int
-    fps: float | None = None
+    token_pixels: int  # sides of a token
+    token_frames: int  # frames of a token
+    fps: float | None = None  # frames of a second that count, instead of every ``frame_interval``-th
 
     def __call__(self, medium: Medium) -> int:
         scale = min(1.0, self.image_size / (medium.height * medium.width) ** 0.5)
@@ -60,14 +57,12 @@ class MediumTokens:
 
 @dataclass(frozen=True)
 class BudgetFill:
-    """Result of packing media into sequences of ``budget`` tokens.
-
-    fill: used fraction of the tokens. The emptiest sequence is not counted, because more media would fill it. None if
-    there are fewer than two sequences. too_long: fraction of the media that is longer than a sequence and left out."""
+    """Result of packing media into sequences of ``budget`` tokens."""
 
     budget: int
+    # Used fraction of the tokens, without the emptiest sequence, which more media would fill; None for one sequence.
     fill: float | None
-    too_long: float
+    too_long: float  # fraction of the media that is longer than a sequence and left out
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
@@ -136,32 +131,24 @@ INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
 @dataclass(frozen=True)
 class Look:
-    """One opened row. words: its caption or class. frames: thumbnails (h, w, 3) uint8; empty if the row is not on the
-    contact sheet."""
+    """One opened row."""
 
     row: int
     source: str
     medium: Medium
-    words: str
-    frames: tuple[np.ndarray, ...] = ()
+    words: str  # caption or class
+    frames: tuple[np.ndarray, ...] = ()  # thumbnails (h, w, 3) uint8; empty if the row is not on the contact sheet
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Results of opening rows of ``dataset``.
-
-    Attributes:
-        looks: the rows that could be opened, in the order of the data set.
-        bad: "file: reason" for every row that could not be opened.
-        tokens: counts the tokens of a medium.
-        drawn: the readable rows that the statistics count. If sources are drawn by weight, rows may be repeated.
-    """
+    """Results of opening rows of ``dataset``."""
 
     dataset: MediaDataset
-    looks: list[Look]
-    bad: list[str]
+    looks: list[Look]  # the rows that could be opened, in the order of the data set
+    bad: list[str]  # "file: reason" for every row that could not be opened
     tokens: MediumTokens
-    drawn: list[Look]
+    drawn: list[Look]  # the readable rows that the statistics count; rows may repeat if sources are drawn by weight
 
     @property
     def clips(self) -> list[Look]:
@@ -429,11 +416,8 @@ def open_any(
     **options: Any,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
-    frame_interval).
-
-    These three settings default to those of cached latents, and to 256, 16 and 1 for other data. ``fps`` defaults to
-    that of cached latents, unless ``frame_interval`` is set. options: more fields of ``sources.Request``. Raises
-    ValueError or FileNotFoundError, naming the flag."""
+    frame_interval). By default these and ``fps`` are those of cached latents, or 256, 16, 1 and None for other data.
+    options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, naming the flag."""
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
         index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
@@ -468,9 +452,8 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return False if a data set was opened with clips and has none.
-
-    Only ``PicturesAndClips`` are checked. Other data sets can be opened with clips only if they have some."""
+    """Return False if ``PicturesAndClips`` were opened with clips and have none. Other data sets can be opened with
+    clips only if they have some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))

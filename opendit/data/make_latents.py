@@ -66,9 +66,8 @@ class _RowReader(Dataset[Any]):
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows. The list
-        of captions is empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W), or
-        None if no row was readable."""
+        """Return (rows, labels, captions, media, skipped files). The first four cover only the readable rows. The media
+        are pictures (B, C, H, W) or clips (B, C, T, H, W); None if no row was readable."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
         for row in rows:
@@ -89,18 +88,14 @@ class _RowReader(Dataset[Any]):
 
 @dataclass(frozen=True)
 class FirstFrameEncoder:
-    """Encodes the first frames of clips as inputs of an image-to-video model.
+    """Encodes the first frames of clips as inputs of an image-to-video model."""
 
-    width: width of the tokens of a first frame; 0 for models without such tokens. tokens: network that makes these
-    tokens; None if ``width`` is 0."""
-
-    width: int
-    tokens: PictureTokens | None
+    width: int  # of the tokens of a first frame; 0 for models without such tokens
+    tokens: PictureTokens | None  # network that makes these tokens
 
     @classmethod
     def of(cls, folder: Path, family: str, device: torch.device) -> "FirstFrameEncoder | None":
-        """Return the encoder for the model in a pipeline's folder; None if the model takes no first frames. Raises
-        ValueError, with one line, if a file of the folder is damaged."""
+        """Return the encoder for the model in a pipeline's folder; None if the model takes no first frames."""
         path = folder / "transformer/config.json"
         try:
             spec = FAMILIES[family].layout(read_json(path, MIB))
@@ -146,8 +141,8 @@ def make_latents(
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
     """Write the latents of ``dataset`` to tars in ``output``. Complete tars that already exist are kept. One folder can
-    hold tars of the same data at several picture sizes. ``opendit.data.latents`` describes the format of the tars. All
-    ranks must call this together, with an initialized default process group.
+    hold tars of the same data at several picture sizes. All ranks must call this together, with an initialized default
+    process group.
 
     Args:
         flips: also encode the mirror image of every picture.
@@ -227,7 +222,7 @@ def _take_index(output: Path, settings: dict[str, Any], world_size: int, rank: i
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
     """Return the rows of every shard, in order. All rows of a shard have the same shape. shard_size: returns the number
-    of rows per shard for a list of all rows of one shape."""
+    of rows per shard for all rows of one shape."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -279,8 +274,7 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of ``rows`` fit into a tar of about ``tar_bytes``, at least one. Every caption is counted
-        with the maximum number of tokens."""
+        """Return how many of ``rows``, with the longest captions, fit into a tar of about ``tar_bytes``; at least 1."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.first:
             numbers += numbers // 2
@@ -541,8 +535,8 @@ def run(
 def _load_encoder(
     name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype, precision: str
 ) -> AnyEncoder:
-    """Load the text encoder ``name`` in ``dtype``. If ``pretrained`` is set, load the text encoders of its model family
-    from the folder ``name`` instead, in bfloat16, the dtype of training. precision: value of --text_precision."""
+    """Load the text encoder ``name`` in ``dtype``, or the text encoders of the family of ``pretrained`` from the folder
+    ``name``, in bfloat16, the dtype of training."""
     how: dict[str, Any] = {"device": device, "precision": precision}
     if pretrained is not None:
         model = name_of_folder(pretrained) or ""
@@ -568,8 +562,7 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
     """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``. auto: dtype for
-    ``--mixed_precision auto`` on a GPU. The default is fp16, because latents are stored in fp16 and bf16 would lose
-    three bits of the mantissa. Raises ValueError if fp16 or bf16 is requested on a CPU."""
+    ``--mixed_precision auto`` on a GPU; fp16 because latents are stored in fp16, and bf16 would lose three bits."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

@@ -35,8 +35,7 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
     methods 2 and 3). The round function is Philox. Such networks are poor on very small domains. Therefore up to
     ``SORTED`` numbers are sorted by random Philox words instead, so that all orders are equally likely.
 
-    positions: (n,) int64 below ``size``, which is at most 2^61. domain: below 2^32; different domains have independent
-    permutations. Return (n,) int64."""
+    positions: (n,) int64 below ``size``, which is at most 2^61. domain: below 2^32. Return (n,) int64."""
     if size <= SORTED:
         return _sorted(size, seed % 2**64, domain, epoch)[positions].astype(np.int64)
     sizes, domains, epochs = (np.full(len(positions), of) for of in (size, domain, epoch))
@@ -46,8 +45,7 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
 def permuted_each(
     positions: np.ndarray, sizes: np.ndarray, seed: int, domains: np.ndarray, epochs: np.ndarray
 ) -> np.ndarray:
-    """Return the result of :func:`permuted` with a separate size, domain and epoch for every position; all arrays are
-    (n,) int64. Every distinct permutation of up to ``SORTED`` numbers costs one call of :func:`permuted`."""
+    """Return the result of :func:`permuted` with a separate size, domain and epoch for every position."""
     out, large = np.zeros_like(positions), sizes > SORTED
     out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
     if not large.all():
@@ -93,8 +91,8 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 
 
 class Pool:
-    """An endless sequence of rows: in every epoch, a new keyed permutation of the same ``size`` rows. domain: see
-    :func:`permuted`. select: maps numbers (n,) below ``size`` to rows (n,) of the data set."""
+    """An endless sequence of rows: in every epoch, a new keyed permutation of the same ``size`` rows. select: maps
+    numbers (n,) below ``size`` to rows (n,) of the data set."""
 
     def __init__(self, size: int, seed: int, domain: int, select: Callable[[np.ndarray], np.ndarray]):
         self.size, self.seed, self.domain, self.select = size, seed, domain, select
@@ -105,8 +103,7 @@ class Pool:
 
 
 def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the data set's rows at ``positions[i]`` of the sequence ``pools[of[i]]``; all arrays are (n,) int64. All
-    pools must have the same seed."""
+    """Return the data set's rows at ``positions[i]`` of the sequence ``pools[of[i]]``. The pools have one seed."""
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
@@ -122,11 +119,8 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.
 class RowsByKey:
     """Index that finds the n-th row with a given key without a list of all rows.
 
-    Attributes:
-        keys: (rows,) key of each row; may be memory-mapped.
-        values: the distinct keys, sorted.
-        totals: number of rows of each distinct key.
-    """
+    keys: (rows,) key of each row; may be memory-mapped. values: the distinct keys, sorted. totals: number of rows of
+    each distinct key."""
 
     def __init__(self, keys: np.ndarray):
         self.keys = keys = np.asarray(keys)  # a plain array view, because slicing np.memmap is slow
@@ -148,8 +142,7 @@ class RowsByKey:
         return partial(self.select, value)
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return the rows, (n,) int64, at positions ``numbers`` (n,) of the list of rows whose key is
-        ``values[value]``."""
+        """Return the rows at positions ``numbers`` (n,) of the list of rows whose key is ``values[value]``."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -160,8 +153,7 @@ class RowsByKey:
 
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the keys, with repetitions, that are not among ``values``. If there are more than ``FEW`` values, return
-    all keys, because sorting them is then faster than comparing."""
+    """Return the keys, with repetitions, that are not among ``values``, or all keys for more than ``FEW`` values."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
@@ -193,8 +185,7 @@ class Mixture:
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position in [start, stop), the component and the number of that component's earlier
-        elements; int64."""
+        """Return the component of each position in [start, stop), and the number of its earlier elements; int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -291,11 +282,12 @@ Key = TypeVar("Key", bound=tuple)
 
 
 class StepRows(NamedTuple):
-    """The samples of a step. rows: the samples' rows, in order of position. ends: for each unit of the step (see
-    ``BatchSchedule``), the index in ``rows`` after its last sample."""
+    """The samples of a step."""
 
-    rows: list[int]
-    ends: Sequence[int]
+    rows: list[int]  # in order of position
+    ends: Sequence[
+        int
+    ]  # for each unit of the step (see ``BatchSchedule``), the index in ``rows`` after its last sample
 
 
 class BatchSchedule:
@@ -323,8 +315,8 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """Number of parts of a global batch, if all samples of a part have the same shape. A part consists of one
-        micro-batch of every rank. None if all samples have one shape, or if a micro-batch may mix shapes."""
+        """Number of parts of a global batch, each one micro-batch of every rank, if all samples of a part have the same
+        shape. None if all samples have one shape, or if a micro-batch may mix shapes."""
         return None
 
     @property
@@ -339,8 +331,7 @@ class BatchSchedule:
 
     @property
     def mean_steps_per_epoch(self) -> float:
-        """Mean number of steps in a pass over the data. A step may contain the end of one pass and the beginning of the
-        next."""
+        """Mean number of steps in a pass over the data, a fraction."""
         return self.steps(MANY_EPOCHS) / MANY_EPOCHS
 
     def steps(self, epochs: int) -> int:
@@ -374,8 +365,7 @@ class BatchSchedule:
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the keys of a rank's micro-batch in the order in which to read them; subclasses may reorder them. The
-        first field of a key is the row."""
+        """Return the keys of a rank's micro-batch in the order in which to read them. Their first field is the row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
@@ -387,18 +377,17 @@ class BatchSchedule:
         return None
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Return the state that a checkpoint after ``step`` steps needs to resume, or None if it needs none."""
+        """Return the state that a checkpoint after ``step`` steps needs to resume, or None."""
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows of samples ``start`` to ``stop`` - 1 of the run, int64. Samples are numbered across all
-        steps. Only for schedules whose units are single samples."""
+        """Return the rows of samples ``start`` to ``stop`` - 1 of the run, counted across all steps, int64. Only for
+        schedules whose units are single samples."""
         pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
         return pool.rows(np.arange(start, stop))
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (:meth:`rows_between`, source of each row, index of the pass over that source), each (stop - start,)
-        int64."""
+        """Return (:meth:`rows_between`, source of each row, index of the pass over that source), int64."""
         places = np.arange(start, stop)
         return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
 
@@ -505,8 +494,7 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the units of a micro-batch, counted over all ranks. Raises ValueError if ``micro_batches`` does not divide
-    ``global_batch``."""
+    """Return the units of a micro-batch, counted over all ranks. Raises ValueError if it is no whole number."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
@@ -554,7 +542,7 @@ class SourceRows:
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
         """Return {"sources": {name: {"share": fraction of all samples so far, "epoch": passes over the source}}}.
-        counts: number of samples drawn from each source. "share" is None if no sample was drawn."""
+        counts: number of samples drawn from each source."""
         seen, found = int(counts.sum()), {}
         for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
             found[name] = {"share": count / seen if seen else None, "epoch": count / size}
@@ -626,8 +614,7 @@ class BlendSchedule(BatchSchedule):
         return [[weight * share for share in shares] for weight, shares in zip(weights, self._shares, strict=True)]
 
     def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
-        """Return the relative number of micro-batches of each shape. A shape with more samples in a unit needs fewer
-        micro-batches."""
+        """Return the relative number of micro-batches of each shape."""
         of_shapes = [sum(column, Fraction(0)) for column in zip(*table, strict=True)]
         return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
 
@@ -670,7 +657,7 @@ class BlendSchedule(BatchSchedule):
         return rows_of(self._pools, *self._of_shape(0, start, stop))
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Implement ``BatchSchedule.passes_between``; only for samples of one shape."""
+        """Implement ``BatchSchedule.passes_between`` for samples of one shape."""
         sources, numbers = self._of_shape(0, start, stop)
         sizes = np.array(self.sources.sizes, dtype=np.int64)
         return rows_of(self._pools, sources, numbers), sources, numbers // sizes[sources]
@@ -693,8 +680,8 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pool index of each of the samples ``start`` to ``stop`` - 1 of a shape, and its position in the
-        pool. A pool holds the rows of one shape and one source."""
+        """Return the pool (rows of one shape and source) and the position in it of samples ``start`` to ``stop`` - 1
+        of a shape."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers

@@ -2,8 +2,8 @@
 
 Samples come in the same keyed order as without packs. This order is cut into windows, and each window fills whole steps
 of packs. Samples that do not fit wait, and are placed first in the next window. The packs of a step thus depend only on
-the seed, the data set and the sizes of packs and steps. A checkpoint stores the position in the order at which the
-current window begins, and the samples that wait there, so a resumed run plans the same packs.
+the seed, the data set and the sizes of packs and steps. A checkpoint stores the beginning of the current window, so a
+resumed run plans the same packs.
 
 A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass, the
 samples that do not fill a step are combined with samples of the next pass. A sample of pass p is not placed while a
@@ -35,9 +35,8 @@ DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
-    """Return the cost of samples of these lengths, float64. The unit is the cost of a token in a model without
-    attention. attention: the length at which attention takes as long as the linear layers. For a DiT whose MLP is 4
-    times as wide as the model, it is 6 x the width."""
+    """Return the cost of samples of these lengths, float64, in units of a token in a model without attention.
+    attention: the length at which attention takes as long as the linear layers, such as 6 x the width of a DiT."""
     return lengths * (1 + lengths / attention)
 
 
@@ -60,9 +59,8 @@ class Packer:
         self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return the numbers of those that fit
-        into no pack. Samples of earlier calls stay in the packs. Samples of equal length are placed in the given
-        order."""
+        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens. Return those that fit into no pack.
+        Samples of earlier calls stay in the packs. Samples of equal length keep their order."""
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
         left, room, open_packs, shut = [], self._room, self._open, self._shut
@@ -199,9 +197,8 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the number of whole steps in ``epochs`` passes, at least one. The steps of the first windows are
-        counted. The number of later steps is estimated from the fill of these windows and the mean length of samples in
-        each stage of the blend."""
+        """Return the number of whole steps in ``epochs`` passes, at least one. Steps after the first windows are
+        estimated from the fill of these windows and the mean length of samples in each stage of the blend."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -216,8 +213,7 @@ class PackSchedule(BatchSchedule):
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return {"fill": fraction of the last step's tokens that is not padding}, and with several sources also
-        "sources" as in ``BlendSchedule``."""
+        """Return {"fill": fraction of the last step's tokens that is not padding}, and "sources" for a blend."""
         tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
@@ -228,9 +224,8 @@ class PackSchedule(BatchSchedule):
         return found
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Implement ``BatchSchedule.seen``. Return None for several sources, because :meth:`log` reports their epochs.
-        All samples before the current position have been drawn, except waiting samples and samples in later steps of
-        the window."""
+        """Implement ``BatchSchedule.seen`` for a single source. All samples before the current position have been
+        drawn, except waiting samples and samples in later steps of the window."""
         if self.sources is not None:
             return None
         begin, waiting = self._after(step)
@@ -256,8 +251,8 @@ class PackSchedule(BatchSchedule):
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return two values for the first steps of a run: the cumulative number of samples drawn, (steps + 1,) int64,
-        which begins with 0, and the fraction of the packs' tokens that is not padding."""
+        """Return the cumulative number of samples drawn in the first steps of a run, (steps + 1,) int64, and the
+        fraction of these packs' tokens that is not padding."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
@@ -345,8 +340,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return the beginning of the first window that begins at ``step`` or later. Also return the positions before
-        it that no step before ``step`` drew, (n,) int64."""
+        """Return the beginning of the first window from ``step`` on, and the positions before it that no step before
+        ``step`` drew, (n,) int64."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -421,14 +416,13 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _turn_tokens(self) -> int:
-        """Number of tokens that are considered for a step at the end of a pass. It includes some extra packs, because
-        the remaining samples of that pass leave less choice."""
+        """Number of tokens that are considered for a step at the end of a pass, where less choice remains."""
         packs = self.global_batch
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the waiting samples, followed by the samples from ``begin`` on. They are enough for a whole window, or
-        for one step if a source begins another pass earlier."""
+        """Return the waiting samples and those from ``begin`` on, enough for a whole window, or for one step if a
+        source begins another pass earlier."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -445,8 +439,7 @@ class PackSchedule(BatchSchedule):
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
-        """Place the samples, of which the first ``waited`` were waiting. Return the numbers of the samples that do not
-        fit."""
+        """Place the samples, of which the first ``waited`` were waiting. Return those that do not fit."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
         # behind: for each source, the lowest level (see ``_Samples.levels``) of a sample that did not fit.
@@ -460,8 +453,8 @@ class PackSchedule(BatchSchedule):
         return left
 
     def _stages(self, begin: Beginning) -> tuple[int, ...]:
-        """Return the positions at which the weights have changed, including a change at the beginning of this window.
-        New weights apply from the first window that begins at their step or later."""
+        """Return the positions at which the weights have changed. New weights apply from the first window that begins
+        at their step or later."""
         if self.sources is None:
             return begin.stages
         due = sum(step <= begin.step for step, _ in self.sources.stages)
@@ -485,7 +478,7 @@ class PackSchedule(BatchSchedule):
         return _Samples(np.arange(start, start + count), rows, sources, passes, self.tokens[rows].astype(np.int64))
 
     def _samples_at(self, places: np.ndarray, stages: tuple[int, ...]) -> _Samples:
-        """Return the samples at the ascending positions ``places`` (n,) int64. The order is read in chunks."""
+        """Return the samples at the ascending positions ``places`` (n,) int64."""
         chunks = places // _CHUNK
         parts = [self._read(stages, 0, 0)]
         for chunk in np.unique(chunks).tolist():

@@ -48,9 +48,8 @@ def picture_suffixes() -> frozenset[str]:
 
 
 def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
-    """Return the first row and column of a crop that can be moved by ``down`` and ``across`` pixels.
-
-    place: position (down, across) in [0, 1); None: the centre."""
+    """Return the first row and column of a crop that can be moved by ``down`` and ``across`` pixels, to ``place`` in
+    [0, 1) along each; None: to the centre."""
     if place is None:
         return down // 2, across // 2
     return int(place[0] * (down + 1)), int(place[1] * (across + 1))
@@ -79,9 +78,8 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
 
 
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels.
-
-    For a square this is :func:`center_crop`. For other ratios, long pictures are not cropped before enlarging."""
+    """Return the largest crop with the aspect ratio width : height, resized to width x height pixels. For a square this
+    is :func:`center_crop`."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
@@ -138,9 +136,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """An open file that limits the time and the size of reads.
-
-    Decoders request as many bytes as a header claims, but a read never allocates more than the file's size."""
+    """An open file that limits the time and the size of reads: decoders request as many bytes as a header claims."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
         super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))

@@ -68,10 +68,8 @@ class PicturesAndClips(MediaDataset):
     With ``use_video`` they are clips (3, num_frames, image_size, image_size), and pictures are clips of one frame.
 
     Args:
-        num_frames, frame_interval, fps, short_clips: see ``read_clip``.
-        video_reader: one of ``video_files.CHOICES``.
+        num_frames, frame_interval, fps, short_clips, video_reader: see ``read_clip``.
         random_flip: None means False, because captions may mention left and right.
-        random_crop, seed, max_bad: see ``Description``.
         training: True draws a random window of each clip, False uses the middle one.
 
     Raises ValueError, naming the flag, for invalid settings of clips and for a reader that does not work."""
@@ -141,9 +139,8 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """Function that counts the frames that a clip has at ``fps``; None to count every frame of the file.
-
-        With ``short_clips="interval"`` a clip that is too short is read at a higher rate, so all its frames count."""
+        """Function that counts the frames that a clip has at ``fps``; None to count every frame of the file. With
+        ``short_clips="interval"`` a clip that is too short is read at a higher rate, so all its frames count."""
         if self.fps is None:
             return None
         return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")
@@ -193,12 +190,10 @@ def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
 
 
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one.
+    """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one, cached on the machine.
 
-    Each machine determines the sizes once and caches them, see :func:`kept_array`.
-
-    identity: hash of the data set and its files, the cache key. look: returns the size of a row's medium or raises
-    BadSample; ``threads`` threads call it."""
+    identity: hash of the data set and its files. look: returns the size of a row's medium or raises BadSample;
+    ``threads`` threads call it."""
 
     def make() -> np.ndarray:
         picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
@@ -237,9 +232,8 @@ def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes])
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Like :func:`stored_picture_size`, for a clip. count: see ``clip_size``.
-
-    If possible, only an MP4's tables and the start of its first frame are read."""
+    """Like :func:`stored_picture_size`, for a clip. If possible, only an MP4's tables and the start of its first frame
+    are read. count: see ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
@@ -261,7 +255,7 @@ def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
 
 
 class PictureFolder(NamedTuple):
-    """Class names, sorted paths, labels and ignored files of a folder of pictures."""
+    """The pictures of a folder, sorted by path."""
 
     class_names: list[str]
     paths: list[str]
@@ -270,11 +264,11 @@ class PictureFolder(NamedTuple):
 
 
 def find_pictures(folder: str) -> PictureFolder:
-    """Find the pictures of a folder.
+    """Find the pictures of a folder. Every subfolder is a class and is searched to any depth. If no subfolder has
+    pictures, the folder is a single class.
 
-    Every subfolder is a class and is searched to any depth. If no subfolder has pictures, the folder is a single class.
     Raises FileNotFoundError if there are no pictures, and ValueError for a folder that can't be read, a class without
-    pictures, or subfolders that are splits. Errors name the flag and the fix."""
+    pictures, or subfolders that are splits."""
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
         loose, folders = list_folder(folder, suffixes, ignored)
@@ -327,8 +321,7 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 
 
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
-    """Raise ValueError if the subfolders are splits, or if one has no pictures. others: ignored files of each
-    subfolder."""
+    """Raise ValueError if the subfolders are splits, or if one has no pictures. others: ignored files of each."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -430,9 +423,7 @@ class MediaFiles(PicturesAndClips):
 
 
 class FolderDataset(MediaFiles):
-    """Pictures in one folder per class, or in a single folder. By default they are mirrored at random.
-
-    options: see ``PicturesAndClips``."""
+    """Pictures in one folder per class, or in a single folder. By default they are mirrored at random."""
 
     def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
         super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
@@ -465,10 +456,8 @@ class FolderDataset(MediaFiles):
 
 
 class CaptionedDataset(MediaFiles):
-    """Data set of the rows of a table ``path,text``, or of a folder of captioned files (``found``).
-
-    columns: names of the table's columns. options: see ``PicturesAndClips``. Raises ValueError or FileNotFoundError,
-    naming the flag and the fix."""
+    """Data set of the rows of a table ``path,text``, or of a folder of captioned files (``found``). columns: names of
+    the table's columns. Raises ValueError or FileNotFoundError, naming the flag and the fix."""
 
     def __init__(
         self,
@@ -542,7 +531,7 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
-    """Try to read some files. Return the rows without unreadable files, and a line for the log if there are such files.
+    """Return the rows without unreadable files, and a line for the log if there are such files.
 
     Up to 2,000 evenly spaced files are tried, or 200 if there are clips. Pictures are decoded if there are at most 100
     rows. Otherwise only the sizes are read. Raises ValueError if all files that were tried are unreadable."""

@@ -1,8 +1,7 @@
 """Assign shapes to media of any size, and build the data set whose samples are cropped to these shapes.
 
 A shape table lists aspect ratios and durations whose tokens fit a budget. Every medium is assigned the shape that
-preserves its aspect ratio and length as far as whole tokens allow. For a large data set the shapes of all rows are
-found once per machine and stored in a file. The ranks of the machine map that file, and later runs reuse it.
+preserves its aspect ratio and length as far as whole tokens allow.
 """
 
 from collections.abc import Callable
@@ -58,11 +57,10 @@ class ShapeTable:
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
     """Return all shapes of at most ``most`` tokens. For each of ``LEVELS`` areas the table has aspect ratios up to
-    ``LONGEST``, at steps of a factor ``STEP``. Each occurs as a picture and as clips of ``num_frames`` frames, half as
-    many, a quarter, and so on.
+    ``LONGEST``, at steps of a factor ``STEP`` or, if ``fine``, every one that whole tokens can make. Each occurs as a
+    picture and as clips of ``num_frames`` frames (1: pictures only), half as many, a quarter, and so on.
 
-    num_frames: 1 for pictures only. fine: include every aspect ratio that whole tokens can make, not only those at
-    steps of ``STEP``. Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
+    Raises ValueError if the square of ``image_size`` has more than ``most`` tokens."""
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
         raise ValueError(
             f"{most}: a picture of --image_size {image_size} has {least:,} tokens; raise it to that at least"
@@ -143,8 +141,8 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """The number of tokens of every row's sample, indexed like an array. keys: (rows,) index of each row's shape; may
-    be mapped from a file. tokens: (shapes,) number of tokens of each shape."""
+    """The number of tokens of every row's sample, indexed like an array. keys: (rows,) index of each row's shape.
+    tokens: (shapes,) number of tokens of each shape."""
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
         self.keys, self.tokens = keys, tokens
@@ -228,8 +226,7 @@ def crop_media(
     fine: bool = False,
 ) -> ShapedDataset:
     """Return a data set of pixels whose media are cropped to similar shapes of at most ``most`` tokens. num_frames:
-    maximum frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, naming
-    ``flag`` and the fix, like ``shape_table`` and ``shape_media``."""
+    maximum frames of a clip; 1 if there are only pictures. Raises ValueError, naming ``flag`` and the fix."""
     try:
         table = shape_table(image_size, num_frames, token, most, fine=fine)
     except ValueError as error:
@@ -319,8 +316,7 @@ def _shapes_of_media(
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
     """Return a ShapedDataset of cached latents at their stored shapes. token: size of a token, with sides in latents
     instead of pixels. beside: number of the ``most`` tokens that are reserved for the caption. Raises ValueError,
-    naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the model's patch does not
-    divide."""
+    naming ``flag``, for too many tokens, and for latents whose sides the model's patch does not divide."""
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
     # Number the shapes in the order of their keys. The keys have the order of the media's shapes, so batches of latents

@@ -43,46 +43,35 @@ class NoSplit(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """``--data_path`` and the flags that determine how its data are read.
-
-    Attributes:
-        path: the file, or the readable folder, that data_path names; None if data_path is not a path.
-        random_flip: mirror half of the samples; None leaves the choice to the data set.
-        split: "train" or "test", for a source that has both.
-        max_bad: largest fraction of unreadable files to skip.
-        video_reader: one of ``video_files.CHOICES``.
-        vae, text_encoder, max_text_tokens: settings of random latents, see ``MockDataset``.
-        num_classes: number of classes of random latents, and of a program's data without class names.
-        energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
-        file_column, caption_column: see ``Columns``.
-        caption_prefix, shuffle_tags, tag_drop: see ``Recaptioned``.
-        random_crop: crop pictures and clips at random positions.
-    """
+    """``--data_path`` and the flags that determine how its data are read."""
 
     data_path: str
-    path: Path | None
+    path: Path | None  # the file, or the readable folder, that data_path names; None if data_path is not a path
     image_size: int
     seed: int
-    random_flip: bool | None = None
-    split: str = "train"
-    max_bad: float = 0.05
+    random_flip: bool | None = None  # mirror half of the samples; None leaves the choice to the data set
+    split: str = "train"  # or "test", for a source that has both
+    max_bad: float = 0.05  # largest fraction of unreadable files to skip
     num_frames: int = 16
     frame_interval: int = 1
     fps: float | None = None
     use_video: bool = False
     short_clips: str = "skip"
-    video_reader: str = "auto"
+    video_reader: str = "auto"  # one of ``video_files.CHOICES``
+    # Settings of random latents, see ``MockDataset``; num_classes also of a program's data without class names.
     vae: str = "ema"
     num_classes: int | None = None
     text_encoder: str | None = None
     max_text_tokens: int | None = None
-    energon_cooker: str | None = None
+    energon_cooker: str | None = None  # ``module:function`` that reads the samples of a folder that Energon prepared
+    # See ``Columns``.
     file_column: str | None = None
     caption_column: str | None = None
+    # See ``Recaptioned``.
     caption_prefix: str | None = None
     shuffle_tags: bool = False
     tag_drop: float = 0.0
-    random_crop: bool = False
+    random_crop: bool = False  # crop pictures and clips at random positions
 
     @property
     def columns(self) -> Columns:
@@ -227,9 +216,8 @@ def _file_advice(path: Path) -> str:
 class Recaptioned(SomeRows):
     """All rows of another data set with changed captions. prefix: text to put before each caption, with a blank.
 
-    Tags are the parts of a caption between commas. Each read of a sample may shuffle and drop tags at random, keyed by
-    ``View.tags``; without this key a caption keeps its tags. shuffle: True shuffles them. drop: probability to drop a
-    tag; one tag always remains."""
+    Tags are the parts of a caption between commas. Each read of a sample may shuffle them, and drop each with the
+    probability ``drop`` but never all, keyed by ``View.tags``; without this key a caption keeps its tags."""
 
     def __init__(self, whole: MediaDataset, prefix: str, *, shuffle: bool = False, drop: float = 0.0):
         super().__init__(whole, Complement(len(whole), np.zeros(0, np.int64)), "")

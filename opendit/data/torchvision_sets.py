@@ -51,20 +51,13 @@ def _mnist(names: list[str]) -> Callable[[Path, str], Arrays]:
 
 @dataclass(frozen=True)
 class KnownSet:
-    """A data set that torchvision downloads.
-
-    Attributes:
-        folder: folder of the files, relative to torchvision's root.
-        marker: file in ``folder`` by which the data set is recognised.
-        flip: True if a mirrored picture is as likely as the picture.
-        read: function (folder, split) -> ``Arrays``.
-    """
+    """A data set that torchvision downloads."""
 
     name: str
-    folder: str
-    marker: str
-    flip: bool
-    read: Callable[[Path, str], Arrays]
+    folder: str  # folder of the files, relative to torchvision's root
+    marker: str  # file in ``folder`` by which the data set is recognised
+    flip: bool  # True if a mirrored picture is as likely as the picture
+    read: Callable[[Path, str], Arrays]  # (folder, split) -> arrays
 
 
 KNOWN = (

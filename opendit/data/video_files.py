@@ -49,8 +49,7 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """End of the last frame, which is assumed to last as long as the median frame. A single frame has no
-        duration."""
+        """End of the last frame, which is assumed to last as long as the median frame; a single frame lasts 0 s."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
@@ -150,28 +149,21 @@ _SMALLEST = 16  # minimum bytes of a coded MPEG-4 frame; shorter packets repeat 
 
 @dataclass(frozen=True)
 class Contents:
-    """Facts about the frames of a file, found without decoding.
-
-    Attributes:
-        length: number of packets with frames that are not hidden.
-        counted: True if FFmpeg decodes exactly ``length`` frames. Otherwise the number is known only after decoding
-            the whole file, and no frame can be found by its number.
-        times: display times of the frames, increasing, in units of time_base; None if a frame has no time or two have
-            the same.
-        keys: (display time, decoding time) of the frames at which decoding can begin.
-        rate: frames per second according to the container; 0 if unknown.
-        converted: True if only :class:`ToRgb` shows the frames as players do: HDR, wide-gamut and transparent frames,
-            and high-definition frames without a named matrix.
-    """
+    """Facts about the frames of a file, found without decoding."""
 
     container: str
     codec: str
     time_base: Fraction
-    length: int
+    length: int  # packets with frames that are not hidden
+    # True if FFmpeg decodes exactly ``length`` frames. Otherwise the number is known only after decoding the whole
+    # file, and no frame can be found by its number.
     counted: bool
+    # Display times of the frames, increasing, in units of time_base; None if a frame has no time or two have the same.
     times: np.ndarray | None
-    keys: list[tuple[int, int]]
-    rate: float
+    keys: list[tuple[int, int]]  # (display time, decoding time) of the frames at which decoding can begin
+    rate: float  # frames per second according to the container; 0 if unknown
+    # True if only :class:`ToRgb` shows the frames as players do: HDR, wide-gamut and transparent frames, and
+    # high-definition frames without a named matrix.
     converted: bool = False
 
     @property
@@ -208,8 +200,7 @@ class Reader(Protocol):
 
 
 def open_container(name: str) -> Any:
-    """Open a file with PyAV. Only containers that can't refer to other files are allowed. name: from
-    ``name_for_ffmpeg``."""
+    """Open a file with PyAV, unless its container may refer to other files. name: from ``name_for_ffmpeg``."""
     import av
 
     return av.open(name, options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file,fd,pipe"})
@@ -229,23 +220,18 @@ def video_stream(file: Any) -> Any:
 
 
 class Packet(NamedTuple):
-    """Times and flags of a packet.
+    """Times and flags of a packet."""
 
-    shown, decoded: display and decoding time. hidden: True if an edit list hides the frame. holds: True if the packet
-    contains a complete frame that is shown. If it is also a key frame, decoding can begin there."""
-
-    shown: int | None
-    decoded: int | None
+    shown: int | None  # display time
+    decoded: int | None  # decoding time
     key: bool
-    hidden: bool
-    holds: bool
+    hidden: bool  # True if an edit list hides the frame
+    holds: bool  # True if it contains a complete, shown frame, and, if it is a key frame, decoding can begin there
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
-    """Return the :class:`Contents` of a file, found with PyAV without decoding.
-
-    whole: False if only the parts of the file that describe the frames are present. Raises NoVideo, UnknownColours, or
-    libav's errors."""
+    """Return the :class:`Contents` of a file. whole: False if only the parts of the file that describe the frames are
+    present. Raises NoVideo, UnknownColours, or libav's errors."""
     with open_container(name) as file:
         stream = video_stream(file)
         context = stream.codec_context
@@ -299,9 +285,7 @@ def _alpha_aside(stream: Any) -> bool:
 
 
 def decoded(file: Any, stream: Any) -> Iterator[Any]:
-    """Decode the frames of a PyAV stream, with alpha, from the current position of the file.
-
-    Raises libav's errors, for example if the clip needs libvpx and PyAV was built without it."""
+    """Decode the frames of a PyAV stream, with alpha, from the current position. Raises libav's errors."""
     if not _alpha_aside(stream):
         yield from file.decode(stream)
         return
@@ -314,10 +298,8 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 
 
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
-    """Return the packets of a stream that are not empty.
-
-    whole: if False, only the first packet is complete, and ``holds`` is False for other packets whose contents would
-    be needed to tell."""
+    """Return the packets of a stream that are not empty. whole: if False, only the first packet is complete, and
+    ``holds`` is False for other packets whose contents would be needed to tell."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []
@@ -449,9 +431,7 @@ def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
 
 
 class TorchCodecReader:
-    """Reader based on torchcodec, which needs FFmpeg's shared libraries.
-
-    torchcodec rotates frames, but does not stretch, mirror or crop them."""
+    """Reader based on torchcodec, which rotates frames, but does not stretch or mirror them."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -584,9 +564,8 @@ _SHORTEST, _USUAL = 0.011, 0.1  # seconds; browsers show a frame for 100 ms if i
 
 
 class AnimationReader:
-    """Reader of an animation. It starts at the first frame, because each frame is drawn over the previous ones.
-
-    most_pixels: maximum pixels of a frame. All methods raise BadSample, naming the file and the reason."""
+    """Reader of an animation, from the first frame on, because each frame is drawn over the previous ones. All methods
+    raise BadSample, naming the file and the reason."""
 
     def __init__(self, path: str, most_pixels: int):
         self._path, self._most_pixels = path, most_pixels
@@ -663,13 +642,8 @@ def write_mp4(
     """Encode RGB ``frames``, (T, H, W, 3) uint8, as H.264, and replace ``path`` when the file is complete.
 
     H.264's 4:2:0 colours need even sizes, so the last row or column of an odd size is repeated. The same frames give
-    the same bytes in any process.
-
-    Args:
-        comment: text of the file's ``comment`` tag.
-        root: folder below which no link is followed (opendit/common/safe_files.py).
-
-    Raises ValueError for ``frames`` or ``fps`` that can't be a clip, and OSError, naming ``path``."""
+    the same bytes in any process. comment: text of the file's ``comment`` tag. root: folder below which no link is
+    followed. Raises ValueError for ``frames`` or ``fps`` that can't be a clip, and OSError, naming ``path``."""
     import av  # imported here, because it loads slowly and reading data doesn't need it
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:

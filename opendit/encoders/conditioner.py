@@ -70,10 +70,8 @@ class LabelConditioner(Conditioner):
 
 class CaptionConditioner(Conditioner):
     """Makes conditions from captions, as embeddings of a frozen encoder or as token ids for the encoder ``bytes``,
-    which is part of the model.
-
-    encoder: None for ``bytes`` or if all embeddings are read from a cache. empty: embedding of the empty caption from
-    the cache, as a batch of one: tokens, mask and pooled."""
+    which is part of the model. encoder: None for ``bytes`` or if all embeddings are read from a cache. empty: cached
+    embedding of the empty caption, as a batch of one: tokens, mask and pooled."""
 
     def __init__(
         self,
@@ -87,8 +85,8 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str], away: bool = False) -> Condition:
-        """Return the condition of each caption. away: True if the captions are negative prompts. Some public models
-        write negative prompts in another form."""
+        """Return the condition of each caption. away: True for negative prompts, which some public models write in
+        another form."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # runs with cached embeddings encode no captions

@@ -50,9 +50,8 @@ Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
-    """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``. A
-    stored name must be one of KNOWN. Any other stored path or repository is untrusted and raises ValueError; the
-    message names the flag with which a user can choose it."""
+    """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``, which
+    must be one of KNOWN. Raises ValueError, naming the flag, for any other stored name."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
     quoted = shlex.quote(stored) if stored.isprintable() else shown(stored)
@@ -102,7 +101,7 @@ def refuse_adapters(folder: Path) -> None:
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
     """Return STEM.safetensors, or the files that STEM.safetensors.index.json lists. Raises FileNotFoundError or
-    ValueError; the message names the file that is missing, pickled or damaged."""
+    ValueError, naming the file."""
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if index.is_file():
         if single.is_file():
@@ -119,7 +118,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of all tensors in :func:`weight_files`. Raises the same errors as that function."""
+    """Read the shapes of all tensors in :func:`weight_files`, which raises the errors."""
     shapes = {}
     for path in weight_files(folder, stem):
         with open_safetensors(path) as file:
@@ -128,7 +127,7 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
 
 
 def weight_count(folder: Path, stem: str) -> int:
-    """Count the weights in :func:`weight_files` from the files' headers. Raises the same errors as that function."""
+    """Count the weights in :func:`weight_files` from the files' headers."""
     return sum(map(math.prod, weight_shapes(folder, stem).values()))
 
 
@@ -146,8 +145,7 @@ def stored_bytes(folder: Path, stem: str, kind: str) -> int:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if ``make`` fails, or builds a model with more weights than the folder has. It runs on the meta
-    device. shapes: shapes of the folder's tensors."""
+    """Raise ValueError if ``make``, on the meta device, fails or builds a model with more weights than ``shapes``."""
     try:
         with on_meta():
             model = make()
@@ -159,9 +157,8 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def lazy_module(name: str) -> Any:
-    """Import diffusers or ``transformers``, which takes seconds. Such a library replaces its module object during its
-    import. An ``import`` statement in a second thread waits for the import, and then returns the old object, which
-    lacks the library's classes. ``import_module`` returns the new object."""
+    """Import diffusers or ``transformers``. They replace their module object during the import, and an ``import``
+    statement in a second thread would get the old one, which lacks their classes."""
     return import_module(name)
 
 
@@ -215,10 +212,9 @@ def _fill_stored(
     kind: str,
     device: torch.device,
 ) -> None:
-    """Replace the parameters of a model by the tensors of its files, and store those of linear layers as ``kind``.
-    Every parameter is filled with the index of its tensor in ``tensors``. ``transformers`` has loaded these indices
-    instead of the weights, because it renames tensors while it loads them. One tensor is read at a time. Raises
-    ValueError if ``transformers`` makes a parameter of several tensors."""
+    """Replace the parameters of a model by the tensors of its files, one at a time, and store those of linear layers as
+    ``kind``. ``transformers``, which renames tensors while it loads them, has filled every parameter with the index of
+    its tensor in ``tensors``. Raises ValueError if a parameter is made of several tensors."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
@@ -249,8 +245,8 @@ def _fill_stored(
 
 @contextmanager
 def _quiet_loading(warnings: bool) -> Iterator[None]:
-    """Disable the progress bars of ``transformers``, because every rank would draw them. If ``warnings`` is False, also
-    disable its warnings: it would warn that tied weights differ, because they hold indices."""
+    """Disable the progress bars of ``transformers``, which every rank would draw, and its warnings unless ``warnings``:
+    it would warn that tied weights differ, because they hold indices."""
     from transformers.utils import logging
 
     shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -267,8 +263,7 @@ def _quiet_loading(warnings: bool) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str, needs: str = "") -> Iterator[None]:
-    """Convert any error of a library that reads a folder to ValueError. The message says that ``what`` can't be loaded
-    and why, and ends with ``needs``."""
+    """Convert errors of a library that reads a folder to ValueError: ``what`` can't be loaded, why, and ``needs``."""
     try:
         yield
     except BaseException as error:  # a panic in the tokenizer's Rust code is not an Exception
@@ -278,13 +273,13 @@ def loading(what: str, needs: str = "") -> Iterator[None]:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error's text as one line of at most about ``most`` characters, for use in another message."""
+    """Return an error's text as one line of at most about ``most`` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def reason(path: Path, error: Exception) -> str:
-    """Return an error's text without the path at its start, for a message that already names the file."""
+    """Return an error's text on one line without the path at its start."""
     return one_line(error).removeprefix(str(path)).lstrip(": ")
 
 
@@ -296,7 +291,7 @@ SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 
 def check_index(folder: Path, family: Family) -> dict[str, Any]:
     """Read a folder's ``model_index.json``, and compare it with the family's pipelines and components. Raises
-    FileNotFoundError or ValueError; the message names the file and the component that differs."""
+    FileNotFoundError or ValueError."""
     path = folder / PIPELINE_INDEX
     index = read_json_of(path, PRETRAINED, f"a folder of diffusers' {family.pipelines[0]} has one")
     if why := unsupported(folder):
@@ -325,8 +320,7 @@ def names_class(entry: Any, library: str, class_name: str) -> bool:
 
 
 def read_json_of(path: Path, kind: FileKind, needed: str) -> Any:
-    """Return the content of a JSON file, like :func:`read_file`. Raises FileNotFoundError with a message that ends with
-    ``needed`` if the file is missing, and ValueError for any other problem."""
+    """Return the content of a JSON file. Raises FileNotFoundError that ends with ``needed``, or ValueError."""
     try:
         return read_file(path, kind)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -348,7 +342,7 @@ def pinned(name: str) -> tuple[str, str] | None:
 
 def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str, ...], what: str, needs: str) -> Path:
     """Return the local folder of a repository at one commit. Missing files are downloaded from the hub. files: required
-    files. also: optional files. what, needs: for the message of FileNotFoundError, see :func:`from_hub`."""
+    files. also: optional files. what, needs: see :func:`from_hub`."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -366,9 +360,9 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return the result of ``fetch(True)``, which uses only the local cache. If that fails, return the result of
-    ``fetch(False)``, which downloads. Raises FileNotFoundError, within seconds, if the hub can't be reached. Its
-    message begins with ``what`` and ends with ``needs``."""
+    """Return the result of ``fetch(True)``, which uses only the local cache, or else of ``fetch(False)``, which
+    downloads. Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message begins with ``what``
+    and ends with ``needs``."""
     from huggingface_hub import constants
 
     try:

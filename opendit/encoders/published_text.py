@@ -161,12 +161,8 @@ TEXT_CONFIG = FileKind(PublishedTextConfig, 4 * MIB)
 class PublishedText:
     """The frozen text encoders of a published model, called through its pipeline.
 
-    Attributes:
-        width: D of the tokens.
-        pooled_width: P of the pooled vector.
-        max_tokens: number of tokens to which prompts are cut. Prompts are also padded to this number, unless the family
-            removes padding.
-    """
+    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: number of tokens to which prompts are cut,
+    and padded unless the family removes padding."""
 
     def __init__(
         self, pipeline: Any, family: Family, *, name: str, device: torch.device | str, max_tokens: int | None = None
@@ -259,8 +255,7 @@ class PublishedText:
 
 
 def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
-    """Join batches of prompts and pad them with zeros to ``length``, by default the length of the longest batch. Raises
-    ValueError if a batch is longer than ``length``."""
+    """Join batches of prompts and pad them with zeros to ``length``, by default that of the longest batch."""
     longest = max(condition.tokens.shape[1] for condition in conditions)
     length = longest if length is None else length
     if length < longest:
@@ -288,8 +283,7 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def text_widths(folder: Path, family: Family) -> tuple[int, int]:
-    """Return (width of the tokens, width of the pooled vector or 0). This reads no weights. Raises the same errors as
-    :func:`check_text`."""
+    """Return (width of the tokens, width of the pooled vector or 0) without reading weights."""
     prompts = _prompts(family)
     width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
     return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
@@ -303,9 +297,8 @@ def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:
-    """Return (width of the tokens, width of the pooled vector, maximum tokens of a prompt) for a pipeline's folder.
-    Return None if ``name`` is not such a folder. This reads no weights. Raises the same errors as :func:`check_text`.
-    """
+    """Return (width of the tokens, width of the pooled vector, maximum tokens of a prompt) for a pipeline's folder,
+    without reading weights. Return None if ``name`` is not such a folder."""
     folder = Path(name).expanduser()
     family = family_in(name_of_folder(folder) or "")
     if family is None or not (folder / PIPELINE_INDEX).is_file():
@@ -342,15 +335,9 @@ def load_published_text(
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a pipeline's folder, after :func:`check_text`.
 
-    Args:
-        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the
-            activations of T5 exceed the range of fp16. These encoders were published in bf16.
-        max_tokens: number of tokens to which prompts are cut; by default the family's number.
-        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``.
-            bf16 means in ``dtype``.
-
-    Raises FileNotFoundError or ValueError; the message names the file and the problem.
-    """
+    dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the activations of
+    T5 exceed the range of fp16. max_tokens: number of tokens to which prompts are cut; by default the family's.
+    precision: see ``load_text_encoder``. Raises FileNotFoundError or ValueError, naming the file and the problem."""
     check_text(folder, family)
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype

@@ -125,8 +125,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> TextCondition:
-        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D). The results are on the encoder's device.
-        tokens and pooled have the encoder's dtype."""
+        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D), on the encoder's device."""
         parts = [
             self._encode(captions[start : start + CAPTIONS_AT_ONCE])
             for start in range(0, len(captions), CAPTIONS_AT_ONCE)
@@ -165,7 +164,7 @@ def working_dtype(kind: str, device: torch.device, dtype: torch.dtype) -> torch.
 
 def text_geometry(name: str) -> tuple[str, int, int]:
     """Return (kind, width, default number of tokens) of ``--text_encoder name`` without reading its weights. The kind
-    is bytes, clip or t5. CLIP's default is its maximum. Raises the same errors as :func:`load_text_encoder`."""
+    is bytes, clip or t5. CLIP's default is its maximum. Raises as :func:`load_text_encoder`."""
     if name == "bytes":
         return BYTES
     if name in HUB:
@@ -174,16 +173,14 @@ def text_geometry(name: str) -> tuple[str, int, int]:
 
 
 def fitting_tokens(longest: int) -> int:
-    """Return the default number of tokens of the ``bytes`` encoder for captions of up to ``longest`` tokens. The number
-    is the next multiple of 64, and at most ``MOST_BYTES``."""
+    """Return the default number of tokens of the ``bytes`` encoder for captions of up to ``longest`` tokens."""
     shortest = BYTES[2]
     return min(MOST_BYTES, max(1, -(-longest // shortest)) * shortest)
 
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
-    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens. The minimum is two
-    tokens for CLIP (begin and end), one for T5 (end), and one for bytes. Only CLIP has a maximum, ``longest``. kind,
-    longest: from :func:`text_geometry`."""
+    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens. CLIP needs two tokens
+    (begin and end), others one. Only CLIP has a maximum, ``longest``. kind, longest: from :func:`text_geometry`."""
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
         bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
@@ -198,14 +195,11 @@ def load_text_encoder(
     max_tokens: int | None = None,
     precision: str = "bf16",
 ) -> TextEncoder:
-    """Load the frozen encoder of ``--text_encoder name``.
+    """Load the frozen encoder of ``--text_encoder name``: "clip" or "t5" (from the local cache or the hub), another
+    repository on the hub with its commit (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
 
-    Args:
-        name: "clip" or "t5" (from the local cache or the hub), another repository on the hub with its commit
-            (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
-        max_tokens: number of tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5.
-        precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``.
-            bf16 means in ``dtype``.
+    max_tokens: tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5. precision: how the
+    weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means in ``dtype``.
 
     Raises FileNotFoundError or ValueError if the encoder is missing or invalid; the message names the flag and the fix.
     """
@@ -225,14 +219,12 @@ def load_text_encoder(
 
 
 def encoder_folder(name: str) -> Path:
-    """Return the folder of the frozen encoder ``--text_encoder name``. For a repository on the hub, this is a folder in
-    the local cache, downloaded if missing. Raises the same errors as :func:`load_text_encoder`."""
+    """Return the folder of the frozen encoder ``--text_encoder name``, downloaded from the hub if needed."""
     return _folder(name, FILES, TOKENIZER_FILES)
 
 
 def _load(name: str, folder: Path, **stored: Any):
-    """Load (model, tokenizer) with ``transformers``. Raises ValueError if loading fails or would run the folder's code.
-    stored: further arguments of :func:`transformers_model`."""
+    """Load (model, tokenizer) with ``transformers``. stored: further arguments of :func:`transformers_model`."""
     config = _read_config(name, folder)
     with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
         check_tokenizer(folder)
@@ -254,7 +246,7 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
     """Raise ValueError if the tokenizer's class is not in ``classes``, or one of its files is too large or no regular
-    file. None in ``classes`` accepts a configuration without tokenizer_class."""
+    file."""
     for name in (*TOKENIZER_FILES, CHAT_TEMPLATE):
         path = folder / name
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
@@ -271,9 +263,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
-    """Return the folder of an encoder. A repository on the hub is downloaded if it is missing in the local cache.
-    files: required files. also: optional files. Raises FileNotFoundError if the repository can't be downloaded, and
-    ValueError for a repository without a commit."""
+    """Return the folder of an encoder, downloaded if needed. files: required files. also: optional files."""
     if _is_folder(name):
         return Path(name).expanduser()
     repository, commit = HUB[name][:2] if name in HUB else pinned(name) or (name, None)

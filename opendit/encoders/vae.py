@@ -49,14 +49,12 @@ PerChannel = float | Sequence[float]  # one number for all channels of a latent,
 
 @dataclass(frozen=True)
 class Tiles:
-    """A division of latents (B, C, ..., h, w) into overlapping tiles.
-
-    The last tile of a row or column ends at the border of the latents, so it may overlap more with its neighbour."""
+    """A division of latents (B, C, ..., h, w) into overlapping tiles. The last tile of a row or column ends at the
+    border of the latents, so it may overlap more with its neighbour."""
 
     sides: tuple[int, int]  # (h, w) of the latents
     size: tuple[int, int]  # height and width of a tile, at most ``sides``
-    # Overlap of neighbouring tiles, in latent values, along height and width. It is less than ``size``.
-    overlap: tuple[int, int]
+    overlap: tuple[int, int]  # of neighbouring tiles along height and width, in latent values; less than ``size``
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
@@ -74,16 +72,15 @@ class Tiles:
 
     def cut(self, latents: Tensor, scale: int = 1) -> Tensor:
         """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size). The tiles of one sample follow each
-        other, row by row. scale: number of pixels per latent value along a side, to cut pixels instead of latents."""
+        other, row by row. scale: pixels per latent value along a side, to cut pixels instead of latents."""
         rows, columns = ([scale * start for start in starts] for starts in self.starts)
         height, width = (scale * side for side in self.size)
         tiles = [latents[..., y : y + height, x : x + width] for y in rows for x in columns]
         return torch.stack(tiles, dim=1).flatten(0, 1)
 
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
-        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32. Every pixel
-        is the weighted mean of the tiles that contain it. A tile's weight rises with the pixel's distance from the
-        tile's borders, up to the overlap. Borders that the tile shares with the frame do not lower its weight."""
+        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32: the mean of
+        the tiles that contain a pixel, weighted by :func:`_ramp` along both sides."""
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
         joined = torch.zeros(*tiles.shape[:1], *tiles.shape[2:-2], *sides, device=tiles.device)
@@ -102,8 +99,8 @@ class Tiles:
 
 
 def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
-    """Return a tile's weights (length,) along one side. At an inner border, the weights rise to 1 over ``overlap``
-    values. At the frame's border, the weights are 1."""
+    """Return a tile's weights (length,) along one side. At an inner border, they rise to 1 over ``overlap`` values; at
+    the frame's border they are 1."""
     places = torch.arange(length, device=device) + 0.5
     up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)
     down = ((length - places) / overlap).clamp(max=1) if start + length < side else torch.ones_like(places)
@@ -156,8 +153,7 @@ class Codec(ABC):
         return sample_moments(moments, noise, self.scaling_factor, self.shift_factor)
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Encode pixels (B, 1 or 3, H, W) in [-1, 1] with noise (B, C, h, w) to latents (B, C, h, w) fp32. Only ``--vae
-        none`` needs no noise."""
+        """Encode pixels (B, 1 or 3, H, W) to latents (B, C, h, w) fp32. Only ``--vae none`` needs no ``noise``."""
         assert noise is not None
         return self.sample(self.moments(pixels), noise)
 
@@ -354,9 +350,8 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling, shift) for ``sample_moments`` from a VAE's configuration. A configuration of diffusers has
-    either the numbers scaling_factor and shift_factor, or the lists latents_mean and latents_std with one number per
-    channel."""
+    """Return (scaling, shift) for ``sample_moments`` from a VAE's configuration, which has either the numbers
+    scaling_factor and shift_factor, or the lists latents_mean and latents_std."""
     scaling = config.get("scaling_factor")
     scaling = 1.0 if scaling is None else float(scaling)
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -447,9 +442,8 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
     """Load the autoencoder of ``--vae name``. Stable Diffusion's autoencoder is loaded as this package's
-    ``AutoencoderKL``, unless ``own`` is False. All other autoencoders are loaded as classes of diffusers, whose import
-    takes seconds. classes: the classes of diffusers that are accepted. Raises FileNotFoundError or ValueError; the
-    message names the flag and the fix."""
+    ``AutoencoderKL``, unless ``own`` is False; others as classes of diffusers, whose import takes seconds. classes: the
+    classes of diffusers that are accepted. Raises FileNotFoundError or ValueError, with the flag and the fix."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:
@@ -593,8 +587,7 @@ def _needs() -> str:
 
 
 def vae_folder(name: str) -> Path:
-    """Return the folder of ``--vae name``. For a VAE on the hub, this is a folder in the local cache, downloaded if
-    missing."""
+    """Return the folder of ``--vae name``; for a VAE on the hub, one in the local cache, downloaded if missing."""
     if name not in HUB:
         return Path(name).expanduser()
     repository, commit = HUB[name]
@@ -603,8 +596,7 @@ def vae_folder(name: str) -> Path:
 
 def codec_geometry(name: str, channels: int) -> tuple[int, int]:
     """Return (latent channels, pixels per latent value along a side) of ``--vae name`` without reading its weights.
-    channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or ValueError as
-    ``load_codec`` does."""
+    channels: channels of the pixels, for ``none``. Raises as :func:`load_codec`."""
     if name == "none":
         return channels, 1
     if name in HUB:
@@ -623,17 +615,11 @@ def load_codec(
     tiling: bool = False,
     compiled: bool = False,
 ) -> ImageCodec:
-    """Load the codec of ``--vae name``.
+    """Load the codec of ``--vae name``: "none" (the latents are the pixels), "ema" or "mse" (Stable Diffusion's
+    fine-tuned VAEs, from the local cache or the hub), or a folder with a VAE in diffusers' format.
 
-    Args:
-        name: "none" (the latents are the pixels), "ema" or "mse" (Stable Diffusion's fine-tuned VAEs, from the local
-            cache or the hub), or a folder with a VAE in diffusers' format.
-        channels: number of channels of the pixels, used for "none".
-        device, dtype, chunk, tiling, compiled: see :class:`FrozenVAE`; "none" ignores them.
-
-    Raises:
-        FileNotFoundError, ValueError: the VAE is missing or invalid; the message names the flag and the fix.
-    """
+    channels: channels of the pixels, for "none". Others: see :class:`FrozenVAE`. Raises FileNotFoundError or ValueError
+    if the VAE is missing or invalid; the message names the flag and the fix."""
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)

@@ -186,8 +186,7 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 
 
 def class_of(name: str) -> str | None:
-    """Return the diffusers class of ``--vae name``; None for "none" and the names in HUB. Raises FileNotFoundError or
-    ValueError as ``load_video_codec`` does."""
+    """Return the diffusers class of ``--vae name``; None for "none" and the names in HUB."""
     return None if name == "none" or name in HUB else read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)[0]
 
 
@@ -199,9 +198,8 @@ def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
-    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``. This
-    reads no weights. channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or
-    ValueError as ``load_video_codec`` does."""
+    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name`` without
+    reading its weights. channels: channels of the pixels, for ``none``. Raises as :func:`load_video_codec`."""
     video = _video_vae(name)
     if video is None:
         return (*codec_geometry(name, channels), 1)
@@ -211,8 +209,7 @@ def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
 
 
 def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling factor, shift factor) of ``--vae name``, for pictures or clips. This reads no weights. Raises
-    FileNotFoundError or ValueError as ``load_video_codec`` does."""
+    """Return (scaling factor, shift factor) of ``--vae name`` without reading its weights."""
     if name in HUB:
         return scale_and_shift(DEFAULTS)
     found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
@@ -225,12 +222,9 @@ def load_video_codec(
     """Load the codec of ``--vae name`` for clips. A folder with one of VIDEO_CLASSES in diffusers' format gives a video
     autoencoder. Any other name that ``load_codec`` accepts gives a picture codec, which is applied to every frame.
 
-    compiled: see ``load_codec``; only a picture codec can be compiled. settings: dtype, chunk and tiling, see
-    ``load_codec``. chunk is the number of frames (picture codec) or clips (video autoencoder) to process at once. With
-    tiling, a video autoencoder uses tiles for all frames larger than a tile; without, only for frames of more than
-    TILED_ABOVE pixels.
-
-    Raises FileNotFoundError or ValueError if the VAE is missing or invalid; the message names the flag and the fix."""
+    compiled: only a picture codec can be compiled. settings: dtype, chunk and tiling, see ``load_codec``; chunk counts
+    frames (picture codec) or clips (video autoencoder). With tiling, a video autoencoder uses tiles for all frames
+    larger than a tile; without, only for frames of more than TILED_ABOVE pixels. Raises as :func:`load_codec`."""
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
     if compiled:  # not possible: the cache of earlier frames would make torch.compile recompile for every frame

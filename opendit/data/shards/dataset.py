@@ -77,12 +77,12 @@ WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor c
 
 @dataclass(frozen=True)
 class IndexedTar:
-    """A tar and its index. name: the tar's name in messages. kept: the samples that are used; None means all."""
+    """A tar and its index."""
 
-    name: str
+    name: str  # in messages
     path: str
     index: TarIndex
-    kept: KeptRows | None = None
+    kept: KeptRows | None = None  # the samples that are used; None means all
 
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept)
@@ -114,9 +114,9 @@ class ShardDataset(PicturesAndClips):
     """Data set of the samples in indexed tars, in the order of the tars and of the samples in each tar. The indexes
     determine the conditioning: captions, classes, or a single class if the samples have neither.
 
-    image_size, options: see ``PicturesAndClips``, which also describes the samples. random_flip: None mirrors samples
-    with classes, but not samples with captions, because captions may mention left and right. Raises ValueError if the
-    tars can't be used; the message names the flag and the fix."""
+    options: see ``PicturesAndClips``, which also describes the samples. random_flip: None mirrors samples with classes,
+    but not samples with captions, because captions may mention left and right. Raises ValueError if the tars can't be
+    used; the message names the flag and the fix."""
 
     size_threads = 8  # number of threads that read media sizes
     names_file = CLASS_NAMES  # file of the class names, for messages
@@ -415,8 +415,8 @@ def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
 def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
-    """Return the class names of the tars: ``names`` from ``names_file``, or the class numbers if there are no names.
-    Raises ValueError, naming the tar and the sample, for a label that has no name or is too large."""
+    """Return the class names of the tars: ``names`` from ``names_file``, or else the class numbers. Raises ValueError,
+    naming the tar and the sample, for a label that has no name or is too large."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:

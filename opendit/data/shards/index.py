@@ -141,8 +141,7 @@ def index_of(tar: str | Path) -> Path:
 
 
 def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
-    """Write an index under a temporary name and rename it, so that an existing index is always complete. root: the
-    folder below which no symbolic link is followed (opendit/common/safe_files.py). Raises OSError."""
+    """Write an index atomically. root: the folder below which no symbolic link is followed. Raises OSError."""
     text = json.dumps(header.model_dump(), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
@@ -151,9 +150,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An open index. The constructor reads the header and checks the file's size against it. Records and keys are read
-    on demand. Raises OSError if the file can't be read, and ValueError with its name if it is not an index, is damaged
-    or has another version."""
+    """An index. The constructor reads the header; records and keys are read on demand. Raises OSError if the file can't
+    be read, and ValueError with its name if it is not an index, is damaged or has another version."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -169,8 +167,7 @@ class TarIndex:
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Read one record from the file. A memory mapping would add 64 KiB around the record to the process's memory.
-        Raises DataError, naming the sample, for an invalid record."""
+        """Read one record from the file; a memory mapping would take 64 KiB. Raises DataError for an invalid record."""
         found = self._record(row)
         if not self._is_valid(found):
             raise DataError(f"{self.path} is damaged: the record of sample {row:,} is out of range; {_AGAIN}")
@@ -302,7 +299,7 @@ class KeptRows:
 
 
 def claim_output(output: Path, tars: list[str], beside: list[str]) -> None:
-    """Raise ValueError if the output folder holds tars other than ``tars``, or links where files will be written."""
+    """Raise ValueError if the output folder holds tars other than ``tars``, or links."""
     refuse_links(output, [*beside, *tars], "--output")
     if others := sorted({tar.name for tar in output.glob("*.tar")} - set(tars)):
         raise ValueError(f"--output {printable(output)}: holds other tars: {name_few(others)}; name another folder")
@@ -414,8 +411,7 @@ class Fields:
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
     """Return the key and the extension of a member's name, or None if the member belongs to no sample. The name is
     split at the first dot after the last slash. The extension is in lower case unless ``exact``. The result equals that
-    of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with many slashes;
-    this function takes linear time."""
+    of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, but takes linear instead of quadratic time."""
     last = name.rfind("/")
     dot = name.find(".", last + 1)
     if dot < 0 or _META.match(name):
@@ -487,19 +483,17 @@ def _kind(value: object) -> str:
 
 @dataclass
 class Sample:
-    """The members of a tar that share one key. parts: extension -> (offset, number of bytes) of a member's content.
-    start, end: byte range of all members."""
+    """The members of a tar that share one key."""
 
     key: str
-    start: int
+    start: int  # byte range of all members
     end: int = 0
-    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # extension -> (offset, bytes) of the content
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
     """Yield the samples of a tar in order. A sample is a run of members with the same key. exact: see ``Fields``.
-    Raises ValueError, naming the tar, if the tar is truncated, damaged or compressed, or if a key or a member occurs
-    twice."""
+    Raises ValueError, naming the tar, if the tar is damaged or compressed, or a key or member occurs twice."""
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
         try:
@@ -580,8 +574,7 @@ class _Rows:
         self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
-        """Return (index of the path at which the value was found, the value or None, the reason if there is no
-        value)."""
+        """Return (index of the path, the value or None, the reason if there is no value)."""
         why = ""
         for number, path in enumerate(paths):
             if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
@@ -636,7 +629,7 @@ def scan(
 
     checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip. False reads only
     headers, captions and labels. sha256: SHA-256 of the tar, if known. Raises ValueError as :func:`samples_of` does
-    and for a tar without samples, and OSError if the tar can't be read."""
+    and for a tar without samples, and OSError."""
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
     with open(open_regular(path), "rb") as file:

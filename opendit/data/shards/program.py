@@ -77,30 +77,29 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to pack: a media file, and a caption or class ``text`` that becomes a second member. ``bytes`` and
-    ``changed`` are the media file's size and modification time (ns). ``ending`` is its extension in the tar."""
+    """A sample to pack: a media file, and a caption or class that becomes a second member."""
 
     key: str
     path: str
-    bytes: int
-    changed: int
-    ending: str
+    bytes: int  # size of the media file
+    changed: int  # its modification time in ns
+    ending: str  # its extension in the tar
     beside: str  # extension of the second member: txt or cls
-    text: builtins.bytes
+    text: builtins.bytes  # content of the second member
 
 
 @dataclass(frozen=True)
 class TarPlan:
-    """A tar to write. ``plan`` is a hash of all entries of all tars, and is recorded in the tar's index."""
+    """A tar to write."""
 
     tar: Path
-    plan: str
+    plan: str  # hash of all entries of all tars, which the tar's index records
     entries: list[Entry]
 
 
 def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
     """Return the samples of a table or folder, its class names (empty with captions), and "path: reason" for every file
-    that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
+    that can't be packed. Raises ValueError or FileNotFoundError."""
     captioned = find_captions(data_path) if os.path.isdir(data_path) else None
     if captioned is not None and not captioned.has_captions:
         found = find_pictures(data_path)
@@ -278,8 +277,7 @@ def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
     """Index every tar whose index is missing, outdated or made for another plan, and print the samples that are left
-    out. root: the folder below which no link is followed (opendit/common/safe_files.py). Raises like
-    :func:`make_indexes`."""
+    out. root: the folder below which no link is followed. Raises like :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -345,10 +343,9 @@ def index_latents(
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
-    """Index a folder of tars with latents of ``form`` (see opendit/data/latents.py) from another program. Training then
-    reads the folder like one that ``preprocess.py latents`` made. Only the VAE's configuration is read, not its
-    weights. Raises OSError; and ValueError, which says what to do, if the latents do not fit this form, VAE and size,
-    or if the samples do not all have captions or all have classes."""
+    """Index a folder of tars with latents of ``form`` (see opendit/data/latents.py) from another program. Only the
+    VAE's configuration is read, not its weights. Raises OSError; and ValueError, which says what to do, if the latents
+    do not fit this form, VAE and size, or if the samples do not all have captions or all have classes."""
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:
@@ -450,11 +447,11 @@ LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
 
 @dataclass(frozen=True)
 class LatentsTar:
-    """A tar of converted latents to write. files: index entries of the safetensors files to pack, all of one shape.
-    settings, skipped: contents of the tar's first member."""
+    """A tar of converted latents to write."""
 
     path: Path
-    files: tuple[dict[str, Any], ...]
+    files: tuple[dict[str, Any], ...]  # index entries of the safetensors files to pack, all of one shape
+    # Contents of the tar's first member.
     settings: dict[str, Any]
     skipped: tuple[str, ...]
 
@@ -516,8 +513,7 @@ def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int) ->
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the settings and the skipped files of a safetensors file. Raises DataError if the file is missing or
-    damaged."""
+    """Return the settings and the skipped files of a safetensors file. Raises DataError."""
     try:
         with open_safetensors(path) as file:
             return parse_text((file.metadata() or {}).get(_KEY, ""), SHARD, path)
@@ -544,8 +540,7 @@ def _write(plan: LatentsTar, folder: Path) -> int:
 
 
 def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
-    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError if tensors are missing or their lengths
-    differ."""
+    """Yield the samples of a file. Raises KeyError, ValueError or RuntimeError if its tensors do not fit."""
     rows, labels = tensors["rows"].tolist(), tensors["labels"].tolist()
     captions: Iterable[str | None] = repeat(None, len(rows))
     if "captions" in tensors:
@@ -561,8 +556,7 @@ def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
 
 
 def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into consecutive pieces that end at ``ends``. Raises RuntimeError if the ends do not ascend to the
-    tensor's length."""
+    """Split a tensor into consecutive pieces that end at ``ends``."""
     return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 

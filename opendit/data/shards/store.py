@@ -100,10 +100,9 @@ GAP = 2**14  # ranges at most this many bytes apart share a request: reading the
 
 
 class FileCache:
-    """Cache of byte strings by name, stored as files in ``folder``. Several processes may share one folder. A file is
-    written under a temporary name and then renamed. Every existing file is therefore complete, even if a writer was
-    killed. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size. If the folder
-    exceeds ``limit``, the process deletes the least recently used files until nine tenths of ``limit`` remain."""
+    """Cache of byte strings by name, stored as files in ``folder``, which several processes may share. A file appears
+    when it is complete. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size.
+    Above ``limit``, it deletes the least recently used files until nine tenths of ``limit`` remain."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -213,9 +212,8 @@ class _Begun(NamedTuple):
 
 
 class FetchAhead:
-    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. A thread that hangs blocks
-    only a caller that takes a range of that thread's group. The process does not wait for the threads when it ends.
-    fetch: returns the bytes of each range of a group. :meth:`take` raises its errors."""
+    """Fetches groups of byte ranges in threads while the process decodes earlier ranges. The process does not wait for
+    the threads when it ends. fetch: returns the bytes of each range of a group. :meth:`take` raises its errors."""
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
@@ -229,8 +227,7 @@ class FetchAhead:
         self._begin_more()
 
     def take(self, part: ByteRange) -> bytes | None:
-        """Wait for a range and return its bytes, once. Return None if the range is not being fetched; the caller must
-        then read it."""
+        """Wait for a range and return its bytes, once. Return None if the range is not being fetched."""
         if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
         while part not in self.begun[0].ranges:  # drop groups of samples that the caller skipped
@@ -429,8 +426,8 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries. check: validates the content; an error that it raises
-        also causes a retry. Raises DataError, naming the address."""
+        """Return a file of at most ``most`` bytes, with retries. check: validates the content; its errors also cause a
+        retry. Raises DataError, naming the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -448,8 +445,7 @@ class Remote:
             raise
 
     def version(self, address: str) -> str:
-        """Return a string, made from the server's metadata, that changes when the file changes. Return "" if the server
-        sends no metadata."""
+        """Return a string that changes when the file changes, from the server's metadata; "" if it sends none."""
 
         def once() -> dict[str, Any]:
             try:
@@ -556,9 +552,8 @@ class RemoteTars:
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
     """Fetch the index of every tar into the cache's folder, unless the same version is already there. If that folder's
-    disk is full, put the indexes into a temporary folder that is deleted when the process exits. Return the paths of
-    the indexes, in the order of the tars. Raises DataError if an index can't be fetched; the message names its address.
-    Raises ValueError if neither folder has space for the indexes."""
+    disk is full, put the indexes into a temporary folder that is deleted when the process exits. Return their paths.
+    Raises DataError, naming the address, if an index can't be fetched, and ValueError if neither folder has space."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:
