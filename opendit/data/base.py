@@ -413,5 +413,10 @@ class BadFileCounter:
             )
 
 
+def count_media(clips: int, pictures: int) -> str:
+    """Return text such as "2 clips and 3 pictures", without a kind that has none."""
+    return " and ".join(f"{count:,} {name}" for count, name in ((clips, "clips"), (pictures, "pictures")) if count)
+
+
 def flip_note(random_flip: bool) -> str:
     return "randomly mirrored" if random_flip else "not mirrored"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from opendit.common.progress import Progress
 from opendit.common.safe_files import replacing
-from opendit.data.base import DataError, Medium, count_colours, of_picture
+from opendit.data.base import DataError, Medium, count_colours, count_media, of_picture
 from opendit.data.captions import count_texts, says_nothing
 from opendit.data.clips import open_clip
 from opendit.data.container_header import SUFFIXES as ANIMATIONS
@@ -602,8 +602,7 @@ def make(kind: str, root: str, output: str) -> None:
     if found.ignored:
         print(found.ignored)
     pictures = sum(row.is_picture for row in found.rows)
-    kinds = f"{len(found.rows) - pictures:,} clips" + (f" and {pictures:,} pictures" if pictures else "")
-    print(f"{kinds} with captions ({found.shown_sources()}): {output}")
+    print(f"{count_media(len(found.rows) - pictures, pictures)} with captions ({found.shown_sources()}): {output}")
     print(f"next: python preprocess.py check {shlex.quote(output)} --output checked.csv")
 
 

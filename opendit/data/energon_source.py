@@ -343,7 +343,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
         path = str(prepared.folder / name)
         kept = kept_rows(index, first - before, last - before, without.get(name, set()))
         before += count
-        if kept is None or len(kept):
+        if kept is None or len(kept.rows):
             shards.append(IndexedTar(path, path, index, kept))
     if not shards:
         raise ValueError(f"{shown}: no sample of its {total:,} is left by subset and exclude; leave some")
@@ -353,12 +353,12 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
     """Return the index rows of a tar's samples [first, last) whose keys are not in ``keys``; None means all rows.
     first, last: count also the samples that the index leaves out."""
-    rows, count = index.header.rows, index.header.rows + index.header.left_out
+    count = index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None
     start, end = max(0, first), min(max(0, last), count)
     if index.header.left_out:
         start, end = np.searchsorted(index.rows["number"], [start, end]).tolist()
     start = min(start, end)
-    found = [row for row in range(rows) if index.key(row) in keys] if keys else []
-    return KeptRows(start, end, np.array([row for row in found if start <= row < end], np.int64))
+    without = [row for row in range(start, end) if index.key(row) in keys] if keys else []
+    return KeptRows(np.setdiff1d(np.arange(start, end), without), f"{start}-{end} without {without}")

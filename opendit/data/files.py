@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -187,9 +187,18 @@ def _down(path: str | Path, error: Exception) -> int | None:
     return None
 
 
+class _OpenFile:
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def __del__(self):
+        with suppress(OSError):
+            os.close(self.descriptor)
+
+
 class _OpenFiles(threading.local):
     def __init__(self):
-        self.files: OrderedDict[Hashable, BinaryIO] = OrderedDict()  # the least recently used first
+        self.files: OrderedDict[Hashable, _OpenFile] = OrderedDict()  # the least recently used first
 
 
 _open_files = _OpenFiles()
@@ -202,18 +211,17 @@ def read_at(name: Hashable, open_file: Callable[[], int], at: int, size: int) ->
     name: identifies the open file. open_file: opens the file and returns its descriptor. Raises OSError."""
     files = _open_files.files
     if name not in files:
-        files[name] = os.fdopen(open_file(), "rb", buffering=0)
+        files[name] = _OpenFile(open_file())
         while len(files) > MOST_OPEN:
-            files.popitem(last=False)[1].close()
+            files.popitem(last=False)
     files.move_to_end(name)
     parts, left = [], size
     try:
-        while left and (part := os.pread(files[name].fileno(), left, at + size - left)):  # reads at most 2 GiB
+        while left and (part := os.pread(files[name].descriptor, left, at + size - left)):  # reads at most 2 GiB
             parts.append(part)
             left -= len(part)
     except OSError:
-        with suppress(OSError):  # the descriptor stays invalid after the disk was down
-            files.pop(name).close()
+        del files[name]  # the descriptor stays invalid after the disk was down
         raise
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -61,6 +61,7 @@ from opendit.data.base import (
     Shapes,
     Size,
     View,
+    count_media,
     flip_note,
     of_moments,
 )
@@ -345,7 +346,7 @@ class LatentDataset(ShardDataset):
         shape, size = "x".join(map(str, self.index["latent_shape"])), self.index["image_size"]
         what = f"{len(self):,} pictures"
         if self.index.get("video"):
-            what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
+            what = count_media(clips, len(self) - clips)
         text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
         words = text if self.conditioning == "text" else f"of {len(self.class_names):,} classes"
         tokens = self.index.get("settings", {}).get("bucket_tokens")

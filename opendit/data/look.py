@@ -304,36 +304,16 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
         axes.hist(values, bins=40)
 
 
-_STYLE = (
-    "body{font:14px sans-serif;margin:2em;max-width:1400px}img{max-width:100%;display:block;margin:1em 0}"
-    "td,th{padding:2px 12px;text-align:right}th{text-align:left}"
-)
+_STYLE = "body{font:14px sans-serif;margin:2em}img{max-width:100%;display:block}"
 
 
 def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
-    """Return a self-contained HTML page: the data set's description, bad rows, tables, and both pictures."""
-    media, of_clips = [each.medium for each in found.drawn], [each.medium for each in found.clips]
-    columns = {
-        "width": [medium.width for medium in media],
-        "height": [medium.height for medium in media],
-        "frames of clips": [medium.frames for medium in of_clips],
-        "seconds of clips": [medium.seconds for medium in of_clips if medium.fps],
-        "frames a second": [medium.fps for medium in of_clips if medium.fps],
-        "tokens": [found.tokens(medium) for medium in media],
-    }
-    if found.dataset.describe().conditioning == "text":
-        columns["words of captions"] = [len(each.words.split()) for each in found.drawn]
-        columns["characters of captions"] = [len(each.words) for each in found.drawn]
-    rows = [[name, *(f"{pick(v):.4g}" for pick in (min, np.median, max))] for name, v in columns.items() if v]
-    fills = [
-        [f"{each.budget:,}", "too few rows" if each.fill is None else f"{each.fill:.1%}", f"{each.too_long:.1%}"]
-        for each in (fill_of(columns["tokens"], budget) for budget in BUDGETS)
-    ]
+    """Return a self-contained HTML page: the data set's description, bad rows, both pictures, and all captions."""
     t = found.tokens
     which = f"every {t.frame_interval}. frame" if t.fps is None else f"{t.fps:g} frames a second"
     how = (
-        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, {which} up to "
-        f"{t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x {t.token_pixels} of frames and pixels."
+        f"Tokens at its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, {which} "
+        f"up to {t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x {t.token_pixels} of frames and pixels."
     )
     lines = [found.dataset.describe().text, f"Looked into {found.looked}."]
     lines += [f"{line}." for line in count_colours(each.medium for each in found.looks)] + found.of_captions
@@ -341,11 +321,8 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
     return "\n".join(
         [
             f"<!doctype html><html><head><meta charset='utf-8'><title>Data</title><style>{_STYLE}</style></head><body>",
-            *(f"<p>{_escaped(line)}</p>" for line in lines),
+            *(f"<p>{_escaped(line)}</p>" for line in [*lines, how]),
             f"<ul>{''.join(f'<li>{_escaped(line)}</li>' for line in found.bad)}</ul>",
-            _table(["", "least", "median", "most"], rows),
-            f"<p>{how}</p>",
-            _table(["tokens of a sequence", "used", "media too long"], fills),
             *(
                 f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
                 for name, content in (("histograms", histograms), ("contact sheet", sheet))
@@ -354,12 +331,6 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
             f"<ol>{''.join(f'<li>{_escaped(line)}</li>' for line in words)}</ol></body></html>\n",
         ]
     )
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = ["".join(f"<th>{head}</th>" for head in heads)]
-    lines += [f"<th>{first}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) for first, *cells in rows]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _escaped(text: str) -> str:

@@ -30,6 +30,7 @@ from opendit.data.base import (
     Size,
     Small,
     View,
+    count_media,
     flip_note,
     of_picture,
 )
@@ -515,11 +516,10 @@ class CaptionedDataset(MediaFiles):
 
     def _text(self) -> str:
         clips = int(np.sum(np.equal(self.keys, CLIP)))
-        parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
         note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
         shape = "x".join(map(str, self.sample_shape))
         window = self.window_note() if clips else ""
-        what = f"{' and '.join(parts)} with captions{self.captions_of}{note}, {shape}{window}"
+        what = f"{count_media(clips, len(self) - clips)} with captions{self.captions_of}{note}, {shape}{window}"
         return f"{printable(self.path)}: {what}, {flip_note(self.random_flip)}"
 
 

@@ -26,6 +26,7 @@ from opendit.data.base import (
     Shapes,
     Size,
     View,
+    count_media,
     flip_note,
     of_picture,
 )
@@ -85,7 +86,7 @@ class IndexedTar:
     kept: KeptRows | None = None  # the samples that are used; None means all
 
     def __len__(self) -> int:
-        return self.index.header.rows if self.kept is None else len(self.kept)
+        return self.index.header.rows if self.kept is None else len(self.kept.rows)
 
     def _told(self, use_video: bool) -> bool:
         """Return True if ``header.pictures`` is valid for ``use_video``. The header counts animations as clips, but
@@ -107,7 +108,7 @@ class IndexedTar:
         kinds = [CLIP if is_clip(suffix, use_video) else PICTURE for suffix in header.suffixes]
         of_suffix = np.array(kinds, np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
-        return shapes if self.kept is None else shapes[self.kept.rows()]
+        return shapes if self.kept is None else shapes[self.kept.rows]
 
 
 class ShardDataset(PicturesAndClips):
@@ -187,7 +188,7 @@ class ShardDataset(PicturesAndClips):
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
             if (kept := self.shards[number].kept) is not None:
-                place = kept.row(place)
+                place = int(kept.rows[place])
             found = number, place, self.shards[number].index.record(place)
             self._found = row, found
         return found
@@ -331,8 +332,7 @@ class ShardDataset(PicturesAndClips):
             for shard, header in zip(self.shards, headers, strict=True)
         ]
         rows = ",".join(
-            str(len(shard)) if shard.kept is None else f"{len(shard)} ({shard.kept.identity()})"
-            for shard in self.shards
+            str(len(shard)) if shard.kept is None else f"{len(shard)} ({shard.kept.identity})" for shard in self.shards
         )
         return [*contents, rows]
 
@@ -358,7 +358,6 @@ class ShardDataset(PicturesAndClips):
 
     def _text(self) -> str:
         clips = self.clips if self.use_video else 0
-        parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (self.pictures, "pictures")) if count]
         notes = [f"; {self.clips:,} clips left out: no --use_video"] if self.clips and not self.use_video else []
         headers = [shard.index.header for shard in self.shards]
         if left_out := sum(header.left_out for header in headers):
@@ -370,7 +369,7 @@ class ShardDataset(PicturesAndClips):
         shape = "x".join(map(str, self.sample_shape))
         window = self.window_note() if clips else ""
         tars = f"{len(self.shards):,} tar{'s' if len(self.shards) > 1 else ''}"
-        what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
+        what = f"{tars} of {count_media(clips, self.pictures)} {words}, {shape}{window}"
         name, mirrored = self.shown.removeprefix("--data_path "), flip_note(self.random_flip)
         return f"{name}: {what}, {mirrored}{''.join(notes)}{self.note}"
 

@@ -15,7 +15,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -32,7 +32,6 @@ from opendit.data.container_header import SUFFIXES as ANIMATIONS
 from opendit.data.container_header import is_animated
 from opendit.data.files import CLIPS, name_few, printable, read_at, retried_disk
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.row_arrays import Complement
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
 SUFFIX = ".index"  # appended to the tar's full name
@@ -273,29 +272,10 @@ def is_index(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of an index that a data set uses: [first, last) except ``without``. ``without`` is ascending and within
-    that range. The data set numbers the used rows 0, 1, ..."""
+    """The rows of an index that a data set uses. The data set numbers them 0, 1, ..."""
 
-    first: int
-    last: int
-    without: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @cached_property
-    def _places(self) -> Complement:
-        return Complement(self.last - self.first, self.without - self.first)
-
-    def row(self, place: int) -> int:
-        """Return the row in the index of used row number ``place``."""
-        return self.first + self._places[place]
-
-    def rows(self) -> np.ndarray:
-        return self.first + self._places[:]
-
-    def identity(self) -> str:
-        return f"{self.first}-{self.last} without {self.without.tolist()}"
+    rows: np.ndarray  # (n,) int64, ascending
+    identity: str  # text that identifies the rows
 
 
 def claim_output(output: Path, tars: list[str], beside: list[str]) -> None:

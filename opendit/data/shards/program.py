@@ -25,6 +25,7 @@ from opendit.common.progress import Progress
 from opendit.common.safe_files import make_folder, refuse_links, remove, replacing
 from opendit.common.tensor_files import open_safetensors, write_file
 from opendit.common.utils import DataError, hash_parts, sha256_of
+from opendit.data.base import count_media
 from opendit.data.captioned_media import find_captions, read_table
 from opendit.data.energon import check_count, is_prepared, load_cooker, read_prepared
 from opendit.data.files import CLIPS, in_threads, name_few, printable, problem, suffix_of
@@ -316,8 +317,9 @@ def count_tars(number: int) -> str:
 def _kinds(headers: Sequence[Header]) -> str:
     pictures = sum(header.pictures for header in headers)
     clips = sum(header.rows for header in headers) - pictures
-    media = " and ".join(f"{count:,} {name}" for count, name in ((clips, "clips"), (pictures, "pictures")) if count)
-    return f"{media} with {', '.join(sorted({WORDS[header.conditioning] for header in headers}))}"
+    return (
+        f"{count_media(clips, pictures)} with {', '.join(sorted({WORDS[header.conditioning] for header in headers}))}"
+    )
 
 
 def _remove_partial(folder: Path) -> None:

@@ -20,7 +20,6 @@ import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.energon_source import Subset, kept_rows
 from opendit.data.shards import store
-from opendit.data.shards.index import KeptRows
 from opendit.data.shards.program import make_indexes
 from opendit.data.sources import NoSplit
 from opendit.training.run import example_captions
@@ -385,18 +384,7 @@ def test_rows_of_a_tar_within_a_range_and_without_keys(data):
     rows = np.zeros(len(numbers), [("number", np.int64)])
     rows["number"] = numbers
     header = SimpleNamespace(rows=len(numbers), left_out=count - len(numbers))
-    index = SimpleNamespace(header=header, rows=rows, key=lambda row: f"key {numbers[row]}", close=lambda: None)
+    index = SimpleNamespace(header=header, rows=rows, key=lambda row: f"key {numbers[row]}")
     kept = kept_rows(index, first, last, keys)
-    found = list(range(len(numbers))) if kept is None else kept.rows().tolist()
+    found = list(range(len(numbers))) if kept is None else kept.rows.tolist()
     assert found == [i for i, n in enumerate(numbers) if first <= n < last and f"key {n}" not in keys]
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_kept_rows_are_numbered_without_the_gaps(data):
-    first = data.draw(st.integers(0, 5))
-    last = first + data.draw(st.integers(0, 30))
-    without = sorted(data.draw(st.sets(st.integers(first, last - 1)))) if last > first else []
-    kept = KeptRows(first, last, np.array(without, np.int64))
-    expected = [row for row in range(first, last) if row not in without]
-    assert [kept.row(i) for i in range(len(kept))] == expected == kept.rows().tolist()
