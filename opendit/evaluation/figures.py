@@ -38,27 +38,19 @@ _WITHOUT = {
     "moved": "it needs --features digits, and clips whose directions are known by their captions",
     "nearest": "it needs --features digits",
 }
+# Features -> the network of the extractor that computes them. Features of digits are computed by either network.
+_NETWORKS = {"pool": "pictures", "spatial": "pictures", "logits": "pictures"}
+_NETWORKS |= {"clip": "clips", "caption": "captions", "motion": None}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The value of a metric, with its interval.
-
-    Attributes:
-        network: kind of the feature network: "pictures", "clips" or "captions".
-        interval_by: name of the method that computed the interval (low, high).
-        compared: True if the value depends on the reference.
-        truncated: number of captions that CLIP truncates.
-        of_real: value of the metric for real samples, if known.
-        note: a remark for the user.
-    """
+    """The value of a metric; the fields are those of :class:`Measurement`."""
 
     metric: str
     value: float
-    network: str | None = None
     interval: tuple[float, float] | None = None
     interval_by: str | None = None
-    compared: bool = True
     truncated: int | None = None
     of_real: float | None = None
     note: str | None = None
@@ -202,7 +194,7 @@ def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
 # ------------------------------------------------------------------------------------------ each metric
 
 
-def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs], Iterator[Figure]]:
+def _frechet(metric: str, features: str) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
         rows, reference = inputs.of(features), inputs.reference and inputs.reference.gaussian(features, inputs.device)
         assert reference is not None  # plan() has checked this
@@ -222,7 +214,7 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
         if inputs.real is not None and inputs.real.reference:
             train = _rows(inputs.real.train[features], inputs.device)
             floor = metrics.frechet_distance(metrics.Moments.of(train).gaussian(), reference)
-        yield Figure(name, value, network, interval, by, of_real=floor, note=note)
+        yield Figure(name, value, interval, by, of_real=floor, note=note)
 
     return compute
 
@@ -231,14 +223,14 @@ def _inception(inputs: MetricInputs) -> Iterator[Figure]:
     value, spread = metrics.inception_score(inputs.of("logits"))
     interval = None if spread is None else (value - spread, value + spread)
     by = None if spread is None else f"standard deviation of splits of {metrics.SPLIT:,}"
-    yield Figure("is", value, "pictures", interval, by, compared=False)
+    yield Figure("is", value, interval, by)
 
 
 def _precision_recall(inputs: MetricInputs) -> Iterator[Figure]:
     values = metrics.precision_recall(inputs.of("pool"), inputs.of_reference("pool"))
     note = f"precision and recall: {metrics.NEIGHBOURS} neighbours, float32 distances (ADM's are float16)"
     for name, value in zip(("precision", "recall"), values, strict=True):
-        yield Figure(name, value, "pictures", note=note)
+        yield Figure(name, value, note=note)
 
 
 def _kernel(inputs: MetricInputs) -> Iterator[Figure]:
@@ -246,7 +238,7 @@ def _kernel(inputs: MetricInputs) -> Iterator[Figure]:
     value, spread = metrics.kernel_distance(samples, reference)
     size = min(metrics.SUBSET, len(samples), len(reference))
     by = f"standard deviation of {metrics.SUBSETS} subsets of {size:,}"
-    yield Figure("kid", value, "pictures", (value - spread, value + spread), by)
+    yield Figure("kid", value, (value - spread, value + spread), by)
 
 
 def _motion(inputs: MetricInputs) -> Iterator[Figure]:
@@ -254,7 +246,7 @@ def _motion(inputs: MetricInputs) -> Iterator[Figure]:
     if inputs.reference is not None and "motion" in inputs.reference.features:
         note = f"motion of the reference: {float(inputs.of_reference('motion').double().mean()):.6g} of 255"
     value, interval, by = _mean(inputs.of("motion").double().flatten())
-    yield Figure("motion", value, None, interval, by, compared=False, note=note)
+    yield Figure("motion", value, interval, by, note=note)
 
 
 def _share_right(
@@ -268,7 +260,7 @@ def _share_right(
             for found in (right, is_right(inputs.real.held_out[features], inputs.real.asked))
         )
         interval, by = share_interval(value, len(right)), "Wilson's score, 95 %"
-        yield Figure(metric, value, _network(inputs), interval, by, compared=False, of_real=of_real)
+        yield Figure(metric, value, interval, by, of_real=of_real)
 
     return compute
 
@@ -277,17 +269,13 @@ def _copies(inputs: MetricInputs) -> Iterator[Figure]:
     assert inputs.real is not None
     value = share_of_copies(inputs.of("nearest").cpu(), inputs.real.held_out["nearest"])
     note = f"copies: nearer to a training digit than all but {COPY_QUANTILE:.0%} of the held-out ones are"
-    yield Figure("copies", value, _network(inputs), compared=False, of_real=COPY_QUANTILE, note=note)
-
-
-def _network(inputs: MetricInputs) -> str:
-    return "clips" if inputs.clips else "pictures"
+    yield Figure("copies", value, of_real=COPY_QUANTILE, note=note)
 
 
 def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
     assert inputs.scores is not None
     value, interval, by = _mean(inputs.scores.double())
-    yield Figure("clip_score", value, "captions", interval, by, compared=False, truncated=inputs.truncated)
+    yield Figure("clip_score", value, interval, by, truncated=inputs.truncated)
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
@@ -310,12 +298,12 @@ def _mean(values: Tensor) -> tuple[float, tuple[float, float] | None, str | None
 
 
 _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
-    "fid": _frechet("fid", "pool", "pictures"),
-    "sfid": _frechet("sfid", "spatial", "pictures"),
+    "fid": _frechet("fid", "pool"),
+    "sfid": _frechet("sfid", "spatial"),
     "is": _inception,
     "pr": _precision_recall,
     "kid": _kernel,
-    "fvd": _frechet("fvd", "clip", "clips"),
+    "fvd": _frechet("fvd", "clip"),
     "motion": _motion,
     "accuracy": _share_right("accuracy", "digit", named_right),
     "direction": _share_right("direction", "moved", moved_right),
@@ -398,7 +386,7 @@ class Measuring:
         inputs = self._inputs(features)
         for name in self.metrics:
             try:
-                yield [self._measurement(figure, details) for figure in figures(name, inputs)]
+                yield [self._measurement(name, figure, details) for figure in figures(name, inputs)]
             except ValueError as error:
                 problems.append(str(error))
 
@@ -418,9 +406,11 @@ class Measuring:
         self._real = self._real or real_samples(samples, self.extractor, flags.reference == DIGITS)
         return replace(inputs, asked=samples.asked, real=self._real)
 
-    def _measurement(self, figure: Figure, details: dict[str, Any]) -> Measurement:
+    def _measurement(self, metric: str, figure: Figure, details: dict[str, Any]) -> Measurement:
         details, samples, reference = dict(details), self._samples, self.reference
-        if figure.network is not None and (network := getattr(self.extractor, figure.network)) is not None:
+        kind = _NETWORKS.get(METRICS[metric].features, "clips" if samples.clips else "pictures")
+        network: FeatureNetwork | None = getattr(self.extractor, kind) if kind else None
+        if network is not None:
             details |= {
                 "features": network.name,
                 "features_sha256": network.sha256,
@@ -428,7 +418,7 @@ class Measuring:
                 "resize": network.resize,
                 "feature_precision": network.precision,
             }
-        if reference is not None and figure.compared:
+        if reference is not None and METRICS[metric].reference is not None:
             details |= {
                 "reference": reference.name,
                 "reference_sha256": reference.sha256,
@@ -436,15 +426,9 @@ class Measuring:
             }
         versions = code()
         return Measurement(
-            metric=figure.metric,
-            value=figure.value,
+            **vars(figure),
             count=samples.count,
             size=" x ".join(map(str, samples.shape[:-1])),
-            interval=figure.interval,
-            interval_by=figure.interval_by,
-            truncated=figure.truncated,
-            of_real=figure.of_real,
-            note=figure.note,
             commit=versions["commit"],
             torch=versions["torch"],
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,12 +1,8 @@
-"""Approximate sampling steps: skip part of the network's work and reuse the results of earlier steps.
+"""Approximate sampling steps: skip part of the network's work, and reuse the results of earlier steps.
 
-:func:`plan_steps` decides, before sampling starts, what every step evaluates. A :class:`BlockStack` runs all or some of
-the network's blocks in a step. ``opendit.config.sample`` describes the methods and names their papers, [T] and [F].
-docs/sampling.md lists the errors of the approximations.
-
-Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read these addresses. If a
-step evaluates the network twice (Heun's method), each evaluation has separate tensors.
-"""
+``opendit.config.sample`` describes the methods and names their papers, [T] and [F]; docs/sampling.md lists their
+errors. Tensors that are stored between steps stay at fixed addresses, because recorded CUDA graphs read these
+addresses. Each evaluation of a step (Heun's method has two) has separate tensors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,24 +33,17 @@ ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 class Mode(NamedTuple):
     """The parts of the network that a step evaluates. Steps with different modes are recorded as different CUDA graphs.
 
-    Attributes:
-        null: evaluate the unconditional half of guidance, if the step is guided.
-        blocks: ALL runs all blocks. FIRST runs the first block only; the same step then continues with REST (run the
-            other blocks) or REUSED (reuse their earlier results). A number n >= 1 runs no block and extrapolates from
-            the last n evaluations.
-    """
+    null: evaluate the unconditional half of guidance, if the step is guided. blocks: ALL; FIRST, the first block only,
+    after which the same step continues with REST or REUSED (reuse the earlier results of the other blocks); or a number
+    n >= 1, which extrapolates from the last n evaluations instead of running blocks."""
 
     null: bool = True
     blocks: int | str = ALL
 
 
 class Step(NamedTuple):
-    """The plan of one step.
-
-    Attributes:
-        slot: index of the slot in ``TaylorStack.kept`` in which a step stores its evaluation of the blocks.
-        weights: weight of every slot, in a step that extrapolates; otherwise empty.
-    """
+    """The plan of one step. slot: index in ``TaylorStack.kept`` at which the step stores its evaluation of the blocks.
+    weights: weight of every slot, in a step that extrapolates; otherwise empty."""
 
     mode: Mode
     slot: int = 0
@@ -64,10 +53,8 @@ class Step(NamedTuple):
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
     """Decide for every step what it evaluates.
 
-    starts: for each step, True if it can't reuse earlier results. These are the first step, and every step that calls
-    another model than the step before it, such as a guided after an unguided one. levels: the noise level at which each
-    step begins.
-    """
+    starts: for each step, True if it can't reuse earlier results, because it is the first step or calls another model
+    than the step before it. levels: the noise level at which each step begins."""
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
     return [step for run in runs for step in _plan_run(approximations, run, levels)]
@@ -99,13 +86,12 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up. The first step is always among
-    them, and the last step if there are at least two.
+    """Return the indices of the steps to evaluate: one in ``every`` steps, rounded up, with the first and the last
+    step.
 
     The chosen steps are spaced about evenly in the sum of two coordinates, each scaled to 0..1: the step's index, and
-    the logarithm of its noise level. The index alone would give few evaluations at the end of samplers whose last steps
-    are long (a shifted flow). The logarithm alone would give other samplers few evaluations at high noise levels.
-    """
+    the logarithm of its noise level. The index alone would give few evaluations at the end of a shifted flow, whose
+    last steps are long. The logarithm alone would give other samplers few evaluations at high noise levels."""
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
     fall = (logs[0] - logs[last]) or 1.0
@@ -120,11 +106,8 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
 
 
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
-    """Return the weights of polynomial extrapolation from the positions ``known`` to the position ``at``.
-
-    The weighted sum of a polynomial's values at ``known`` is its exact value at ``at`` if the polynomial's degree is
-    lower than the number of positions. The weights are those of Lagrange interpolation.
-    """
+    """Return the weights of polynomial (Lagrange) extrapolation from the positions ``known`` to the position ``at``. It
+    is exact for polynomials whose degree is lower than the number of positions."""
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
 
 
@@ -132,7 +115,6 @@ def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
-    """Return the block stack that implements ``approximations.cache``. Without a cache, the stack runs all blocks."""
     cache = approximations.cache
     if cache is None:
         return BlockStack()
@@ -162,12 +144,8 @@ def weak_route(config: DiTConfig, by: str) -> TokenRoute | None:
 class WeakHalf(NamedTuple):
     """Settings for evaluating the second half of a guided batch (``--guidance_by``).
 
-    Attributes:
-        route: the affected blocks. Mask tokens replace the output of a fused route. The blocks of other routes process
-            only the tokens in ``kept``.
-        samples: B, the number of samples; a guided batch has 2 B rows.
-        kept: for every step, (1, n) int64 indices of the tokens to process; empty with a fused route.
-    """
+    route: the affected blocks. Mask tokens replace the output of a fused route. The blocks of other routes process only
+    the tokens in ``kept``: for every step, their (1, n) int64 indices. samples: B; a guided batch has 2 B rows."""
 
     route: TokenRoute
     samples: int
@@ -305,19 +283,15 @@ class TaylorStack(BlockStack):
     """Block stack that extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in steps that don't
     evaluate the blocks.
 
-    TaylorSeer [T] extrapolates the output of every attention and MLP, by a Taylor series whose derivatives are finite
-    differences (eq. 4). This class uses Newton's series of the same differences, which is exact if F is a polynomial of
-    degree ``order`` or less in the step's index. The series of [T] is exact up to degree 1 only, and was less accurate
-    on the digits data set from order 2 on.
+    TaylorSeer [T] extrapolates the output of every attention and MLP by a Taylor series whose derivatives are finite
+    differences (eq. 4). This class uses Newton's series of the same differences, which is exact for polynomials up to
+    degree ``order`` instead of degree 1. It was more accurate on the digits data set from order 2 on.
 
-    Both series are sums over the last evaluations, with weights that depend on the steps' indices only. So
-    extrapolating F, the sum over all L blocks, gives the same result, up to rounding, as extrapolating every block, and
-    needs 1 / L of the memory. F includes the gates, which [T] applies after extrapolating. Order 0 reuses the last F.
-    The plan is fixed before sampling, so a sample depends only on its seed, not on its batch.
+    Both series weight the last evaluations by numbers that depend on the steps' indices only. So extrapolating F, the
+    sum over all L blocks, equals extrapolating every block up to rounding, and needs 1 / L of the memory. F includes
+    the gates, which [T] applies after extrapolating. Order 0 reuses the last F. A sample does not depend on its batch.
 
-    Attributes:
-        kept: (index of the evaluation in its step, batch rows) -> F of the last steps, (slots, rows, N, D).
-    """
+    ``kept``: (index of the evaluation in its step, batch rows) -> F of the last steps, (slots, rows, N, D)."""
 
     def __init__(self, cache: TaylorCache, plan: Sequence[Step], device: torch.device):
         super().__init__()
@@ -369,12 +343,10 @@ class FirstBlockStack(BlockStack):
 
         mean |r - r'| < threshold mean |r'|
 
-    and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, including both halves of guidance, so a
-    sample depends on the other samples in its batch. The host reads one number per step. In a step with several
-    evaluations, the first evaluation decides for all.
+    and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, so a sample depends on the other
+    samples in its batch. The host reads one number per step. The first of a step's evaluations decides for all.
 
-    Attributes:
-        kept: (index of the evaluation in its step, batch rows) -> x_L' - x_1', (rows, N, D).
+    ``kept``: (index of the evaluation in its step, batch rows) -> x_L' - x_1', (rows, N, D).
     """
 
     def __init__(self, cache: FirstBlockCache):
@@ -439,15 +411,11 @@ class FirstBlockStack(BlockStack):
 class ReusedGuidance:
     """Wraps ``model(x, t, y)`` so that some steps skip the unconditional half of a guided batch.
 
-    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the conditional
-    minus the unconditional output. A step that skips the unconditional half subtracts this difference from the
-    conditional output, and returns the result as the unconditional output.
+    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step stores the difference of
+    their outputs. Other steps evaluate the conditional half and subtract the stored difference to get the unconditional
+    output (Lv et al., "FasterCache", 2024, sec. 3.3, without its weighting of frequencies).
 
-    Reusing the direction of guidance comes from Lv et al., "FasterCache", 2024, sec. 3.3, without that paper's
-    weighting of frequencies.
-
-    samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged.
-    """
+    samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged."""
 
     def __init__(self, model: Callable[[Tensor, Tensor, Tensor], Tensor], samples: int):
         self._model, self._samples = model, samples

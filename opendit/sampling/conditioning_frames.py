@@ -27,8 +27,8 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return notes about drawing without conditioning frames: one if the model has extra input channels for them, else
-    none. Raises ValueError if the model can't draw without them."""
+    """Return a list with a note if the model has extra input channels for conditioning frames, else []. Raises
+    ValueError if the model can't draw without conditioning frames."""
     if config.given_beside:
         raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
@@ -37,8 +37,7 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
 
 
 def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """Return the summary's row about conditioning frames and their files; an empty dict for None. frames: masks and
-    latents (n, 1 + C, T, H, W)."""
+    """Return the summary's row about conditioning frames (n, 1 + C, T, H, W) and their files; {} for None."""
     if frames is None:
         return {}
     mask = frames[0, 0].flatten(1).amax(1)
@@ -58,26 +57,18 @@ def encode_frames(
     fps: float | None = None,
     path: str,
 ) -> Tensor | None:
-    """Read and encode conditioning frames from pictures or clips.
-
-    A picture is one conditioning frame; of a clip, the last frames are used. ``frames`` sets their number. By default
-    it is the number that the model was trained with, or half of the frames to draw if that number is not fixed.
+    """Read and encode conditioning frames: a picture, or the last frames of a clip.
 
     Args:
         size: (t, h, w) of the latents.
         image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
         clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
-        frames: number of frames to use from a clip; an error without ``clip``.
-        interval: interval between the frames that are read from a file.
-        fps: frame rate at which to read frames from a file, instead of an interval.
+        frames: number of frames to use from a clip; by default as many as in training, or half of those to draw.
+        interval, fps: interval between the frames that are read from a file, or their rate instead.
         path: path of the model, for messages.
 
-    Returns:
-        Masks and latents (n, 1 + C, T, H, W), fp32 on ``device``, for n pictures or clips; None if there are none.
-
-    Raises:
-        ValueError: the model takes no conditioning frames or another number of them, needs a picture and has none, or a
-            file can't be read. The message names the flag and the fix.
+    Returns masks and latents (n, 1 + C, T, H, W), fp32 on ``device``; None without pictures and clips. Raises
+    ValueError, naming the flag and the fix, if the frames don't fit the model or a file can't be read.
     """
     flag, media = ("--image", image) if image is not None else ("--clip", clip)
     if frames is not None and clip is None:
@@ -123,15 +114,14 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add picture tokens, if any, to the conditions y of the samples ``index`` (B,). Sample i uses those of picture i
-    modulo n, where ``tokens`` is (n, tokens, width). Class conditions are returned unchanged."""
+    """Add picture tokens (n, tokens, width), if any, to the caption conditions y of the samples ``index`` (B,). Sample
+    i uses those of picture i modulo n."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
 
 
 def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the conditioning frames of the samples ``index`` (B,). Sample i uses ``frames[i % len(frames)]``."""
     return None if frames is None else frames[index.to(frames.device) % len(frames)]
 
 

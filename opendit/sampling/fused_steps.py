@@ -1,14 +1,12 @@
 """Run sampling steps in few kernels, for samplers whose update is a weighted sum.
 
-A step runs:
-
     take_step        select each sample's rows in the tables of weights and noise
     embed_patches    convert the sampler's x to tokens, for both halves of guidance
     ...              the network's blocks and final layer
     guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
 
 These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``, with the weights of ``Sampler.weights``.
-Samples are the same as without fusion up to fp32 rounding. All inputs of a step are in static memory.
+Samples are the same up to fp32 rounding. All inputs of a step are in static memory.
 """
 
 from collections.abc import Callable
@@ -59,9 +57,7 @@ class FusedSteps:
     """The fused steps of one batch size.
 
     Args:
-        network: the network, prepared for the conditions of the batch.
-        linear: the weights of every step of the sampler.
-        guided: for every step, True if the step has guidance.
+        linear, guided: for every step, its weights, and True if it has guidance.
         state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: the step of every sample, counted from the first step in the tables.
     """
@@ -145,11 +141,9 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them.
-
-    First comes the factor of the network's input. For each evaluation except the last, the weights of the next input
-    and of the prediction follow. Then come the weights of the new state, and p and q of a learned variance.
-    """
+    """Return a step's weights in the order in which :meth:`FusedSteps.advance` reads them: the factor of the network's
+    input; for each evaluation except the last, the weights of the next input and of the prediction; the weights of the
+    new state; p and q of a learned variance."""
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
         numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]

@@ -50,9 +50,8 @@ SOURCE_FPS = 24  # frame rate of the training files if the weights don't store o
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Return ``ckpt`` as a path; for "latest", the newest run under ``outputs`` that has a checkpoint. Only runs of
-    ``model`` count or, if it is None and ``video`` is True, of clip models. Raises ValueError if there is no such run.
-    """
+    """Return ``ckpt`` as a path; for "latest", the newest run under ``outputs`` that has a checkpoint, of ``model`` or,
+    with ``video``, of any clip model. Raises ValueError if there is no such run."""
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
     if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
@@ -72,8 +71,8 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float, by: str = 
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the name or folder of the VAE: ``vae``, the VAE named in the weights' metadata, or "ema". Raises
-    ValueError if the name is unknown, or if a folder that holds only a network names no VAE."""
+    """Return the name or folder of the VAE: ``vae``, that of the weights' metadata, or "ema". Raises ValueError if the
+    name is unknown, or if a folder that holds only a network names no VAE."""
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
@@ -84,13 +83,8 @@ def vae_of(vae: str | None, weights: Weights) -> str:
 
 @dataclass
 class VaeLoader:
-    """Loads the VAE that decodes a model's latents, if possible in a thread while another thread reads the weights.
-
-    Attributes:
-        precision: precision of the model: fp32, bf16 or fp16.
-        tiling, compiled: see ``load_codec``.
-        work: the thread that loads the VAE; None if :meth:`begin` has started none.
-    """
+    """Loads the VAE that decodes a model's latents, if possible in a thread (``work``) while another one reads the
+    weights. precision: fp32, bf16 or fp16, of the model. tiling, compiled: see ``load_codec``."""
 
     device: torch.device
     precision: str
@@ -100,11 +94,9 @@ class VaeLoader:
     _begun: tuple[str, DiTConfig | None] | None = None
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> None:
-        """Start a thread that loads the VAE, see :func:`vae_of`. Importing diffusers alone takes seconds.
-
-        No thread is started for the VAE "none", if :func:`vae_of` raises an error, or if the weights are a .json file
-        without metadata. path, which: see ``find_weights``.
-        """
+        """Start a thread that loads the VAE, see :func:`vae_of`, because importing diffusers alone takes seconds. No
+        thread is started for the VAE "none", or if the VAE is not known before the weights are read. path, which: see
+        ``find_weights``."""
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
             name, config = vae_of(vae, weights), weights.config
@@ -131,13 +123,8 @@ class VaeLoader:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights, objective and VAE. Another thread may still be loading the VAE.
-
-    Attributes:
-        vae: name of the VAE, see :func:`vae_of`.
-        vae_loader: loads the VAE.
-        notes: remarks about the weights for the user, one line each.
-    """
+    """A model with its weights, objective and VAE, which another thread may still be loading. notes: remarks for the
+    user."""
 
     network: DiT
     weights: Weights
@@ -164,11 +151,9 @@ def load_model(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
-    """Load a model with the device and the precision of ``loader``, and start loading its VAE.
-
-    vae: see :func:`vae_of`. second: for a model with two networks, a run with the network that ``path`` does not
-    contain. The other arguments and the errors are those of ``load_pretrained``.
-    """
+    """Load a model with the device and the precision of ``loader``, and start loading its VAE. second: a run with the
+    network that ``path`` lacks, for a model with two. The other arguments and the errors are those of
+    ``load_pretrained``."""
     notes: list[str] = []
     loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
@@ -199,7 +184,7 @@ class BothNetworks(NamedTuple):
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
     """Return the configuration and paths of a model's two networks; None for a model with one network. Raises
-    ValueError if a network is missing, or if ``second`` does not contain the other network."""
+    ValueError if a network is missing, or ``second`` is not the other network."""
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     second = low_noise_of(path) if second is None else second
     if second is not None and (two is None or two.expert is None):
@@ -250,14 +235,14 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16. Bfloat16 is not
-    used, because its rounding errors are larger."""
+    """Return the dtype of the VAE and the text encoder: float32 for fp32 models, otherwise float16, because the
+    rounding errors of bfloat16 are larger."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 
 def text_encoder_of(name: str | None, weights: Weights) -> str:
-    """Return the text encoder for a model's captions: ``name``, or by default the one in the weights' metadata. Raises
-    ValueError if the name is unknown, or if the encoder's kind or width differs from the model's."""
+    """Return the text encoder for a model's captions: ``name``, or by default that of the weights' metadata. Raises
+    ValueError if the name is unknown, or the encoder does not fit the model."""
     text = weights.config and weights.config.text
     assert text is not None  # this function is called only for models with captions
     stored: str = weights.info.get("text_encoder") or text.name
@@ -363,8 +348,8 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the default (number of steps, guidance scale): the settings of a public model, (2, 1.0) for MeanFlow, and
-    (``steps``, ``scale``) for other models."""
+    """Return the default (number of steps, guidance scale): those of a public model, (2, 1.0) for MeanFlow, else
+    (``steps``, ``scale``)."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -391,8 +376,7 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
-    """Return the condition of guidance's unconditional half, as a batch of one: the negative prompt, or by default the
-    null condition."""
+    """Return the condition of guidance's unconditional half, as a batch of one."""
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
@@ -406,11 +390,8 @@ def latent_size(
     num_frames: int | None = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the size of the latents to draw, (h, w) or (t, h, w).
-
-    num_frames: number of frames of a clip; by default that of training. image_size: the side, or (height, width), in
-    pixels. Raises ValueError if an argument does not fit the model.
-    """
+    """Return the size of the latents to draw, (h, w) or (t, h, w). num_frames: by default that of training. image_size:
+    the side, or (height, width), in pixels. Raises ValueError if an argument does not fit the model."""
     *frames, height, width = config.input_size
     if frames:
         channels, downscale, temporal = video_geometry(vae, config.in_channels)
@@ -438,8 +419,8 @@ def latent_size(
 def _any_size(
     config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
-    """Return the size of the latents for a public model, which draws any ``image_size``. Raises ValueError if a side is
-    not a multiple of the pixels that one patch covers, or larger than the table of positions."""
+    """Return the size of the latents for a public model. Raises ValueError if a side is not a multiple of a patch's
+    pixels, or larger than the table of positions."""
     if image_size is None:
         return (*frames, *config.input_size[-2:])
     sides = (image_size,) * 2 if isinstance(image_size, int) else image_size
@@ -453,8 +434,8 @@ def _any_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the frame rate of generated clips, from the metadata of the weights or, if missing, SOURCE_FPS divided by
-    the training interval. ``frame_interval`` replaces that interval, but not for a public model's folder."""
+    """Return the frame rate of generated clips, by the metadata of the weights, or SOURCE_FPS divided by the training
+    interval. ``frame_interval`` replaces that interval, but not for a public model's folder."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:

@@ -54,8 +54,8 @@ class OutputFolder:
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete the files that an earlier run wrote in this folder, and no other files. Return a note, in a list, if
-        other files look like samples. Raises OSError."""
+        """Delete only the files that an earlier run wrote in this folder. Return a list with a note if other files look
+        like samples, else []. Raises OSError."""
         earlier = self._earlier()
         self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
@@ -92,11 +92,8 @@ def _unfinished(name: str) -> str | None:
 def write_npz(
     path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]], mark: str | None = None
 ) -> None:
-    """Write an .npz like np.savez does, but from blocks, so that the arrays need not fit in memory.
-
-    arrays: name -> (dtype in numpy's notation such as "|u1", shape, blocks of the values in C order). mark: see
-    :func:`replacing`.
-    """
+    """Write an .npz like np.savez does, but from blocks, so that the arrays need not fit in memory. arrays: name ->
+    (dtype such as "|u1", shape, blocks of the values in C order). mark: see :func:`replacing`."""
     with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, (descr, shape, blocks) in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:

@@ -1,9 +1,7 @@
 """Distribute batches over replicas, and decode latents while the model draws the next batch.
 
-On a GPU the VAE decodes on a side stream while the model draws the next batch on the main stream. The pictures are
-copied to the host through pinned memory, and a few threads encode and write the files. On a CPU only these threads run
-concurrently.
-"""
+On a GPU the VAE decodes on a side stream, pictures reach the host through pinned memory, and a few threads encode and
+write the files. On a CPU only these threads run concurrently."""
 
 import contextlib
 import math
@@ -36,11 +34,10 @@ POLL_S = 0.005  # seconds between two polls while a rank waits for its replica's
 
 
 class Writers:
-    """Threads that run queued tasks. At most ``waiting`` tasks are in the queue.
+    """Threads that run queued tasks, of which at most ``waiting`` are in the queue.
 
     After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error. As a
-    context manager, it waits on exit for all tasks; after an exception, it waits for the running tasks only.
-    """
+    context manager, it waits on exit for all tasks; after an exception, only for the running ones."""
 
     def __init__(self, threads: int, waiting: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="writer")
@@ -87,13 +84,12 @@ class Writers:
 
 @dataclass
 class _Batch:
-    """A batch that is being decoded.
+    """A batch of samples ``index`` (B,) that is being decoded.
 
     Attributes:
-        index: numbers of the samples, (B,).
         rows: number of pictures, frames or tiles to decode.
         tiles: the division of pictures into tiles; None if ranks don't share the tiles of a picture.
-        pixels: the decoded rows. At first this rank's share, later all rows, and in the end all rows on the host.
+        pixels: the decoded rows: first this rank's share, later all rows, and in the end all rows on the host.
         ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
     """
 
@@ -113,7 +109,7 @@ class OutputPipeline:
     Args:
         deliver: function ``deliver(index, pictures)`` of the samples' numbers (B,) and uint8 pixels (B, H, W, 3) or (B,
             T, H, W, 3). :meth:`put` calls it for a batch that was put one or two calls earlier.
-        ranks: the group of the replica's ranks, which have the same latents; None for a single rank.
+        ranks: the replica's ranks, which have the same latents; None for a single rank.
         leads: True if this rank calls ``deliver``.
     """
 
@@ -236,12 +232,8 @@ class OutputPipeline:
 
 @dataclass
 class ReplicaBatches:
-    """Iterable over the batches (ranges of sample numbers) that this replica draws. The caller passes each batch's
-    latents to :meth:`decode`.
-
-    All ranks of a replica get the same batches. A replica that has finished a group of batches takes the next group
-    from the queue, so a slow replica gets fewer groups.
-    """
+    """Iterable over the batches (ranges of sample numbers) that this replica draws. All ranks of a replica get the same
+    batches. A replica that has finished a group of batches takes the next one from the queue."""
 
     groups: list[list[range]]
     queue: "SharedQueue"
@@ -270,11 +262,9 @@ def replica_batches(
     deliver: Callable[[Tensor, np.ndarray], None],
     finish: Callable[[], None],
 ) -> Iterator[ReplicaBatches]:
-    """Distribute the missing parts of a cache over all replicas, and show a progress bar. All ranks must call this.
-
-    On exit, rank 0 waits until all replicas have drawn their samples. deliver: see :class:`OutputPipeline`. finish:
-    called after this rank's last batch has been delivered.
-    """
+    """Distribute the missing parts of a cache over all replicas, and show a progress bar. All ranks must call this. On
+    exit, ``finish`` is called, and rank 0 waits until all replicas have drawn their samples. deliver: see
+    :class:`OutputPipeline`."""
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
     name = mesh.broadcast_object(secrets.token_hex(8))  # random, because the store keeps the keys of earlier queues
@@ -297,11 +287,8 @@ def replica_batches(
 
 
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
-    """Return the batch size of a job, at most ``most``.
-
-    In a small job, every part is one sample, and the batch size is reduced so that replicas draw about equally many
-    samples. In a large job, a part holds one or more batches of size ``most``.
-    """
+    """Return the batch size of a job, at most ``most``. In a small job, every part is one sample, and replicas draw
+    about equally many samples. In a large job, a part holds one or more batches of size ``most``."""
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
     rounds = math.ceil(job.count / (most * replicas))
@@ -309,12 +296,11 @@ def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
 
 
 class SharedQueue:
-    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first.
+    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first. name: unique in the
+    store.
 
-    A counter in the store holds the next number. The first rank of a replica increments it, and passes the number to
-    the replica's other ranks through a key in the store. Those ranks poll the key instead of waiting inside the store,
-    because other threads use the same connection. name: unique in the store.
-    """
+    The first rank of a replica increments a counter in the store, and passes the number to the replica's other ranks
+    through a key. Those ranks poll the key, because other threads use the same connection to the store."""
 
     def __init__(self, store: Store, name: str, count: int, replica: Replica):
         self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica
@@ -337,6 +323,5 @@ class SharedQueue:
         return int(self._store.get(key))
 
     def add_finished(self, amount: int) -> int:
-        """Add to the number of finished samples, and return the total of all replicas. Only a replica's first rank may
-        call this."""
+        """Add to the number of finished samples, and return the total. Only a replica's first rank may call this."""
         return self._store.add(f"{self._name}/finished", amount)

@@ -95,18 +95,16 @@ def load(
     Args:
         path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
             diffusers' ``DiTPipeline``, or "latest": the newest run under ``outputs`` that has a checkpoint.
-        device: the device; None for the GPU, or for the CPU if there is no GPU.
-        precision: precision of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
-        weights: the weights of a run or checkpoint to load: "ema" or "model".
-        model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
-        num_classes: number of classes, if the file does not store it.
+        device: None for the GPU, or the CPU if there is none.
+        precision: of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
+        weights: which weights of a checkpoint to load: "ema" or "model".
+        model, num_classes: the model's name, such as "DiT-XL/2", and its classes, if the file has neither (Meta's .pt).
         lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
-            may end in its weight, as in ":0.8". Each path is a run of ``train.py --lora`` or, for a public model, also
-            a LoRA file from another program.
+            may end in its weight, as in ":0.8". Each is a run of ``train.py --lora`` or, for a public model, also a
+            LoRA file from another program.
         second: for Wan 2.2 A14B, which has two networks, a run with the network that ``path`` does not contain.
         vae: "ema", "mse", "none" or a folder; None for the VAE that the checkpoint names.
-        vae_tiling: decode tile by tile, for large pictures and long clips.
-        vae_compile: compile the decoder of pictures and frames.
+        vae_tiling, vae_compile: decode tile by tile (large pictures, long clips); compile the decoder.
         text_encoder: "clip", "t5" or a folder; None for the text encoder that the checkpoint names.
         text_precision: how the weights of frozen text encoders are stored: "bf16" (in half precision), "fp8", "int8" or
             "nf4".
@@ -115,8 +113,8 @@ def load(
         download: download the public model that ``path`` names on the hub, OWNER/NAME or OWNER/NAME@REVISION.
 
     Raises FileNotFoundError if there is no such checkpoint, and ValueError if it is damaged or an argument does not fit
-    it; the message names the argument. Warns if a newer checkpoint is damaged, if the number of classes had to be
-    assumed, or if the GPU does not support FP8.
+    it; the message names the argument. Warns if a newer checkpoint is damaged, the number of classes had to be assumed,
+    or the GPU does not support FP8.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = precision or ("fp32" if device.type == "cpu" else "bf16")
@@ -233,9 +231,8 @@ class Pipeline:
         progress: bool = True,
         callback: Callable[[int, Tensor], None] | None = None,
     ) -> list[Any]:
-        """Draw one picture or clip for each element of ``what``.
-
-        The noise of sample i depends only on ``seed`` and i. sample.py draws the same pictures from the same seed.
+        """Draw one picture or clip for each element of ``what``. The noise of sample i depends only on ``seed`` and i.
+        sample.py draws the same pictures from the same seed.
 
         Args:
             what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the number
@@ -247,32 +244,28 @@ class Pipeline:
             interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
             negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half only in every N-th step.
-            guidance_by: the prediction to guide away from. "null": that for the null class or caption. "route": that
-                for the null class or caption, without the blocks of a fused route. "FIRST:LAST:SHARE": that for the
-                sample's class or caption, with some tokens left out of these blocks.
+            guidance_by: the prediction to guide away from. "null": that for the null class or caption. "route": the
+                same without the blocks of a fused route. "FIRST:LAST:SHARE": that for the sample's class or caption,
+                with some tokens left out of these blocks.
             cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]";
                 see docs/sampling.md.
-            guided_channels: guide only the first ``guided_channels`` channels of the latents; None for all (Meta's
-                published results use 3).
-            size: (height, width) or a side in pixels. A public model draws any size. Other models draw only one size,
-                and any other value raises ValueError.
+            guided_channels: guide only these first channels of the latents; None for all (Meta's published results use
+                3).
+            size: (height, width) or a side in pixels. A public model draws any size, other models only one.
             frames: number of frames of a clip; None for the number that the model was trained on.
             image: first frames for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
                 list of these that the samples use in turn.
-            clip: clips to continue, for a model with conditioning frames: a file, a :class:`VideoClip`, uint8
-                (T, H, W, 3), or a list of these. Samples begin with the last frames of a clip.
+            clip: clips to continue, for a model with conditioning frames: a file, a :class:`VideoClip`, uint8 (T, H, W,
+                3), or a list of these. Samples begin with the last frames of a clip.
             clip_frames: number of frames to take from ``clip``; None for the number that the model was trained on, or
                 half of the frames to draw if that number is not fixed.
             batch_size: number of samples to draw at a time.
             progress: show a progress bar.
             callback: ``callback(step, latents)`` is called after every step of every batch, with the number of finished
-                steps and the latents (B, C, ...). It must not change the latents. If it raises, the sampling ends.
+                steps and the latents (B, C, ...), which it must not change. If it raises, the sampling ends.
 
-        Returns:
-            ``PIL.Image``s, or :class:`VideoClip`s for a model of clips.
-
-        Raises:
-            ValueError: a class is unknown (the message names the most similar class), or an argument does not fit.
+        Returns ``PIL.Image``s, or :class:`VideoClip`s for a model of clips. Raises ValueError if a class is unknown
+        (the message names the most similar class), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
         usual = loading.usual_settings(self.config, 50, 4.0, self.weights)
@@ -327,8 +320,8 @@ class Pipeline:
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
     ) -> tuple[Condition, Condition, dict[str, Any]]:
-        """Check the arguments of a call. Return (conditions of the samples, condition of guidance's unconditional half,
-        settings of the engine)."""
+        """Check the arguments of a call. Return the samples' conditions, guidance's unconditional one, and the engine's
+        settings."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):

@@ -23,23 +23,21 @@ class PreparedModel:
     """A model for the sampling steps of one batch of B samples, called as ``model(x, t, rows)``. It does not embed
     times and captions again in each step.
 
-    The layers that compute the modulations hold a third of DiT-XL/2's weights. This class computes the modulations of
-    many steps at once. They are stored in a table with one row for each (step, evaluation, condition), from which a
-    step gathers its samples' rows. The conditions are those of the B samples, followed by guidance's null condition:
-    one for the batch or one per sample. The captions' keys and values, and the positions, are computed once.
+    The layers that compute the modulations hold a third of DiT-XL/2's weights. So the modulations of many steps are
+    computed at once, into a table with one row for each (step, evaluation, condition), from which a step gathers its
+    samples' rows. The conditions are those of the B samples, followed by guidance's null condition: one for the batch
+    or one per sample. The captions' keys and values, and the positions, are computed once.
 
-    All tensors stay at fixed addresses, so a CUDA graph recorded with one batch and at one step can be replayed with
-    other batches and at other steps.
+    All tensors stay at fixed addresses, so a CUDA graph can be replayed with other batches and at other steps.
 
     Args:
         times: (steps, evaluations), the times t of all evaluations of the network; (steps, evaluations, K) for K times.
-        samples: B.
         guided: True if there is a null condition.
         size: size of the latents, without channels.
-        memory: maximum size of a table in bytes. The table of modulations holds as many steps as fit, but at least one.
-            If the captions' keys and values don't fit, every step recomputes them.
-        shared: True if ranks share a batch, so that ``rows`` in a call may be any rows of the batch; otherwise they are
-            always the first rows.
+        memory: maximum bytes of a table. The table of modulations holds as many steps as fit, but at least one. If the
+            captions' keys and values don't fit, every step recomputes them.
+        shared: True if ranks share a batch, so that ``rows`` in a call may be any rows of the batch, not only the
+            first.
 
     Attributes:
         stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. Set it before
@@ -73,8 +71,7 @@ class PreparedModel:
     # ----------------------------------------------------------------------------------------------- before the steps
 
     def condition(self, y: Condition, null: Condition | None) -> None:
-        """Prepare for the conditions y of B samples, and the null condition: a batch of 1 or B, or None without
-        guidance."""
+        """Prepare for the conditions y of B samples. null: a batch of 1 or B; None without guidance."""
         both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
         rows = torch.arange(self.samples, device=self.model.device)
@@ -91,8 +88,7 @@ class PreparedModel:
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store the keys and values of every block for all batch rows if they fit in ``memory``, else the captions'
-        tokens."""
+        """Store the keys and values of every block for all rows; if they exceed ``memory``, the captions' tokens."""
         if context is None:
             self._parts = 0
             return
@@ -136,8 +132,8 @@ class PreparedModel:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of as many steps as fit into the table, from step ``first`` on. Return the number of
-        these steps."""
+        """Compute the modulations of the steps from ``first`` on that fit into the table. Return the number of these
+        steps."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
         conditions = torch.arange(self.conditions, device=self.table.device).repeat(len(evaluations))
@@ -146,11 +142,8 @@ class PreparedModel:
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
         """Compute modulations for times t (n,) or (n, K) and the conditions with indices ``conditions`` (n,). Write
-        them into the table's ``rows`` (n,); None means its first n rows.
-
-        Every matrix product has the same number of rows, so that a modulation does not depend on the number of
-        modulations computed at once.
-        """
+        them into the table's ``rows`` (n,); None means its first n rows. Every matrix product has the same number of
+        rows, so that a modulation does not depend on how many are computed at once."""
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
@@ -188,9 +181,7 @@ class PreparedModel:
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
         """Return the final layer's output for the tokens (n, N, D) in ``residual``, which is emptied to free memory.
-
-        table_rows: (n,) int64, the table row of each of the first n rows of the (guided) batch.
-        """
+        table_rows: (n,) int64, the table row of each of the first n rows of the (guided) batch."""
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
@@ -206,8 +197,7 @@ class PreparedModel:
         order.
 
         t is ignored, because the table was computed with the steps' times. rows: (n,) int64, the rows of the guided
-        batch that x holds. Sample b has row b in the conditional half and row B + b in the unconditional half.
-        """
+        batch that x holds. Sample b has row b in the conditional half and row B + b in the unconditional half."""
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
             table_rows = table_rows + self._evaluation * self.conditions
@@ -228,7 +218,6 @@ class PreparedModel:
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
-        """Return the ``rows`` of ``part`` if steps share it; otherwise as many of its first rows."""
         return part[rows] if self.shared else part[: len(rows)]
 
 
@@ -237,11 +226,9 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class GatheredModulations:
-    """Iterator over the modulations of every block, and at last of the final layer. It gathers them from a table.
-
-    table: (R, sum of ``widths``), the modulations of all blocks and of the final layer side by side. rows: (n,) int64,
-    rows of the table. gather_rows: :func:`select_rows`, or a kernel with the same result.
-    """
+    """Iterator over the modulations of every block, and at last of the final layer, gathered from a table. table: (R,
+    sum of ``widths``), all modulations side by side. rows: (n,) int64, rows of the table. gather_rows:
+    :func:`select_rows`, or a kernel with the same result."""
 
     def __init__(self, table: Tensor, rows: Tensor, widths: Sequence[int], gather_rows: GatherRows = select_rows):
         self._table, self._rows, self._widths, self._gather_rows = table, rows, widths, gather_rows
@@ -272,11 +259,9 @@ class GatheredModulations:
 
 
 class GatheredContexts:
-    """The contexts of cross-attention, gathered only for blocks that are evaluated.
-
-    kept: tensors with all batch rows: the keys and values of every block if ``every`` is True, otherwise the captions'
-    tokens. The mask is the last tensor. rows_in: selects the rows of the current call.
-    """
+    """The contexts of cross-attention, gathered only for blocks that are evaluated. kept: see
+    ``PreparedModel.contexts``; the first tensors are keys and values of every block if ``every`` is True. rows_in:
+    selects the rows of the current call."""
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):
         (*self._parts, self._mask), self._every, self._rows_in = kept, every, rows_in

@@ -1,9 +1,7 @@
 """Cache samples, or features of samples, on disk, so that a killed job can resume.
 
-A part of the cache is one file with a checksum, for a fixed range of sample numbers. It is written atomically, after
-the picture or clip files of its samples. A manifest stores the settings that determine a sample. A job with other
-settings does not use the cache.
-"""
+A part of the cache is one file with a checksum, for a fixed range of sample numbers, written atomically after its
+samples' picture or clip files. A job with other settings than those in the manifest does not use the cache."""
 
 import contextlib
 import errno
@@ -48,11 +46,8 @@ _KIND = FileKind(_Manifest, MIB)
 
 
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
-    """Return the number of samples in a part.
-
-    A part holds one sample in jobs of up to ``FINE`` samples. In larger jobs it holds one or more batches. Parts of
-    several batches have up to ``PART_BYTES`` of pixels, and a job has at least 64 of them.
-    """
+    """Return the number of samples in a part: 1 in jobs of up to ``FINE`` samples, otherwise one or more batches with
+    up to ``PART_BYTES`` of pixels, and at least 64 parts."""
     if count <= FINE:
         return 1
     return batch_size * max(1, min(PART_BYTES // (batch_size * sample_bytes), count // (64 * batch_size)))
@@ -64,8 +59,7 @@ class SamplingJob:
 
     Attributes:
         settings: all values that determine a sample or its stored files, by name.
-        count: number of samples.
-        kept: the cache stores the pixels of the first ``kept`` samples only.
+        kept: the cache stores the pixels of the first ``kept`` of ``count`` samples only.
         shape: shape of one sample's pixels.
         samples_a_part: number of samples in every part except the last.
         dtype: dtype of the pixels in numpy's notation; "<f4" for features.
@@ -88,11 +82,8 @@ class DamagedPart(OSError):
 
 
 class SampleCache:
-    """The cached samples of a job, in a subfolder of the job's output folder.
-
-    root: folder below which symbolic links are not followed (opendit/common/safe_files.py); ``output`` by default.
-    Raises ValueError if the cache's folder is a symbolic link.
-    """
+    """The cached samples of a job, in a subfolder of its output folder. root: folder below which symbolic links are not
+    followed; ``output`` by default. Raises ValueError if the cache's folder is a symbolic link."""
 
     def __init__(self, output: Path, job: SamplingJob, root: Path | None = None):
         self.folder, self.job, self._root = output / FOLDER, job, root or output
@@ -127,8 +118,8 @@ class SampleCache:
             file.write(digest.digest())
 
     def blocks(self, part: int) -> Iterator[np.ndarray]:
-        """Yield the bytes of a part's pixels as (n,) uint8 arrays of up to BLOCK bytes. Raises DamagedPart after the
-        last array if the checksum does not match."""
+        """Yield the bytes of a part's pixels as (n,) uint8 arrays. After the last one, raises DamagedPart if the
+        checksum differs."""
         header, digest = self._header(part), self._digest(part)
         left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:
@@ -185,10 +176,8 @@ class SampleCache:
         write_whole(self.folder / MANIFEST, text.encode(), root=self._root)
 
     def missing(self, finished: Callable[[int], bool]) -> tuple[list[int], list[str]]:
-        """Return the parts to draw, and a message for every existing part that can't be used.
-
-        A part can't be used if it is damaged, or if ``finished(number)`` is False for one of its sample numbers.
-        """
+        """Return the parts to draw, and a message for every existing part that can't be used, because it is damaged or
+        ``finished(number)`` is False for one of its samples."""
 
         def problem(part: int) -> str | None:
             if not self.path(part).exists():
@@ -214,10 +203,8 @@ class SampleCache:
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
         """Return the batches that contain the missing parts, in groups. One replica must draw all batches of a group.
 
-        The boundaries of batches don't depend on which parts are missing, so a sample is always in the same batch, no
-        matter how often the job is resumed. If parts are smaller than a batch, samples of finished parts may be drawn
-        again, but :class:`CacheWriter` ignores them.
-        """
+        A sample is always in the same batch, whichever parts are missing. If parts are smaller than a batch, samples of
+        finished parts may be drawn again, but :class:`CacheWriter` ignores them."""
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
         ends = [min(self.job.count, first + step) for first in groups]
@@ -227,8 +214,8 @@ class SampleCache:
         ]
 
     def remove(self) -> None:
-        """Delete the files of the cache, including those of another job. The manifest is deleted first, because no job
-        resumes without it."""
+        """Delete the files of the cache, including those of another job: the manifest first, because no job resumes
+        without it."""
         if not self.folder.is_dir():
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")

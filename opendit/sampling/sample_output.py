@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 def open_output(run: SamplingRun) -> "SampleOutput":
     """Open a run's output folder, whose cache may hold samples of an earlier start. All ranks must call this together.
-
     Raises ValueError on all ranks if a file to write is a link or, without --overwrite, if the cache is damaged or
     belongs to a job with other settings."""
     with run.stages("digests of what decides a sample; an earlier start"):
@@ -94,10 +93,8 @@ class SampleOutput:
     @contextlib.contextmanager
     def missing_batches(self) -> Iterator[ReplicaBatches]:
         """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples. On exit,
-        rank 0 writes the sheet and the .npz of all samples. All ranks must call this together.
-
-        Raises OSError if a disk is full or fails; the message says which samples are on disk and what to do.
-        """
+        rank 0 writes the sheet and the .npz. All ranks must call this together. Raises OSError if a disk is full or
+        fails; the message says which samples are on disk and what to do."""
         run, mesh = self.run, self.run.mesh
         try:
             missing = self._begin() if mesh.is_main else None
@@ -305,11 +302,9 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
 
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
-    """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names.
-
-    The number of processes and ``--batch_size`` are left out, because they change a sample only by the rounding of
-    matrix products. weights: result of :func:`digest_of_weights`, if it is known.
-    """
+    """Return all settings that affect a sample or the stored files, as name -> value. Messages show these names. The
+    number of processes and ``--batch_size`` are left out, because they change only the rounding of matrix products.
+    weights: result of :func:`digest_of_weights`, if it is known."""
     flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
     vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
@@ -376,10 +371,8 @@ class _GatheredTensors(Mapping[str, Tensor]):
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors' names, dtypes, shapes and contents, on their device.
 
-    Contents are read as integers. Their hash is the sum, modulo 2^64, of every integer times an odd factor that depends
-    on its position. It is not cryptographic, but a change of any one integer changes it. On a GPU it takes
-    milliseconds; SHA-256 would take seconds.
-    """
+    Contents are read as integers and summed, modulo 2^64, each times an odd factor that depends on its position. The
+    hash is not cryptographic, but any changed integer changes it. On a GPU it takes milliseconds, SHA-256 seconds."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -389,11 +382,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weighted_sum(words: Tensor) -> int:
-    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
-
-    The sum is computed in pieces. For an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so
-    all pieces use the same tensor of factors.
-    """
+    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64, computed in pieces. For an even start s, (s
+    + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so all pieces use the same tensor of factors."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)

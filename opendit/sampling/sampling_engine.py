@@ -1,8 +1,6 @@
 """The sampling engine: draws batches of latents with one model, and replays each step as one CUDA graph.
 
-``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines; the engine is faster.
-:class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size.
-"""
+``opendit.diffusion.objectives.base.sample_latents`` implements the same algorithm in a few lines, but slower."""
 
 import logging
 import math
@@ -49,22 +47,19 @@ logger = logging.getLogger(__name__)
 class SamplingEngine:
     """Draws latents with one model and one set of settings. The model's weights must not change or move.
 
-    The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. With float8
-    operations, weights are cast once. If recording is not possible, the same code runs kernel by kernel; ``note``
-    states why.
+    The first batch of each batch size records its steps as CUDA graphs, and later batches replay them. If recording is
+    not possible, the same code runs kernel by kernel, and ``note`` says why. With float8 operations, weights are cast
+    once.
 
     Args:
         model: on its device, in its precision and in eval mode.
         sampler: one of the objective's samplers; None for its default.
         cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
         guidance_every: N evaluates guidance's unconditional half only in every N-th step.
-        guidance_by: the prediction that guidance leads away from: "null", or a prediction for which a route drops
-            tokens, see :func:`~opendit.sampling.approximate_steps.weak_route`.
-        cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
-            (``opendit.sampling.approximate_steps``).
+        guidance_by: "null", or a route, see :func:`~opendit.sampling.approximate_steps.weak_route`.
+        cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]" (``opendit.sampling.approximate_steps``).
         size: (h, w) or (t, h, w) of the latents; by default the model's input size.
-        around: function that wraps the callable ``model(x, t, y)`` before guidance calls it, so that ranks can share
-            batches (``SharedBatch``).
+        around: wraps the callable ``model(x, t, y)`` before guidance calls it, so that ranks can share batches.
         record: allow recording steps as CUDA graphs.
         table_bytes: maximum bytes for precomputed modulations, and separately for the captions' keys and values.
         loops: maximum number of batch sizes whose recordings are stored.
@@ -156,8 +151,8 @@ class SamplingEngine:
             y: conditions of the B samples, on the model's device.
             null: the condition of guidance's unconditional half, as a batch of 1, or of B for negative prompts.
             index: (B,) int64 indices of the samples; their noise depends only on ``seed`` and these indices.
-            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin. The
-                returned latents contain these frames unchanged, except for models with ``given_beside``.
+            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames with which clips begin. They
+                are unchanged in the result, except for models with ``given_beside``.
             progress: wraps the iterable of steps, such as tqdm.
             callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), which it must not
                 change.
@@ -190,15 +185,14 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Block evaluations of this rank in all batches so far, divided by the number that all ranks that share a batch
-        would need together without approximations."""
+        """Block evaluations of this rank in all batches so far, relative to those of all sharing ranks without
+        approximations."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
         self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (index, latents) for up to ``batch_size`` samples at a time; see :meth:`sample`. ``index`` may be on
-        the CPU."""
+        """Yield (index, latents) for up to ``batch_size`` samples at a time; see :meth:`sample`."""
         for first in range(0, len(index), batch_size):
             rows = slice(first, first + batch_size)
             yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
@@ -244,10 +238,8 @@ def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
     """Return the times t at which sampler ``name`` evaluates the network in every step, each (evaluations,), or
-    (evaluations, K) for K times. They are found by running the sampler with a network that predicts zeros.
-
-    channels: numbers of the network's input and output channels.
-    """
+    (evaluations, K) for K times. The sampler runs with a network that predicts zeros. channels: of the network's input
+    and output."""
     seen: list[list[Tensor]] = []
 
     def network(x: Tensor, t: Tensor) -> Tensor:
@@ -293,14 +285,10 @@ class NotRecordedError(RuntimeError):
 class SamplingLoop:
     """Draws batches of ``samples`` samples: call ``begin``, then ``advance`` for every step, then ``latents``.
 
-    A step evaluates the network on both halves of guidance, applies guidance, and calls the sampler's ``advance``. All
-    inputs and outputs of a step are in static memory, including the step's index, which the step increments. So one
+    All inputs and outputs of a step are in static memory, including the step's index, which the step increments. So one
     recording serves all steps of a kind: they call the same model, have the same kinds of inputs, and skip the same
     parts of the network. The first step of a kind runs kernel by kernel, to compile kernels and initialise libraries.
-    The second step of the kind is recorded.
-
-    times: (steps, evaluations), see :class:`PreparedModel`.
-    """
+    The second step of the kind is recorded. times: (steps, evaluations), see :class:`PreparedModel`."""
 
     def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
         self.settings, self.samples = settings, samples
@@ -367,8 +355,8 @@ class SamplingLoop:
         return self._active.network
 
     def _guided(self):
-        """Return the function of (x, t) that the sampler calls: the prepared network with guidance. Instead of
-        conditions, guidance passes row numbers, by which the network finds its precomputed tensors."""
+        """Return the function of (x, t) that the sampler calls: the network with guidance. Guidance passes row numbers
+        instead of conditions, by which the network finds its precomputed tensors."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
@@ -403,8 +391,8 @@ class SamplingLoop:
         seed: int | Tensor,
         conditioning_frames: Tensor | None = None,
     ) -> None:
-        """Prepare the conditions and the noise of a batch. index: (B,) int64. seed: an int, or (B,) int64. Both
-        tensors, and the conditioning frames, are on the model's device."""
+        """Prepare the conditions and the noise of a batch. index: (B,) int64. seed: an int, or (B,) int64. All tensors
+        are on the model's device."""
         for network in self._networks:
             network.condition(y, null if network.guided else None)
             network.set_conditioning_frames(conditioning_frames)
@@ -428,8 +416,8 @@ class SamplingLoop:
         self._end = self.evaluated = self.full_work = 0
 
     def advance(self, i: int, recorder: Recorder | None = None) -> None:
-        """Run step i; steps must be run in order. recorder: records the step; None to run the step kernel by kernel.
-        Raises NotRecordedError if the step can't be recorded; the step has then not been run."""
+        """Run step i, in order. recorder: records the step; None to run it kernel by kernel. Raises NotRecordedError if
+        the step can't be recorded; the step has then not been run."""
         if self.network is not self._networks[self._which[i]]:
             # Step i uses a different network from the previous step. Its tables must be filled from step i on.
             self._active.network, self._end = self._networks[self._which[i]], i
@@ -451,8 +439,8 @@ class SamplingLoop:
         self._run(i, mode, recorder)
 
     def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
-        """Run step i, or part of it, in this mode. The first run of a kind, and every run without a recorder, is kernel
-        by kernel. Other runs replay a CUDA graph."""
+        """Run step i, or part of it, in this mode: kernel by kernel for the first run of a kind or without a recorder,
+        otherwise by replaying a CUDA graph."""
         kind: tuple[Any, ...]
         if self.fused is None:
             assert self._inputs is not None
@@ -502,11 +490,8 @@ class SamplingLoop:
 
 
 class ActiveNetwork:
-    """Calls the network of the current step. A loop with two networks replaces ``network`` between steps.
-
-    Guidance refers to this object instead of the loop, because only the garbage collector could free a loop that refers
-    to itself.
-    """
+    """Calls the network of the current step, which a loop with two networks replaces between steps. Guidance refers to
+    this object, because only the garbage collector could free a loop that refers to itself."""
 
     network: PreparedModel
 
@@ -518,16 +503,12 @@ class ActiveNetwork:
 
 
 class StepInputs:
-    """Tables of a sampler's ``inputs``, from which samples at different steps can read.
+    """Tables of a sampler's ``inputs`` for up to ``capacity`` steps, from which samples at different steps can read.
+    Numbers (one per step, or per sample) are in one table per dtype. An input with x's shape (noise) has a separate
+    table.
 
-    Inputs that are numbers (one per step, or one per sample) are in one table per dtype. An input with x's shape
-    (noise) has its own table. The tables hold up to ``capacity`` steps at a time.
-
-    Args:
-        sampler: a sampler for B samples; its ``noise_fn`` may be called for any step.
-        like: a tensor with x's shape (B, C, ...) and dtype.
-        capacity: largest number of steps in a table.
-    """
+    sampler: a sampler for B samples; its ``noise_fn`` may be called for any step. like: a tensor of x's shape and
+    dtype."""
 
     def __init__(self, sampler: Sampler, like: Tensor, capacity: int):
         self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()

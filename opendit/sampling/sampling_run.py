@@ -1,7 +1,4 @@
-"""Load a run of sample.py from its flags: the model, its VAE and the conditions of all samples.
-
-Where possible, flags are checked against the checkpoint's metadata before the weights are read.
-"""
+"""Load a run of sample.py from its flags: the model, its VAE and the conditions of all samples."""
 
 import functools
 import logging
@@ -123,11 +120,8 @@ class SamplingRun:
         return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
-        """Return a function that wraps an iterable of steps and measures their time; None without --profile.
-
-        samples: batch size. The first two steps of each batch size are a separate stage, because they compile kernels
-        and record the CUDA graph.
-        """
+        """Return a function that wraps an iterable of steps and measures their time; None without --profile. The first
+        two steps of each batch size are a separate stage, because they compile kernels and record the CUDA graph."""
         if not self.flags.profile:
             return None
         first = samples not in self._profiled
@@ -319,8 +313,8 @@ def conditions_to_draw(
 
 
 def choose_labels(flags: "SampleConfig", names: list[str]) -> Tensor:
-    """Return the label of every sample, (N,) int64, for a model with classes of these names. Raises ValueError for an
-    unknown class. A number in --class_labels is always a label, even if a class has that name."""
+    """Return the label of every sample, (N,) int64. Raises ValueError for an unknown class. A number in --class_labels
+    is always a label, even if a class has that name."""
     if flags.class_labels:
         labels = torch.tensor([_label(str(word), names) for word in flags.class_labels])
         return labels[torch.arange(flags.num_samples or len(labels)) % len(labels)]
