@@ -1,10 +1,9 @@
 """Exponential and power-function averages of the fp32 master weights. A power average's width is chosen after training.
 
 Power averages: T. Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2), arXiv
-2312.02696, sec. 3 and appendix C. The power average after t updates is the mean of the weights after each update i <=
-t, weighted by i^exponent. These factors are its profile. The profile's standard deviation over i, divided by t, is the
-``width`` (sigma_rel), which does not depend on t.
-"""
+2312.02696, sec. 3 and appendix C. After t updates, it is the mean of the weights after each update i <= t, weighted by
+i^exponent. These factors are its profile. Its ``width`` (sigma_rel), the standard deviation over i divided by t, does
+not depend on t."""
 
 import contextlib
 import json
@@ -32,12 +31,11 @@ WARMUP, FIRST_WARMUP = 10, 9
 
 
 class EMA:
-    """Moving averages of the fp32 master weights ("masters"), held as this rank's shards.
-
-    Updating the averages needs no communication. Each average takes 4 bytes x parameters / ranks of memory per rank.
+    """Moving averages of the fp32 master weights ("masters"), held as this rank's shards. Updating them needs no
+    communication. Each average takes 4 bytes x parameters / ranks of memory per rank.
 
     Args:
-        engine: the engine with the masters. The averages start as copies of the masters.
+        engine: the engine with the masters, of which the averages start as copies.
         decays: the decay of each average. The first average is the one to sample from.
         warmup: the rate of the warm-up, ``WARMUP`` in new runs; 0 for constant decays (see :meth:`decays_after`).
         power: True if ``decays`` are the widths of power averages instead; see the module's docstring.
@@ -70,12 +68,12 @@ class EMA:
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """Return the decays of the next update, (K,) float64. With a warm-up of rate r, the decay after n updates is
-        min(decay, 1 - r / (n + 10)). With r = 10, the first update, n = 0, copies the weights, so that the average
-        contains nothing of the initial weights. It then spans about the last n / 10 updates, until 10 / (n + 10) is
-        less than 1 - decay. The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
+        """Return the decays of the update after n updates, (K,) float64. updates: n, 0-dim int64, without skipped
+        steps.
 
-        updates: n, 0-dim int64. Skipped steps do not count."""
+        With a warm-up of rate r, the decay is min(decay, 1 - r / (n + 10)). With r = 10, the first update copies the
+        weights, and the average then spans about the last n / 10 updates, until 10 / (n + 10) is less than 1 - decay.
+        The decay of a power average is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123)."""
         if self.power:
             return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:
@@ -84,10 +82,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Update average += (1 - decay) * (master - average), unless the step was skipped. Call this after every step.
-        With zero2 and fsdp, it does nothing, because the optimizer's step has already made this update.
-
-        finite: ``StepResult.finite``, False for a skipped step."""
+        """Update average += (1 - decay) * (master - average), unless the step was skipped (``finite`` is False). Call
+        this after every step. With zero2 and fsdp, it does nothing, because the optimizer's step has already made this
+        update."""
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
@@ -112,9 +109,9 @@ class EMA:
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Swap the engine's masters with one average inside the context, with any plugin. All ranks must enter and
-        leave the context together. On exit, the swap is undone, bit for bit. No second copy of all weights is needed.
-        Don't take a training step or save a checkpoint inside the context."""
+        """Swap the engine's masters with one average inside the context, without a second copy of all weights. All
+        ranks must enter and leave together. On exit, the swap is undone, bit for bit. Don't train or save inside the
+        context."""
         self._exchange(which)
         try:
             yield
@@ -133,13 +130,12 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
-        """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context.
+        """Replace the weights of ``model`` by one average, cast to the model's dtype, inside the context. All ranks
+        must call this together; ranks that only help to gather pass None.
 
-        On exit, the model gets its previous weights back, bit for bit. All ranks must call this together. Ranks that
-        only help to gather pass None. With tensor parallelism, ``model`` is this rank's part of the model. The replaced
-        weights are stored in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device needs
-        memory for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be the
-        training module."""
+        On exit, the model gets its previous weights back, bit for bit, from host memory. The device needs memory for
+        one more full parameter. With tensor parallelism, ``model`` is this rank's part of the model. If every rank
+        holds all weights (``engine.whole``), ``model`` may be the training module."""
         own: dict[str, Tensor] = {}
         try:
             for name, full in self.gather(which):
@@ -181,8 +177,8 @@ def correlation(one: Profile, other: Profile) -> float:
 
 
 def coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray:
-    """Return n float64 weights with which the sum of the n stored averages approximates the wanted average. They are
-    the least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to sum to 1."""
+    """Return n float64 weights with which the sum of the n stored averages approximates the wanted one: the
+    least-squares solution for the wanted profile (EDM2, appendix C.3), scaled to sum to 1."""
     matrix = np.array([[correlation(one, other) for other in stored] for one in stored])
     found = np.linalg.solve(matrix, np.array([correlation(one, wanted) for one in stored]))
     return found / found.sum()
@@ -223,12 +219,11 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 
 def reconstruct(path: Path, width: float) -> Path:
     """Reconstruct the power average with this width at a checkpoint, from all averages that the run has stored up to
-    this checkpoint, and write it to the run's folder ``averages``. If the checkpoint has this average, or ``averages``
-    has a file of it that is at least as new as the checkpoint, nothing is written.
+    it, and write it to the run's folder ``averages``, unless the checkpoint or ``averages`` already has it.
 
     path: a run's or checkpoint's folder that ``find_weights`` accepts. Return the weights file, or the index of several
-    files. Raises ValueError if the checkpoint has no power averages, or a stored average is damaged. Raises OSError if
-    no weights are found or the file can't be written."""
+    files. Raises ValueError if the checkpoint has no power averages or one is damaged, and OSError if no weights are
+    found or the file can't be written."""
     stored = find_weights(path, AVERAGE_SET)
     folder, state = stored.parent, _state(stored)
     if (steps := state.get("snapshots")) is None:

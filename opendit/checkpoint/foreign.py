@@ -1,9 +1,8 @@
 """Read weights of other programs: public models in diffusers' layout, Meta's .pt files, and DiTPipeline folders.
 
-Files and folders are not trusted, so all contents are checked, and code in a pickle is never run. A public model's
-family (opendit/models/families) defines how the configuration and the names of the weights are translated. Opening a
-public model reads and compares only the headers of its weight files. Each weight is read on access.
-"""
+Files and folders are not trusted: all contents are checked, and code in a pickle is never run. A public model's family
+(opendit/models/families) defines how its configuration and the names of its weights are translated. Opening a public
+model reads only the headers of its weight files."""
 
 import argparse
 import math
@@ -55,13 +54,12 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
-    """Read the state dict in a .pt file, and the number of classes or None if the file does not have it. Code in the
-    file is never run, and the sizes in the file are checked. The tensors are on the CPU. In the current format (a zip
-    archive), tensors stay in the file until they are used. For Meta's training checkpoints, which hold ``model``,
-    ``ema``, ``opt`` and ``args``, the result is ``ema``.
+    """Read the state dict in a .pt file, and the number of classes or None if the file does not have it. For Meta's
+    training checkpoints, which hold ``model``, ``ema``, ``opt`` and ``args``, the state dict is ``ema``. Tensors are on
+    the CPU; those of the current format (a zip archive) stay in the file until they are used.
 
-    Raises ValueError if the file is missing or damaged, would run code, unpacks to more than its own size, or holds
-    anything but floating-point tensors by name. The message is one line that names the file."""
+    Raises ValueError, with one line that names the file, if the file is missing or damaged, would run code, unpacks to
+    more than its own size, or holds anything but floating-point tensors by name."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     size = path.stat().st_size
@@ -123,12 +121,11 @@ def _why(path: Path, error: Exception) -> str:
 
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
     """Infer the configuration of a class-conditional DiT with a known name from its weights' shapes, for square inputs.
-    The number of rows of the last layer shows whether the model also predicts a variance. The last row of the label
-    table may be a class or the null class of class dropout; ``num_classes`` tells which. Without ``num_classes``, a
-    table of 1000 rows is assumed to have no null class (ImageNet), and the last row of any other table is assumed to be
-    the null class (see :func:`assumption`).
+    The rows of the last layer show whether the model also predicts a variance.
 
-    Raises ValueError if ``name`` is a model for clips, or the weights belong to another model."""
+    The last row of the label table may be a class or the null class, as ``num_classes`` tells. Without ``num_classes``,
+    a table of 1000 rows is assumed to have no null class (ImageNet), any other table to have one (see
+    :func:`assumption`). Raises ValueError if ``name`` is a model for clips, or the weights belong to another model."""
     if is_video(name):
         raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
@@ -172,7 +169,7 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
     """Return a list with one message, if :func:`infer_config` has assumed that the label table's last row is the null
-    class. The list is empty if the number of classes is known, or the table has ImageNet's 1000 rows or 1001."""
+    class. It is empty if the number of classes is known, or the table has ImageNet's 1000 rows or 1001."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if (
         weights.config is not None
@@ -222,8 +219,8 @@ def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[s
 
 
 def read_pipeline(folder: Path) -> Weights:
-    """Read the transformer of a DiTPipeline folder into CPU memory as OpenDiT weights, whose ``path`` is the folder.
-    Raises ValueError or FileNotFoundError if the folder holds no supported DiT, or its files are damaged or missing."""
+    """Read the transformer of a DiTPipeline folder into CPU memory as OpenDiT weights. Raises ValueError or
+    FileNotFoundError if the folder holds no supported DiT, or its files are damaged or missing."""
     from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # imports pydantic, so only when a folder is read
     from opendit.common.json_models import read_file
 
@@ -325,20 +322,17 @@ class PublishedFolder:
     def tensors(
         self, shapes: Mapping[str, Sequence[int]] | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> MatchedTensors:
-        """Return the weights by OpenDiT's names.
-
-        shapes: shapes of all parameters of the network; by default the result of :meth:`shapes`. weights: weights by
-        their published names, to use instead of the weights in the files. Raises ValueError if a weight does not fit;
-        the message is one line that names the file and the weight."""
+        """Return the weights by OpenDiT's names. shapes: of all parameters, by default :meth:`shapes`. weights: by
+        their published names, instead of those in the files. Raises ValueError, with one line, if a weight does not
+        fit."""
         shapes = self.shapes() if shapes is None else shapes
         source = self.files if weights is None else weights
         return MatchedTensors(source, self.pairs, shapes, self.files.path, constants=self.family.constants)
 
     def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
-        """Convert OpenDiT's weights to the published names, shapes and dtypes. The inverse of :meth:`tensors`.
-
-        state: weights by OpenDiT's names. path: path of the weights, for messages. Raises ValueError if a weight is
-        missing, unexpected, or does not fit; the message is one line."""
+        """Convert OpenDiT's weights to the published names, shapes and dtypes, the inverse of :meth:`tensors`. path:
+        path of the weights, for messages. Raises ValueError, with one line, if a weight is missing, unexpected, or does
+        not fit."""
         back = [(theirs, ours, dim) for ours, theirs, dim in self.pairs]
         constants = {name: self.files[name] for name in self.family.constants}
         return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes, constants)
@@ -380,11 +374,9 @@ def is_published(folder: str | Path) -> bool:
 
 
 def open_published(folder: str | Path, families: Mapping[str, Family] | None = None) -> PublishedFolder:
-    """Open a public model's folder. Only the headers of the weight files are read.
-
-    folder: the folder of the pipeline, or of its transformer. families: name -> known family. Raises FileNotFoundError
-    if the folder or a file does not exist. Raises ValueError if a file is damaged, is a link out of the folder, or
-    belongs to another model. The message is one line that names the file."""
+    """Open a public model's folder, that of the pipeline or of its transformer. Only the headers of the weight files
+    are read. Raises FileNotFoundError if the folder or a file does not exist, and ValueError if a file is damaged, is a
+    link out of the folder, or belongs to another model. The message is one line that names the file."""
     families = FAMILIES if families is None else families
     folder = Path(folder)
     inside, expert = folder / TRANSFORMER, expert_of(folder)
@@ -423,8 +415,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that must contain all files of a model. In the Hugging Face cache, this is the folder of the
-    repository, because files are links to its ``blobs``. Elsewhere it is ``folder`` itself."""
+    """Return the folder that must contain all files of a model: ``folder``, or in the Hugging Face cache that of the
+    repository, because files are links to its ``blobs``."""
     snapshot = snapshot_of(folder)
     return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 

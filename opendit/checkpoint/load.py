@@ -76,8 +76,8 @@ class Checkpoint:
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
     """Find and verify the checkpoint that ``--load`` names. All ranks must call this together. ``latest`` and a run's
     folder mean the newest intact checkpoint of the run; a checkpoint's folder means this checkpoint only. Return None
-    for ``latest`` if no run has a checkpoint yet. Raises ValueError, on every rank, if no checkpoint exists, the named
-    one is damaged, none is intact, or the checkpoint belongs to another model."""
+    for ``latest`` if no run has a checkpoint yet. Raises ValueError on every rank if there is no intact checkpoint of
+    this model."""
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
         raise ValueError(problem)
@@ -175,11 +175,10 @@ def _another_version(folder: Path) -> str | None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Load a checkpoint into the engine and the averages. All ranks must call this together. Each rank reads only
-    verified files, and only the slices that the rank holds. The number of ranks and the plugin that wrote the
-    checkpoint do not matter. An average whose decay is not in the checkpoint starts from the checkpoint's first
-    average. Raises, on every rank, Unloadable if the checkpoint lacks a tensor that the engine needs,
-    FloatingPointError if a stored tensor is not finite, and OSError if a file can't be read."""
+    """Load a checkpoint into the engine and the averages. All ranks must call this together. Each rank reads only the
+    slices that it holds, whatever plugin and number of ranks wrote the checkpoint. An average whose decay is not in the
+    checkpoint starts from the checkpoint's first average. Raises, on every rank, Unloadable if the checkpoint lacks a
+    tensor, FloatingPointError if a tensor is not finite, and OSError if a file can't be read."""
     state = checkpoint.state
     with contextlib.ExitStack() as stack:
 

@@ -1,9 +1,8 @@
 """Read LoRA's low-rank products B A from OpenDiT runs and other programs' files, rename them, and add them to weights.
 
-Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT, three layers in diffusers
-and one layer in the names of the model's authors. A product therefore records which rows and columns of the weight it
-changes, and renaming moves these rows and columns to another weight.
-"""
+Programs divide the same weights into layers differently: q, k and v are one layer in OpenDiT and in the names of the
+model's authors, but three in diffusers. So a product records which rows and columns of the weight it changes, and
+renaming moves these rows and columns to another weight."""
 
 import json
 import re
@@ -65,8 +64,8 @@ class PlacedLowRank:
     column: int = 0
 
     def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
-        """Return the part of the product in a range of rows (dim 0) or columns (dim 1); None if there is no overlap.
-        The result's row or column is relative to ``start``. A factor that is not cut stays the same object."""
+        """Return the part of the product in a range of rows (dim 0) or columns (dim 1), relative to ``start``; None if
+        there is no overlap. A factor that is not cut stays the same object."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
         first, last = max(at, start), min(at + size, stop)
         if first >= last:
@@ -82,14 +81,9 @@ Products = dict[str, list[PlacedLowRank]]  # name of the weight -> products that
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
-    """Convert products for one set of weights to products for another set of the same weights.
-
-    Args:
-        products: products by names of the first set.
-        pairs: (names in the first set, names in the other set, dimension). Concatenated along the dimension, the
-            weights of both sets are equal.
-        here, there: shapes of the weights of the first and of the other set.
-    """
+    """Convert products for the weights ``here`` (name -> shape) to products for another set ``there`` of the same
+    weights. pairs: (names in the first set, names in the other, dimension along which the concatenated weights are
+    equal)."""
     found: Products = {}
     for ours, theirs, dim in pairs:
         starts = accumulate((here[name][dim] for name in ours), initial=0)
@@ -108,10 +102,8 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
 
 
 def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
-    """Return A (rank, columns) and B (rows, rank) whose product B A is the sum of ``products``, all for one weight.
-    Products with the same A at the same columns share the rows of the resulting A.
-
-    shape: shape of the weight. scaled: True to multiply B by the scales; False to ignore the scales."""
+    """Return A (rank, columns) and B (rows, rank) whose product B A is the sum of ``products``, all for one weight of
+    this shape. Products with the same A at the same columns share rows of A. scaled: multiply B by the scales."""
     starts: dict[tuple[int, int], int] = {}
     rank = 0
     for product in products:
@@ -163,7 +155,6 @@ class Merged(Mapping[str, Tensor]):
     @torch.no_grad()
     def add_to(self, model: DiT, layout: Layout | None = None) -> None:
         """Merge products and full weights into a model with the base's weights, one weight at a time on its device.
-
         layout: for a model that holds parts of its weights, the layout of these parts."""
         for name, parameter in model.named_parameters():
             if name in self._products:
@@ -181,9 +172,8 @@ class Merged(Mapping[str, Tensor]):
 
 
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
-    """Return the products of a checkpoint of a run with --lora, and the fully trained weights, both by OpenDiT's names.
-
-    weight: factor for the products."""
+    """Return the products of a checkpoint of a run with --lora, times ``weight``, and the fully trained weights, both
+    by OpenDiT's names."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
@@ -199,9 +189,8 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
-    """Map each layer in the authors' names to the published layers whose rows it concatenates.
-
-    shapes: shapes of the published weights."""
+    """Map each layer in the authors' names to the published layers whose rows it concatenates. shapes: of published
+    weights."""
     found = {}
     for pattern, parts in family.original.items():
         for number in count():
@@ -231,18 +220,13 @@ def of_file(
     weight: float = 1.0,
     notes: list[str] | None = None,
 ) -> Products:
-    """Return the products of a LoRA file for a public model, by OpenDiT's names. The file may use the names of
-    diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from the metadata or is the rank.
-
-    Args:
-        opened: the model's folder.
-        weight: factor for all products.
-        notes: list to which a message for the user is added if keys of text encoders are ignored. With None, and in a
-            file without other keys, such keys raise ValueError.
+    """Return the products, times ``weight``, of a LoRA file for the public model ``opened``, by OpenDiT's names. The
+    file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from the
+    metadata or is the rank. Keys of text encoders are ignored with a message in ``notes``; with None, or without other
+    keys, they are errors.
 
     Raises ValueError, with one line, if a key belongs to no layer of the model, a matrix lacks its counterpart or has
-    the wrong shape, a layer occurs twice, or the file is not a LoRA file.
-    """
+    the wrong shape, a layer occurs twice, or the file is not a LoRA file."""
     published: Shapes = opened.files.shapes
     layers = {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in published}
     layers |= original_layers(opened.family, published)

@@ -1,10 +1,8 @@
 """Concatenate or split the tensors of one set into the tensors of another (opendit.models.families.base.Match).
 
 One class serves both directions: reading a public model's weights under OpenDiT's names, and writing OpenDiT's weights
-under the published names. A shard of a tensor is read without the rest of the tensor: a layout
-(opendit/parallel/layout.py) lists the ranges of consecutive elements that the shard has in the stored tensors. A rank
-therefore reads only the rows, or parts of rows, that it needs from mapped files.
-"""
+under the published names. A layout (opendit/parallel/layout.py) lists the ranges of consecutive elements that a shard
+has in the stored tensors, so a rank reads only the rows, or parts of rows, that it needs from mapped files."""
 
 import math
 from collections import Counter
@@ -56,9 +54,7 @@ class _Place:
 
 
 class Reading:
-    """A shard that has not been read yet.
-
-    shape: shape of the shard. dtype: the stored dtype, promoted if several stored tensors differ in dtype."""
+    """A shard that has not been read yet, in the stored dtype, promoted if several stored tensors differ in dtype."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
         self.shape, self.dtype = shape, dtype
@@ -100,8 +96,7 @@ class MatchedTensors(TensorSet):
         shapes, dtypes: those of this set's tensors; dtypes are by default those of the source.
         constants: names of source tensors that this set does not use; or, as a mapping, tensors to add to this set.
 
-    Raises ValueError, with one line, if a tensor is missing in ``shapes`` or in the source, is matched by no pair or by
-    two pairs, or does not fit.
+    Raises ValueError, with one line, if a tensor is missing, is not matched by exactly one pair, or does not fit.
     """
 
     def __init__(
@@ -173,8 +168,7 @@ class MatchedTensors(TensorSet):
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor, or a shard of it, in the stored dtype or in ``dtype``. The result may be a view of the
-        file."""
+        """Return a tensor, or a shard of it, in the stored dtype or in ``dtype``. It may be a view of the file."""
         reading = self.reading(name, shard)
         full = reading.view()
         if full is None:
@@ -214,7 +208,7 @@ def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> Non
 
 def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Return True if the shapes have equally many elements and the same first dimension, such as a convolution's weight
-    and its matrix for flattened patches, or differ only in dimensions of size 1."""
+    and its matrix, or differ only in dimensions of size 1."""
     if math.prod(one) != math.prod(other):
         return False
     return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]
@@ -236,12 +230,11 @@ BUFFER_BYTES, BUFFERS = 32 << 20, 4  # size and number of the page-locked buffer
 
 class DeviceReader:
     """A ``Values`` callable that copies shards to a device's memory in their stored dtype, so that the device can cast
-    them. On the CPU, a result may be a view of the file.
+    them. On the CPU, a result may be a view of the file. otherwise: called for parameters that ``tensors`` does not
+    have.
 
-    Shards are read in pieces. torch's CPU threads copy a piece from the mapped file into a page-locked buffer. It is
-    then copied to the device while the next piece is read. So a rank needs only BUFFERS * BUFFER_BYTES of host memory.
-
-    otherwise: called for parameters that ``tensors`` does not have, such as LoRA parameters."""
+    torch's CPU threads copy a piece of a shard from the mapped file into a page-locked buffer, which is copied to the
+    device while the next piece is read. A rank needs only BUFFERS * BUFFER_BYTES of host memory."""
 
     def __init__(
         self,
@@ -302,9 +295,8 @@ def fill(
 ) -> None:
     """Set a model's parameters, or this rank's part of each, to the values of ``tensors``. A parameter on the meta
     device gets memory on ``device`` in ``dtype``, by default the stored dtype. Others keep their memory and dtype.
-
-    layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
-    ValueError if names or shapes differ; the message is one line with the first difference."""
+    layout: for a model that holds parts of its parameters. Raises ValueError, with the first difference, if names or
+    shapes differ."""
     parameters = {canonical_name(name): (name, tensor) for name, tensor in model.named_parameters()}
     if layout is None:
         check_matched(list(parameters), tensors.shapes, f"{tensors.path}: of the model's weights")

@@ -1,8 +1,5 @@
-"""Find, verify and read weights, and load them into models and shards of models.
-
-The sources are OpenDiT's safetensors files (with the configuration in the metadata), whole or in several files, and the
-formats of other programs (opendit/checkpoint/foreign.py).
-"""
+"""Find, verify and read weights, and load them into models and shards of models: OpenDiT's safetensors files (with the
+configuration in the metadata), and the formats of other programs (opendit/checkpoint/foreign.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -68,8 +65,8 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     the index of several files, or model_index.json or config.json of a folder. For a checkpoint without its weights
     file, return the missing file's path; :func:`read_weights` reports the loss.
 
-    Raises FileNotFoundError if the path has no weights; the message lists what was looked for. Raises ValueError if the
-    path is a link ``latest`` or ``best`` that does not lead to a checkpoint in the same folder."""
+    Raises FileNotFoundError if the path has no weights, and ValueError if it is a link ``latest`` or ``best`` that does
+    not lead to a checkpoint in the same folder."""
     path = named_checkpoint(Path(path))
     if path.is_file():
         return path
@@ -113,8 +110,8 @@ def _elsewhere(folder: Path) -> str | None:
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """Return the file or index of the checkpoint's weights ``which``, such as "ema". If neither exists, return the path
-    that should exist: the index if the folder has shards, else the file."""
+    """Return the file or index of the checkpoint's weights ``which``, such as "ema"; if neither exists, the path that
+    should exist: the index if the folder has shards, else the file."""
     names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
     missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
     return folder / next((name for name in names if (folder / name).is_file()), which + missing)
@@ -122,11 +119,9 @@ def weights_in(folder: Path, which: str) -> Path:
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
     """Read the weights at a path that :func:`find_weights` accepts. For a run's folder with ``notes``, read the newest
-    intact checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this
-    function; they divide the verification and get the same result.
-
-    Raises FileNotFoundError or ValueError, on every rank, if the weights are missing or damaged, or no checkpoint is
-    intact."""
+    intact checkpoint, and add a message to ``notes`` if a newer one is damaged. All ranks of ``mesh`` must call this;
+    they divide the verification. Raises FileNotFoundError or ValueError, on every rank, if no intact weights are found.
+    """
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
 
@@ -152,8 +147,8 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read and check the metadata of an OpenDiT weights file (opendit.checkpoint.schema), or derive them from a public
-    model's folder; {} for other files. Raises ValueError with one line that names the file and the field."""
+    """Read and check the metadata of an OpenDiT weights file, or derive them from a public model's folder; {} for other
+    files. Raises ValueError with one line that names the file and the field."""
     if folder := folder_of(path):
         return read_published(folder).info
     if not is_set(path):
@@ -170,8 +165,7 @@ def _info(tensors: TensorSet) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> DiTConfig | None:
-    """Return the configuration in the result of :func:`read_info`; None if there is none, or the file is damaged.
-    :func:`read_weights` reports the damage."""
+    """Return the configuration in the result of :func:`read_info`; None if there is none, or the file is damaged."""
     try:
         return Weights({}, path, read_info(path)).config
     except (ValueError, KeyError, TypeError):
@@ -180,10 +174,8 @@ def read_config(path: Path) -> DiTConfig | None:
 
 def read_weights(path: Path) -> Weights:
     """Read the weights of a file or an index, and verify them if they belong to a checkpoint. Tensors of safetensors
-    files stay in the file until they are used.
-
-    Raises ValueError if the file is damaged or unreadable, does not match the model of its metadata, has no state dict,
-    or has weights that are not finite."""
+    files stay in the file until they are used. Raises ValueError if the file is damaged, does not match the model of
+    its metadata, has no state dict, or has weights that are not finite."""
     return _use_intact(path, ControlGroup(ALONE), lambda weights: weights)
 
 
@@ -218,8 +210,8 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
-    """Describe how part ``part`` of ``parts`` of the files at ``path`` differs from the folder's manifest. Return None
-    if nothing differs, or there is no manifest."""
+    """Describe how part ``part`` of ``parts`` of the files at ``path`` differs from the folder's manifest; None if
+    nothing differs or there is no manifest."""
     if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
     if problem := damage(path.parent, part, parts, only=[path.name]):
@@ -265,8 +257,8 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """Compare the position tables in ``state`` with computed ones. Return name -> largest absolute difference for
-    tables that differ. Tables that are missing or have another size are not compared."""
+    """Return name -> largest absolute difference for the position tables in ``state`` that differ from computed ones.
+    Tables that are missing or have another size are not compared."""
     found = {}
     for name, (dim, sizes) in config.tables.items():
         made = sincos_position_table(dim, *sizes).unsqueeze(0)
@@ -290,15 +282,15 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """Initial values for any shard of any parameter when training starts from pretrained weights. They come from the
-    file, from a small tensor that the adaptation ``start`` computed, or from the random initialization ``initial``."""
+    """Initial values for any shard of any parameter when training starts from pretrained weights: from the file, from a
+    small tensor that the adaptation ``start`` computed, or from the random initialization ``initial``."""
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
-        """Return a shard of a parameter, (shard.shape) fp32 in host memory. The result may be a view of the file.
-        Raises ValueError or OSError if the file has changed since it was opened."""
+        """Return a shard of a parameter, (shard.shape) fp32 in host memory, perhaps a view of the file. Raises
+        ValueError or OSError if the file has changed since it was opened."""
         name = canonical_name(name)
         if name in self._stored:
             return read_shard(self._state, self._stored[name], shard).float()
@@ -323,12 +315,10 @@ def load_state(
     dtype: torch.dtype = torch.float32,
     layout: Layout | None = None,
 ) -> None:
-    """Load weights into a model, whose names and shapes must be exactly those of the weights. A parameter on the meta
-    device gets memory on ``device``, in ``dtype``. Buffers are fixed tables: OpenDiT's and Meta's files must contain
-    them, but the model keeps its computed values (see ``DiTConfig.tables``).
-
-    layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read. Raises
-    ValueError if names or shapes differ; the message names the first differences."""
+    """Load weights into a model with exactly the same names and shapes. A parameter on the meta device gets memory on
+    ``device``, in ``dtype``. Buffers are fixed tables, for which the model keeps its computed values (see
+    ``DiTConfig.tables``). layout: for a model that holds parts of its parameters. Raises ValueError, naming the first
+    differences, if names or shapes differ."""
     if isinstance(weights.state, MatchedTensors):
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
@@ -452,9 +442,8 @@ def _with_lora(
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``base`` and merge ``added``, LoRAs and their factors. Other arguments: see
-    :func:`load_pretrained`. Return the model, and the weights of the first LoRA of a run, or ``base`` if all LoRAs are
-    files of other programs."""
+    """Build the model of ``base`` and merge ``added``, LoRAs and their factors. Return the model, and the weights of
+    the first LoRA of a run, or ``base`` if all LoRAs are files of other programs."""
     found = base.config
     products: Products = {}
     full: dict[str, Tensor] = {}

@@ -1,11 +1,7 @@
 """Find, create and lock the folders of runs, OUTPUTS/NNN-MODEL, and find the checkpoints in these folders.
 
-The numbers NNN go from 000 to 999 and then on from 1000. A run's folder ``checkpoints`` holds:
-
-- ``step_0000100`` and so on, the checkpoints (opendit/checkpoint/tensor_set.py lists their files), - ``latest``, a
-symbolic link to the newest checkpoint, or a file with the checkpoint's name, - ``best``, a link or file of the same
-kind for the checkpoint with the best value of a metric.
-"""
+A run's folder ``checkpoints`` holds ``step_0000100`` and so on (opendit/checkpoint/tensor_set.py lists their files),
+and ``latest`` and ``best``, symbolic links to a checkpoint, or files with a checkpoint's name."""
 
 import contextlib
 import errno
@@ -64,9 +60,7 @@ _NAME = re.compile(r"([0-9]{3,})-(.+)", re.DOTALL | re.ASCII)
 
 
 def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
-    """Return the folders of runs in ``outputs``, in the order of their numbers.
-
-    model: an fnmatch pattern for the part MODEL of the folders' names."""
+    """Return the folders of runs in ``outputs``, in the order of their numbers. model: an fnmatch pattern for MODEL."""
     with contextlib.suppress(OSError):
         found = [(path, _NAME.fullmatch(path.name)) for path in Path(outputs).iterdir()]
         runs = [(int(name[1]), path) for path, name in found if name and fnmatch.fnmatchcase(name[2], model)]
@@ -75,8 +69,8 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number. Runs that start at the same
-    moment get different numbers, even if their models differ. Call on one rank. Raises OSError."""
+    """Create OUTPUTS/NNN-MODEL, where NNN is one more than the highest existing number, and unique among runs that
+    start at the same moment. Call on one rank. Raises OSError."""
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
@@ -127,10 +121,9 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them. The
-    checkpoint that ``latest`` names comes first. Earlier checkpoints follow, the newest first. Checkpoints of later
-    steps, which exist if the run was resumed at an earlier step, come last. Without ``latest``, the checkpoint with the
-    highest step is the newest."""
+    """Return the checkpoint folders of a run, including damaged ones, in the order in which to try loading them: the
+    one that ``latest`` names (without ``latest``, that of the highest step), earlier ones, the newest first, and last
+    those of later steps, which exist if the run was resumed at an earlier step."""
     folder = run / CHECKPOINTS
     try:
         names = os.listdir(folder)
@@ -176,9 +169,8 @@ def named_checkpoint(folder: Path) -> Path:
 
 
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
-    """Return the newest run folder that has a checkpoint, or None.
-
-    model: search only runs of this model. video: without ``model``, search only runs of models for clips."""
+    """Return the newest run folder, of this model if given, that has a checkpoint, or None. video: only models for
+    clips."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
     return next((run for run in runs if checkpoints_in(run)), None)
@@ -193,10 +185,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def low_noise_of(path: str | Path) -> Path | None:
-    """Return the checkpoint of the low-noise network that was saved with a checkpoint of the high-noise one. It may not
-    exist. Return None if the run does not train both networks (``--expert both``), or has no checkpoint.
-
-    path: the folder of a run, for its newest checkpoint, or the folder of a checkpoint or a file in it."""
+    """Return the checkpoint of the low-noise network that was saved with that of the high-noise one; it may not exist.
+    None if the run does not train both networks (``--expert both``). path: a run, a checkpoint, or a file in it."""
     path = Path(path)
     path = path.parent if path.is_file() else path
     for run in (path, path.parent.parent):
@@ -208,8 +198,8 @@ def low_noise_of(path: str | Path) -> Path | None:
 
 def point_to(latest: Path, final: Path) -> None:
     """Make ``latest`` a symbolic link to a checkpoint, or a file with the checkpoint's name where links are impossible.
-    If ``latest`` is a folder, as in a copy of a run without links, that folder is renamed. Raises OSError if neither a
-    link nor a file can be created. In this case ``latest`` is removed, so that an outdated link is never used."""
+    If ``latest`` is a folder, as in a copy of a run without links, that folder is renamed. If neither can be created,
+    raises OSError and removes ``latest``, so that an outdated link is never used."""
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
         if latest.is_dir() and not latest.is_symlink():
@@ -233,8 +223,7 @@ def point_to(latest: Path, final: Path) -> None:
 
 def root_of(folder: Path) -> Path:
     """Return the folder that must contain a checkpoint's files: the run's folder, or the checkpoint's folder if it
-    belongs to no run. If ``checkpoints`` is a link out of the run, which a user may create to store checkpoints on
-    another disk, return the target of this link."""
+    belongs to no run. If ``checkpoints`` is a link to another disk, return the link's target."""
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -243,8 +232,8 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the folder of a checkpoint's run if the run may be written to. Returns None if the checkpoint belongs to
-    no run, or if ``checkpoints`` is a link, because the target of a link is only read."""
+    """Return the folder of a checkpoint's run; None if the checkpoint belongs to no run, or ``checkpoints`` is a link,
+    whose target is only read."""
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
     return folder.parent.parent.resolve() if own else None
@@ -278,12 +267,12 @@ class FolderLock:
     """A lock on a folder until :meth:`release` or the end of this process. Usable as a context manager.
 
     The file ``.lock`` in the folder names the owner. On the owner's machine, flock shows whether the owner is alive.
-    For other machines, and on file systems without flock, the owner touches the file regularly. A lock that is no
-    longer touched is taken over. If no lock file can be written, nothing is locked. The attribute ``note`` is a message
-    to the user about a takeover or a missing lock, else None.
+    For other machines, and on file systems without flock, the owner touches the file regularly, and a lock that is no
+    longer touched is taken over. If no lock file can be written, nothing is locked. ``note`` is a message to the user
+    about a takeover or a missing lock, else None.
 
-    flag: the flag that named the folder, for messages. fix: advice for the user. Raises Locked if another process holds
-    the lock, and LinkRefused if the lock file is a symbolic link."""
+    flag, fix: for messages, the flag that named the folder, and advice. Raises Locked if another process holds the
+    lock, and LinkRefused if the lock file is a symbolic link."""
 
     def __init__(self, folder: Path, flag: str, fix: str):
         self.folder, self.path, self.flag, self.fix = folder, folder / LOCK, flag, fix
@@ -389,10 +378,9 @@ class FolderLock:
 def lock_folder(
     folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
 ) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
-    """Take a :class:`FolderLock` for all ranks of a job. Rank 0 holds the lock. Call on every rank.
-
-    written: names that the job will write in the folder. None of these may be a symbolic link. Return a context manager
-    that releases the lock, and messages for the user. Raises Locked or LinkRefused on every rank."""
+    """Take a :class:`FolderLock`, held by rank 0, for all ranks of a job. Call on every rank. written: names that the
+    job will write in the folder, none of which may be a link. Return a context manager that releases the lock, and
+    messages for the user. Raises Locked or LinkRefused on every rank."""
     lock, problem = None, None
     if mesh.is_main:
         try:

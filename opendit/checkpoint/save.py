@@ -2,9 +2,7 @@
 
 With ``WholeTensorFiles`` one rank gathers and writes each file. The buffers of all ranks together hold (3 + averages) x
 4 bytes x parameters: 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles`` every rank writes its own shards, and
-ranks with equal shards divide them evenly. A checkpoint's folder gets its final name only when all of its files are on
-the disk, so a complete checkpoint exists at every moment.
-"""
+ranks with equal shards divide them. A folder gets its final name when all of its files are on the disk."""
 
 import contextlib
 import json
@@ -121,11 +119,9 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """Map each (set, parameter) to the rank that writes it, so that all ranks write about the same amount. One rank
-    writes a whole set of weights, because the set is one file. The moments (set ``OPTIMIZER``) are assigned parameter
-    by parameter, the largest first, to the rank with the least to write.
-
-    sizes: number of elements of each parameter."""
+    """Map each (set, parameter) to the rank that writes it, so that all ranks write about the same amount. sizes:
+    number of elements of each parameter. A whole set of weights is one file of one rank. The moments (set
+    ``OPTIMIZER``) are assigned parameter by parameter, the largest first, to the rank with the least to write."""
     load, owner = [0] * ranks, {}
 
     def give(keys: list[tuple[str, str]], size: int) -> None:
@@ -141,9 +137,8 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """Return the total bytes of the save buffers on the host whose ranks need the most.
-
-    sizes: number of elements of each parameter. averages: number of saved averages."""
+    """Return the total bytes of the save buffers on the host whose ranks need the most. sizes: elements of each
+    parameter."""
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
     for (which, name), rank in share_out(sizes, weight_sets, ranks).items():
@@ -152,10 +147,8 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 
 
 class WholeTensorFiles:
-    """Copies and writes the files that one rank contributes to a checkpoint of whole tensors.
-
-    version: the version in state.json. averages: the file of each average. Sampling uses the first average.
-    """
+    """Copies and writes the files that one rank contributes to a checkpoint of whole tensors. version: that in
+    state.json. averages: the file of each average. Sampling uses the first average."""
 
     version = 2
 
@@ -199,8 +192,7 @@ class WholeTensorFiles:
 
 
 def written_part(layout: Layout, name: str) -> Shard:
-    """Return the part of a parameter that this rank writes. If no other rank holds the same shard, the part is the
-    whole shard. Ranks with equal shards divide it evenly."""
+    """Return the part of a parameter that this rank writes: its shard, which ranks with equal shards divide evenly."""
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
@@ -211,11 +203,9 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ShardFiles:
-    """Copies and writes the files that one rank contributes to a sharded checkpoint.
-
-    channel: used only by the constructor, in which every rank learns what the others hold and write. version: the
-    version in state.json. averages: the index file of each average. Sampling uses the first average. Raises ValueError,
-    on every rank, if the ranks together do not write every element of each parameter exactly once."""
+    """Copies and writes the files that one rank contributes to a sharded checkpoint. version: that in state.json.
+    averages: the index file of each average. channel: used only by the constructor, in which every rank learns what the
+    others write. Raises ValueError, on every rank, if not every element of each parameter is written exactly once."""
 
     version = 3
 
@@ -306,8 +296,8 @@ def _replaced(final: Path) -> Path:
 
 def put_in_place(final: Path) -> OSError | None:
     """Rename a complete checkpoint to its final name, then point ``latest`` to it. A complete checkpoint exists at
-    every moment. Return the error if ``latest`` could not be changed, else None. The checkpoint is intact in both
-    cases. Raises OSError if the checkpoint could not be renamed."""
+    every moment. Return the error if ``latest`` could not be changed, else None. Raises OSError if the checkpoint could
+    not be renamed."""
     run = final.parent.parent
     if os.path.lexists(final):  # a checkpoint from before the run was resumed at an earlier step
         remove_tree(_replaced(final), root=run)
@@ -324,9 +314,9 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Remove the folders that a killed save or deletion left behind. If a killed save left only the replaced checkpoint
-    of a step, give that checkpoint its final name. Return the new path of checkpoint ``in_use``. Call this function on
-    one rank, while no save is in progress."""
+    """Remove the folders that a killed save or deletion left behind. A replaced checkpoint gets its final name again if
+    the save was killed before the new one had it. Return the new path of checkpoint ``in_use``. Call on one rank, while
+    no save is in progress."""
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
@@ -345,11 +335,9 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 def prune(
     checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
 ) -> None:
-    """Delete checkpoints no later than ``newest``, except the ``keep`` newest of these and the checkpoints in ``kept``.
-    With ``keep`` 0 delete none. Checkpoints of later steps, which exist if the run was resumed at an earlier step,
-    remain until the run saves the same steps again.
-
-    keep_averages: move the averages of a deleted checkpoint to the run's folder ``averages``."""
+    """Delete checkpoints no later than ``newest``, except the ``keep`` newest of these (0: all) and those in ``kept``.
+    Checkpoints of later steps, which exist if the run was resumed at an earlier step, remain. keep_averages: move the
+    averages of a deleted checkpoint to the run's folder ``averages``."""
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
@@ -372,15 +360,13 @@ def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
 
 class BestCheckpoint:
     """Points the link ``checkpoints/best`` to the checkpoint with the best value of one metric. Use on one rank only.
-
-    Values are compared only if they were measured in the same way on the same samples. After a resume, checkpoints of
-    later steps are ignored, because the run will save these steps again.
+    Only values that were measured in the same way on the same samples are compared.
 
     Args:
         name: a key of ``BEST``.
         of: identifier of the data on which the metric is measured. In a checkpoint's state, it is
             ``fingerprint["validation"]`` for the held-out loss, and ``evaluation["of"]`` for all other metrics.
-        last: the step that the run is resumed from.
+        last: the step that the run is resumed from. Checkpoints of later steps will be saved again, and are ignored.
     """
 
     def __init__(self, checkpoints: Path, name: str, of: str, last: int):
@@ -419,13 +405,13 @@ class BestCheckpoint:
 class Checkpoints:
     """Saves checkpoints of one run, at most one at a time. All ranks must construct and call the object together.
 
-    On exit, this context manager waits for the write in progress and frees the host memory. After an error, the wait is
-    at most ``CLOSING`` seconds; then the write is abandoned, and the previous checkpoint stays the newest.
+    On exit, this context manager waits for the write in progress and frees the host memory. After an error, it abandons
+    the write after ``CLOSING`` seconds, and the previous checkpoint stays the newest.
 
     Args:
         info: the metadata of the weights files (model, config, class names, VAE, ...).
         keep: number of checkpoints to keep; 0 keeps all.
-        in_use: the checkpoint that this run was resumed from. This checkpoint is never deleted.
+        in_use: the checkpoint that this run was resumed from, which is never deleted.
         sharded: True if every rank writes its own shards, False for whole tensors.
         enabled: False for a run that saves nothing, so that no host memory is allocated.
         write_failures: counter of failures to move ``latest`` and ``best``. Such failures do not harm checkpoints.
@@ -494,9 +480,8 @@ class Checkpoints:
         return self._kind.buffer.bytes + (0 if self._before is None else self._before.host_bytes)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Wait for the previous save, copy the tensors of the run, and start to write the checkpoint.
-
-        state: ``state["step"]`` and all other values that the training loop needs to resume."""
+        """Wait for the previous save, copy the tensors of the run, and start to write the checkpoint. state:
+        ``state["step"]`` and all other values that the training loop needs to resume."""
         started = time.perf_counter()
         self.wait()
         if self._before is not None:

@@ -1,9 +1,8 @@
 """Check the contents of the files of runs and checkpoints before memory is allocated or a model is built.
 
 The pydantic models for a network's or an objective's settings are derived from their dataclasses. Keys that no version
-of this program has written are refused, because ignoring them could change the meaning of the file. Importing this
-module is slow, so other modules import it only where they read a file.
-"""
+of this program has written are refused. Importing this module is slow, so other modules import it where they read a
+file."""
 
 import dataclasses
 import functools
@@ -80,8 +79,7 @@ TOKENS = 1 << 22  # maximum number of tokens of a sample: four times the longest
 
 @functools.cache
 def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
-    """Create the pydantic model that checks the JSON form of dataclass ``kind``, with an optional string field
-    ``tag``."""
+    """Create the pydantic model of the JSON form of dataclass ``kind``, with an optional string field ``tag``."""
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
@@ -363,8 +361,7 @@ TRANSFORMER, PIPELINE = FileKind(TransformerConfig, 4 * MIB), FileKind(PipelineI
 
 
 def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
-    """Parse and check the metadata of a weights file, including the model's configuration and the objective. Raises
-    ValueError with one line that names the source."""
+    """Parse and check the metadata of a weights file. Raises ValueError with one line that names the source."""
     info = parse_text(text, METADATA, source)
     if "config" in info:
         checked_config(info["config"], source)
@@ -376,8 +373,8 @@ def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
 
 
 def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
-    """Return the configuration described by ``values``, which have passed the pydantic checks. Raises ValueError, with
-    one line that names the source, if the model can't be built or has too many tokens."""
+    """Return the configuration described by ``values``, which have passed the pydantic checks. Raises ValueError,
+    naming the source, if the model can't be built or has too many tokens."""
     try:
         config = config_from_dict(values)
         if config.hidden_size % config.num_heads:

@@ -65,10 +65,8 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """Return the metadata of a file of shards: the set, the step, and each tensor's canonical shape and cuts. An index
-    must agree with the metadata of its files.
-
-    held: name -> (canonical shape, shard)."""
+    """Return the metadata of a file of shards, with which an index must agree: the set, the step, and each tensor's
+    canonical shape and cuts. held: name -> (canonical shape, shard)."""
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
@@ -116,7 +114,7 @@ class ShardIndex:
 
     def check_cover(self) -> None:
         """Raise ValueError unless the shards hold every element of every tensor exactly once. The time grows with the
-        number of elements that the index states. So first compare ``bytes_in`` with the sizes of the files."""
+        number of elements that the index states, so compare ``bytes_in`` with the sizes of the files first."""
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
                 raise ValueError(f"the shards of {name[:100]!r} do not hold each of its elements once")
@@ -171,14 +169,8 @@ def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
 
 
 class TensorSet(Mapping[str, Tensor]):
-    """A mapping from names to tensors that reads a tensor on access. Create one with :func:`open_set`.
-
-    Attributes:
-        path: the safetensors file, or the index of several files.
-        shapes: name -> canonical shape.
-        dtypes: name -> dtype, as safetensors spells it.
-        metadata: the metadata of the safetensors file or of the index.
-    """
+    """A mapping from names to tensors that reads a tensor on access. Create one with :func:`open_set`. shapes: name ->
+    canonical shape. dtypes: name -> dtype, as safetensors spells it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -188,8 +180,8 @@ class TensorSet(Mapping[str, Tensor]):
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str, shard: Shard | None = None) -> Tensor:
-        """Return a tensor, or only a shard of the tensor, in the stored dtype. The result may be a view of the file.
-        Raises ValueError if a file does not agree with the index, and OSError if a file can't be read."""
+        """Return a tensor, or a shard of it, in the stored dtype, perhaps as a view of the file. Raises ValueError if a
+        file does not agree with the index, and OSError if a file can't be read."""
         raise NotImplementedError
 
     def file_of(self, name: str) -> Path:
@@ -344,10 +336,8 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_set(path: Path) -> TensorSet:
-    """Open the tensors of a safetensors file or of an index. Files outside the folder or its run are never read.
-
-    Raises ValueError if a file is damaged, missing or contradicts the index; the message is one line. Raises OSError if
-    the file can't be opened."""
+    """Open the tensors of a safetensors file or of an index. Files outside the folder or its run are never read. Raises
+    ValueError, with one line, if a file is damaged, missing or contradicts the index, and OSError."""
     if path.name.endswith(SHARDS):
         return ShardedTensors(path, read_index(path))
     place = _places(path)
@@ -358,8 +348,7 @@ def open_set(path: Path) -> TensorSet:
 
 def read_index(path: Path) -> ShardIndex:
     """Read an index, and check that its files exist, are large enough, and hold every element once. The listed files
-    are not opened. Raises ValueError if a check failed; the message is one line that names the file at fault. Raises
-    OSError if the index can't be opened."""
+    are not opened. Raises ValueError, with one line that names the file at fault, and OSError."""
     from opendit.checkpoint.schema import INDEX_FILE  # imports pydantic, so only when an index is read
     from opendit.common.json_models import read_file
 
@@ -382,8 +371,7 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
-    """Raise ValueError if the configuration describes more weights than the files hold. A formula counts the weights,
-    so no model is built."""
+    """Raise ValueError if the configuration describes more weights than the files hold. No model is built."""
     described, held = config.parameters(), sum(map(math.prod, shapes.values()))
     if described > held:
         raise ValueError(
@@ -417,11 +405,10 @@ def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
 
 
 def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int) -> list[Path]:
-    """Write weights as one .safetensors file, or as several with an index, as transformers and diffusers do. If the
-    tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, and the index is
-    STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Existing files of the
-    same name in the other form (single file, or index with files) are removed. Return the written files; the first is
-    the single file or the index. Raises OSError if a file can't be written."""
+    """Write weights as one .safetensors file or, if they have more than ``most_bytes``, as several with an index, as
+    transformers and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json. Tensors
+    are read one at a time, and each file has the metadata. Existing files of the same name in the other form are
+    removed. Return the written files, first the single file or the index. Raises OSError."""
     kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
@@ -451,8 +438,8 @@ def parts_of(output: Path) -> list[Path]:
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A tensor above ``most_bytes`` forms a
-    group alone. huggingface_hub groups tensors in the same way, but needs all tensors in memory."""
+    """Divide the tensors, in their order, into groups of at most ``most_bytes``. A larger tensor forms a group alone.
+    huggingface_hub groups tensors in the same way, but needs all tensors in memory."""
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
         if nbytes(*kind) > most_bytes:
@@ -563,7 +550,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def file_size(path: Path, root: Path) -> int:
     """Return the bytes of a regular file inside ``root``. Raises ValueError, naming the file, if it is missing, a link
-    that leads out of ``root``, or a FIFO or device, whose opening could block the program."""
+    out of ``root``, or a FIFO or device, whose opening could block the program."""
     try:
         real = path.resolve(strict=True)
         found = os.stat(real)
@@ -580,8 +567,7 @@ def file_size(path: Path, root: Path) -> int:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
-    """Describe the first damaged file of a checkpoint; return None if all files agree with the manifest. The arguments
-    are those of :func:`verified_files`."""
+    """Describe the first damaged file of a checkpoint, see :func:`verified_files`; None if all files are intact."""
     try:
         verified_files(folder, part, parts, only)
     except ValueError as error:
@@ -590,11 +576,9 @@ def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | 
 
 
 def verified_files(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
-    """Compare a checkpoint's files with its manifest, and return their names.
-
-    part, parts: compute only the checksums of part ``part`` of ``parts`` of the files, so that ranks can divide the
-    reading. The sizes of all files are compared. only: the names of the files to verify; all by default. Raises
-    ValueError if a file is wrong; the message names the first one and describes the error."""
+    """Compare a checkpoint's files with its manifest, and return their names. part, parts: compute only the checksums
+    of part ``part`` of ``parts`` of the files; all sizes are compared. only: the names of the files; all by default.
+    Raises ValueError, describing the first file that is wrong."""
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
     if folder.is_symlink():

@@ -1,8 +1,7 @@
 """Features of the built-in digits and of clips of moving digits, from a small classifier that is trained when needed.
 
 Training takes seconds. It uses float64 and a fixed seed, so features differ between machines only by rounding. In a
-clip, the digit's path is that of the centre of mass, and the classifier sees the digit cut out along this path.
-"""
+clip, the classifier sees the digit cut out along the path of its centre of mass."""
 
 import contextlib
 import functools
@@ -41,13 +40,8 @@ SEEDS = {"train": 1, "test": 2}
 
 @dataclass(frozen=True)
 class DigitClassifier:
-    """A classifier of digits, in float64.
-
-    Attributes:
-        hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH).
-        head: features -> logits (B, 10).
-        images: pixels of the training digits (N, 64) in -1..1.
-    """
+    """A classifier of digits, in float64. hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features
+    -> logits (B, 10). images: pixels of the training digits (N, 64) in -1..1."""
 
     hidden: nn.Module
     head: nn.Module
@@ -210,11 +204,9 @@ def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
 
 
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
-    """Return the share of samples that are copies of training digits.
-
-    A sample is a copy if its distance to the nearest training digit, ``nearest`` (N, 1), is below the quantile
-    COPY_QUANTILE of the held-out digits' distances, ``held_out`` (M, 1).
-    """
+    """Return the share of samples that are copies of training digits: those whose distance to the nearest training
+    digit, ``nearest`` (N, 1), is below the quantile COPY_QUANTILE of the held-out digits' distances, ``held_out`` (M,
+    1)."""
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
 
@@ -271,11 +263,9 @@ def clip_classifier(shape: ClipShape) -> DigitClassifier:
 
 
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
-    """Compute features of uint8 clips (B, 3, T, H, W).
-
-    "pool" are the classifier's features and the digit's centre in PLACES frames. "moved" (B, 2) is the digit's
-    displacement (x, y) in widths of the frame. "digit" and "nearest" are those of :class:`DigitClassifier`.
-    """
+    """Compute features of uint8 clips (B, 3, T, H, W): "pool", the classifier's features and the digit's centre in
+    PLACES frames; "moved" (B, 2), the digit's displacement (x, y) in widths of the frame; "digit" and "nearest" as in
+    :class:`DigitClassifier`."""
     grey = _grey(pixels)
     path = centres(grey)
     found = clip_classifier(shape)(centred_digits(grey, path))
@@ -303,11 +293,8 @@ def centres(clips: Tensor) -> Tensor:
 
 
 def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
-    """Return pixels (B, 1, 8, 8) in -1..1 of the digit in each of the clips (B, T, H, W) in 0..1.
-
-    The pixels are the mean of all frames, after shifting each frame's centre of mass, ``path`` (B, T, 2), to the
-    middle.
-    """
+    """Return pixels (B, 1, 8, 8) in -1..1 of the digit in each of the clips (B, T, H, W) in 0..1: the mean of all
+    frames, each shifted so that its centre of mass, ``path`` (B, T, 2), is in the middle."""
     height, width = clips.shape[2:]
     half = max(1, int(width * 0.4))
     padded = F.pad(clips, (half, half, half, half))
@@ -325,11 +312,8 @@ def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
 
 
 def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
-    """Return (N,) bool: True for each sample whose digit moved in the requested direction.
-
-    The displacement ``moved`` (N, 2), in widths of the frame, must be larger along this direction than across it, and
-    larger than a twentieth of the frame.
-    """
+    """Return (N,) bool: True for each sample whose displacement ``moved`` (N, 2), in widths of the frame, is larger
+    along the requested direction than across it, and larger than a twentieth of the frame."""
     moved, wanted = moved.double().cpu(), asked.directions
     assert wanted is not None
     along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()

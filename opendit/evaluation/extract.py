@@ -1,8 +1,7 @@
 """Compute features of samples by one or more networks, distributed over ranks, with a cache on disk.
 
 No picture is written to disk. The features are stored in OUTPUT/features/HASH, where HASH covers every setting that
-affects them. If an evaluation is killed, or the same samples are evaluated again, the stored features are used.
-"""
+affects them, and are used again after a kill or by another evaluation of the same samples."""
 
 import logging
 import math
@@ -103,8 +102,7 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Return the mean absolute difference (B,) between consecutive frames of clips (B, T, H, W, 3) uint8, in units of
-    pixel values 0..255; 0 for clips of one frame."""
+    """Return the mean absolute difference (B,), of 255, between consecutive frames of uint8 clips (B, T, H, W, 3)."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -113,12 +111,8 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0.
-
-    Attributes:
-        seconds: duration of the computation.
-        computed: number of samples whose features were not in the cache.
-    """
+    """Features (N, ...) float32 of ``count`` samples, on the CPU. ``arrays`` is empty on ranks other than 0. seconds:
+    duration of the computation. computed: number of samples whose features were not in the cache."""
 
     count: int
     arrays: dict[str, Tensor]
@@ -179,10 +173,8 @@ def drawn_by(settings: dict[str, str]) -> dict[str, str]:
 
 
 class _FiniteLatents:
-    """Raises ValueError for latents that are not finite, because a NaN would be invisible in uint8 pixels.
-
-    A batch is checked after the next one has been launched, so that the device does not wait for the host.
-    """
+    """Raises ValueError for latents that are not finite, because a NaN would be invisible in uint8 pixels. A batch is
+    checked after the next one has been launched, so that the device does not wait for the host."""
 
     def __init__(self):
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
@@ -290,8 +282,7 @@ class Sink:
     """Receives pixels, computes their features and writes the features into the cache.
 
     On a GPU, the networks run on a separate stream, parallel to the stream that draws samples. The host waits for the
-    features of a batch only after it has launched the next batch, so that the device does not wait for the host.
-    """
+    features of a batch after it has launched the next one."""
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor

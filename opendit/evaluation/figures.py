@@ -61,8 +61,7 @@ class RealSamples:
     """Features of real digits, for comparison with those of the samples.
 
     Attributes:
-        train: features of training digits, of as many as there are samples, but of at most REAL.
-        held_out: features of the held-out digits.
+        train: features of as many training digits as there are samples, but at most REAL.
         asked: the digits, and for clips the directions, that the held-out samples show.
         reference: True if the held-out digits are also the reference.
     """
@@ -80,7 +79,6 @@ class MetricInputs:
     Attributes:
         features: features of the samples, name -> (N, ...).
         inception: True if "pool" comes from the Inception network that defines FID.
-        device: device of the computation.
         intervals: True to compute jackknife intervals.
         scores: CLIP score of every sample, (N,).
         truncated: number of captions that CLIP truncates.
@@ -123,11 +121,8 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics to compute, and a message for each metric that is left out although its features exist.
-
-    If ``asked`` is empty, all metrics that can be computed are returned. Raises ValueError if a requested metric can't
-    be computed; the message names the missing input.
-    """
+    """Return the metrics to compute, and a message for each metric that is left out although its features exist. If
+    ``asked`` is empty, these are all that can be computed; otherwise raises ValueError if one can't be."""
     found, left_out = [], []
     for name in asked or METRICS:
         problem = _problem(name, layout, reference, captions)
@@ -168,8 +163,8 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """Return the names of a metric's values, such as "precision" and "recall" for "pr". clips, inception: see
-    :class:`MetricInputs`. digits: True for --features digits."""
+    """Return the names of a metric's values, such as "precision" and "recall" for "pr". digits: True for --features
+    digits."""
     if metric == "pr":
         return ("precision", "recall")
     if metric not in ("fid", "sfid", "fvd"):
@@ -279,10 +274,8 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples.
-
-    The interval stays within [0, 1]. It has a width above 0 at shares of 0 and 1.
-    """
+    """Return Wilson's 95 % score interval (1927) for a share in [0, 1] of ``count`` samples. It stays within [0, 1],
+    and is wider than 0 at shares of 0 and 1."""
     square = metrics.NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
     error = metrics.NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
@@ -316,23 +309,20 @@ _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
 
 
 class Measuring:
-    """An evaluation whose flags are checked, networks loaded and reference opened.
-
-    Construct the object before any sample is drawn, on all ranks together.
+    """An evaluation whose flags are checked, networks loaded and reference opened. Construct it before any sample is
+    drawn, on all ranks together.
 
     Args:
         output: folder that caches the features of the reference.
 
     Attributes:
         extractor: function that computes the samples' features.
-        reference: the reference; None if no metric needs one.
-        metrics: names of the metrics to compute.
-        figure_names: names of the values of all these metrics, see :func:`figure_names`.
+        reference: None if no metric needs one.
+        metrics, figure_names: names of the metrics to compute, and of all their values, see :func:`figure_names`.
         why_nothing: error message for an evaluation without metrics.
 
-    Raises:
-        ValueError: a requested metric can't be computed; the message names the missing input.
-        OSError: a file does not exist.
+    Raises ValueError if a requested metric can't be computed, naming the missing input, and OSError if a file is
+    missing.
     """
 
     def __init__(self, flags: EvaluateConfig, samples: DescribedSamples, output: Path, mesh: Mesh):
@@ -378,11 +368,8 @@ class Measuring:
     def compute(
         self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
     ) -> Iterator[list[Measurement]]:
-        """Yield the measurements of each metric. Call on rank 0 only.
-
-        details: fields that are equal in all measurements. problems: a list to which a message is appended for each
-        metric that can't be computed.
-        """
+        """Yield the measurements of each metric. Call on rank 0 only. details: fields that are equal in all
+        measurements. problems: a list to which a message is appended for each metric that can't be computed."""
         inputs = self._inputs(features)
         for name in self.metrics:
             try:
@@ -437,10 +424,8 @@ class Measuring:
 
 
 def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Extractor:
-    """Load the networks that the metrics need. of_clips: options for reading clips; None if the samples are pictures.
-
-    Raises FileNotFoundError if a network is missing. For clips without --metrics, a missing default network is only
-    reported, and the metrics that need it are left out.
+    """Load the networks that the metrics need. of_clips: options for reading clips; None for pictures. Raises
+    FileNotFoundError if a network is missing. For clips without --metrics, a missing default network is only reported.
     """
     device = mesh.device
     extractor = partial(Extractor, device, motion=of_clips is not None, batch_size=flags.feature_batch_size)

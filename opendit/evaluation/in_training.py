@@ -33,14 +33,13 @@ PROMPTS = 64  # maximum number of captions, because their embeddings stay on the
 
 
 class RunEvaluation:
-    """Draws --evaluate_samples samples from a training run's EMA weights, and computes their metrics.
+    """Draws --evaluate_samples samples from a training run's EMA weights, and computes their metrics. All ranks take
+    part.
 
-    All ranks take part. The values do not depend on the number of data-parallel ranks, because a sample's noise is
-    keyed by its number, and the batches are always the same. The constructor loads the networks and the reference. It
-    raises ValueError or OSError, naming the flag, if the evaluation is impossible.
-
-    ``of`` is a hash of all settings that affect the values. Only values with equal hashes are comparable.
-    """
+    The values do not depend on the number of data-parallel ranks, because a sample's noise is keyed by its number, and
+    the batches are always the same. ``of`` is a hash of all settings that affect the values; only values with equal
+    hashes are comparable. The constructor raises ValueError or OSError, naming the flag, if the evaluation is
+    impossible."""
 
     def __init__(self, spec: Run):
         self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
@@ -110,10 +109,8 @@ class RunEvaluation:
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
         """Evaluate the weights after ``step``; return fields for the step's line in the log. All ranks must call this.
-
-        The fields are ``eval_NAME`` for every metric value (None if it is not finite or can't be computed), ``eval_of``
-        (the hash), ``eval_samples`` (the number of samples) and ``eval_s`` (the duration in seconds).
-        """
+        ``eval_NAME`` is the value of each metric, None if it is not finite or can't be computed; ``eval_of`` is the
+        hash."""
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
             assert model is not None  # everywhere=True gives every rank a model

@@ -38,10 +38,8 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """Return all settings that affect the pixels, as text for the hash of cached features.
-
-        The text has fps only if it is set, so that the cached features of earlier versions are still found.
-        """
+        """Return all settings that affect the pixels, for the hash of cached features. fps is only in the text if it is
+        set, so that the cached features of earlier versions are found."""
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
@@ -88,10 +86,8 @@ class Media:
 
 
 def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
-    """Open a folder of pictures or clips, an .npz or .npy file, or a CSV with the columns path and text.
-
-    Raises FileNotFoundError, or ValueError if the samples can't be used; the message names ``flag``.
-    """
+    """Open a folder of pictures or clips, an .npz or .npy file, or a CSV with the columns path and text. Raises
+    FileNotFoundError, or ValueError if the samples can't be used; the message names ``flag``."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(

@@ -4,8 +4,8 @@ FID is the Fréchet distance between Inception's features of two sets of picture
 features, not averaged over the picture (Nash et al. 2021). FVD uses features of clips (Unterthiner et al. 2018).
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -32,44 +32,33 @@ class Gaussian:
         return Gaussian(self.mean.to(device), self.covariance.to(device), self.count)
 
 
+@dataclass(frozen=True)
 class Moments:
-    """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64.
+    """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64."""
 
-    Moments are merged by the formula of Chan, Golub and LeVeque (1979), which is precise even for a large mean.
-    """
-
-    def __init__(self, width: int, device: torch.device | str = "cpu"):
-        self.count = 0
-        self.mean = torch.zeros(width, dtype=torch.float64, device=device)
-        self.scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
+    count: int
+    mean: Tensor
+    scatter: Tensor
 
     @classmethod
     def of(cls, features: Tensor) -> "Moments":
         """Compute the moments of all rows of features (N, D), on their device."""
-        moments = cls(features.shape[1], features.device)
-        for part in features.split(ROWS):
-            moments.add(part)
-        return moments
+        return reduce(cls.merged, map(cls._of_part, features.split(ROWS)))
 
-    def add(self, features: Tensor) -> None:
-        """Add vectors (B, D)."""
-        if not len(features):
-            return
-        rows = features.to(self.mean.device, torch.float64)
+    @classmethod
+    def _of_part(cls, features: Tensor) -> "Moments":
+        rows = features.double()
         mean = rows.mean(dim=0)
         rows = rows - mean
-        self._merge(len(rows), mean, rows.T @ rows)
+        return cls(len(rows), mean, rows.T @ rows)
 
-    def merge(self, other: "Moments") -> None:
-        if other.count:
-            self._merge(other.count, other.mean.to(self.mean.device), other.scatter.to(self.mean.device))
-
-    def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        total = self.count + count
-        difference = mean - self.mean
-        self.scatter += scatter + torch.outer(difference, difference) * (self.count * count / total)
-        self.mean += difference * (count / total)
-        self.count = total
+    def merged(self, other: "Moments") -> "Moments":
+        """Return the moments of both sets of vectors, by the formula of Chan, Golub and LeVeque (1979), which is
+        precise even for a large mean."""
+        total, difference = self.count + other.count, other.mean - self.mean
+        between = torch.outer(difference, difference) * (self.count * other.count / total)
+        mean = self.mean + difference * (other.count / total)
+        return Moments(total, mean, self.scatter + (other.scatter + between))
 
     def gaussian(self) -> Gaussian:
         """Return mean and unbiased covariance, as numpy.cov computes it. Raises ValueError for fewer than 2 vectors."""
@@ -79,11 +68,9 @@ class Moments:
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
-
-    The trace of the matrix root is computed as the sum of the singular values of C_a^(1/2) C_b^(1/2), which is also
-    defined for covariances without full rank. Raises ValueError if widths differ or a number is not finite.
-    """
+    """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982). The trace of the root is
+    the sum of the singular values of C_a^(1/2) C_b^(1/2), also for covariances without full rank. Raises ValueError if
+    widths differ or a number is not finite."""
     if a.width != b.width:
         raise ValueError(
             f"features of {a.width} and of {b.width} numbers can't be compared: they are of other networks"
@@ -109,34 +96,20 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
     """Return the standard error of the Fréchet distance between features and ``reference``, by the delete-a-group
-    jackknife. features: (N, D), or (N, T, D) for the frames of clips.
+    jackknife. features: (N, D), or (N, T, D) for the frames of clips, which stay in one group.
 
-    Samples are assigned to groups at random, because they may be sorted by class. The assignment is the same in every
-    call. All frames of a clip are in one group. The error estimates how much the distance varies between sets of N
-    samples. It does not include the bias that is due to finite N.
-    """
-    whole = _shuffled_groups(features, groups)
+    Samples, which may be sorted by class, are assigned to groups at random, in every call in the same way. The error
+    does not include the bias that is due to finite N."""
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
+    parts = [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
     root = covariance_root(reference.covariance)
     distances = []
     for left_out in range(groups):
-        rest = _merged(moments for number, moments in enumerate(whole) if number != left_out).gaussian()
+        rest = reduce(Moments.merged, (part for number, part in enumerate(parts) if number != left_out)).gaussian()
         cross = torch.linalg.eigvalsh(root.T @ rest.covariance @ root).clamp_min(0).sqrt().sum()
         distances.append(_distance(rest, reference, cross))
     spread = torch.tensor(distances, dtype=torch.float64)
     return float(((groups - 1) / groups * (spread - spread.mean()).square().sum()).sqrt())
-
-
-def _shuffled_groups(features: Tensor, groups: int) -> Sequence[Moments]:
-    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
-    return [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
-
-
-def _merged(all_moments: Iterable[Moments]) -> Moments:
-    first, *others = all_moments
-    merged = Moments(len(first.mean), first.mean.device)
-    for moments in (first, *others):
-        merged.merge(moments)
-    return merged
 
 
 SPLIT = 5000  # number of samples in a split; the Inception score is a mean over splits (as in ADM)
@@ -144,11 +117,9 @@ SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets 
 
 
 def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
-    """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016) and its standard deviation.
-
-    logits: (N, classes), of a classifier. The score is the mean over splits of ``split`` consecutive samples, as in
-    ADM's evaluator. The standard deviation is that over the splits; None for a single split.
-    """
+    """Return the Inception score exp(E_x KL(p(y|x) || p(y))) (Salimans et al. 2016) of logits (N, classes), as the mean
+    over splits of ``split`` consecutive samples (as in ADM), and the standard deviation over splits; None for one
+    split."""
     scores = []
     for part in logits.split(split):
         log_p = part.double().log_softmax(dim=1)
@@ -168,9 +139,7 @@ def kernel_distance(
     deviation.
 
     The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018). Both values are computed over ``subsets`` random subsets of
-    ``size`` samples of each set. The subsets depend only on N, M and ``size``. KID's expectation does not depend on the
-    number of samples.
-    """
+    ``size`` samples of each set, which depend only on N, M and ``size``."""
     size = min(size, len(samples), len(reference))
     if size < 2:
         raise ValueError(f"the kernel distance needs at least 2 samples, not {size}")
@@ -187,10 +156,8 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return the unbiased squared MMD of x and y, (n, D) each.
-
-    It is the kernel's mean over pairs of different x, plus that over different y, minus twice that over pairs (x, y).
-    """
+    """Return the kernel's mean over pairs of different x, plus that over different y, minus twice that over pairs (x,
+    y)."""
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
     within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
@@ -210,11 +177,10 @@ def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGH
     """Return improved precision and recall of features (N, D) against (M, D), as in ADM's evaluator (Kynkäänniemi et
     al. 2019).
 
-    A set's manifold is the union of balls around its features. A ball's radius is the distance to the
-    ``neighbours``-th nearest other feature. Precision is the share of samples in the manifold of the reference; recall
-    is the share of the reference in the manifold of the samples. Distances are float32; ADM's are float16, which
-    changes the third digit. Raises ValueError if a set has ``neighbours`` features or fewer.
-    """
+    A set's manifold is the union of balls around its features, each with the distance to the ``neighbours``-th nearest
+    other feature as radius. Precision is the share of samples in the manifold of the reference; recall is the share of
+    the reference in the manifold of the samples. Distances are float32; ADM's are float16, which changes the third
+    digit. Raises ValueError if a set has ``neighbours`` features or fewer."""
     for features in (samples, reference):
         if len(features) <= neighbours:
             raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
@@ -254,11 +220,9 @@ def _squared_distances(features: Tensor, others: Tensor):
 
 
 def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
-    """Return the CLIP score (N,) of each picture and its caption: 100 max(cos, 0), with cos of their embeddings.
-
-    The score measures how well pictures match their captions (Hessel et al. 2021), without that paper's factor of 2.5.
-    pictures: (N, D), or (N, T, D) for clips, whose score is the mean over frames. captions: (N, D).
-    """
+    """Return the CLIP score (N,) of each picture and its caption: 100 max(cos, 0) of their embeddings (Hessel et al.
+    2021, without the factor of 2.5). pictures: (N, D), or (N, T, D) for clips, whose score is the mean over frames.
+    captions: (N, D)."""
     pictures, captions = F.normalize(pictures.double(), dim=-1), F.normalize(captions.double(), dim=-1)
     if pictures.ndim == 2:
         pictures = pictures[:, None]

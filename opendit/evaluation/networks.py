@@ -1,8 +1,5 @@
-"""Load a feature network from a file or a folder, as a function from pictures or clips to feature vectors.
-
-Nothing is downloaded. Pickles are read with ``weights_only=True``. Python code in a folder of ``transformers`` is never
-run.
-"""
+"""Load a feature network from a file or a folder, as a function from pictures or clips to feature vectors. Nothing is
+downloaded, pickles are read with ``weights_only=True``, and code in a folder of ``transformers`` is never run."""
 
 import contextlib
 import functools
@@ -35,9 +32,8 @@ class FeatureNetwork:
         clips: True if the network takes clips (B, T, H, W, 3) instead of pictures (B, H, W, 3).
         inception: True for the Inception network that defines FID.
         resize: name of the filter that resizes pixels to the network's input size.
-        precision: fp32 or tf32; fp64 for the built-in classifier.
+        precision: fp32 or tf32; fp64 for the built-in classifier of digits, for which ``built_in`` is True.
         compute: function from uint8 pixels (B, 3, H, W) or (B, 3, T, H, W) to named features (B, D).
-        built_in: True for the classifier of the built-in digits.
     """
 
     name: str
@@ -85,7 +81,7 @@ def load_network(
 ) -> FeatureNetwork:
     """Load the network of a file or folder.
 
-    The path has one of these forms:
+    These are accepted:
 
     - the weights of FID's Inception (.pth, as pytorch-fid and torch-fidelity distribute them);
     - a TorchScript module: StyleGAN's Inception or I3D, or any module that takes uint8 (B, 3, H, W), or (B, 3, T, H, W)
@@ -93,9 +89,8 @@ def load_network(
     - a folder of ``transformers`` with a CLIP, DINOv2 or VideoMAE model.
 
     how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed filter. Raises
-    FileNotFoundError if the path does not exist. Raises ValueError if it has none of these forms, or if a file has a
-    published file's name but other contents.
-    """
+    FileNotFoundError if the path does not exist, and ValueError for anything else, or a published file's name with
+    other contents."""
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
         raise ValueError(f"precision {precision}: must be one of {', '.join(FEATURE_PRECISIONS)}")
@@ -190,8 +185,7 @@ _INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A published weights file. name: its usual name. sha256: None if no hash is published; any contents are then
-    accepted. address: its URL. clips: True for a network of clips."""
+    """A published weights file. sha256: None if any contents are accepted. address: its URL."""
 
     name: str
     sha256: str | None
@@ -288,10 +282,9 @@ def spatial_features(x: Tensor) -> Tensor:
 def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
     """Resize pictures (B, 3, H, W) float32 to side x side pixels.
 
-    how: the filter. "tf" is TensorFlow 1's bilinear filter, with which FID was defined. It samples at i * H / side,
-    without antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter
-    with antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
-    """
+    how: "tf" is TensorFlow 1's bilinear filter, with which FID was defined: it samples at i * H / side, without
+    antialiasing. "torch" is the same filter at pixel centres (pytorch-fid). "clean" is Pillow's bicubic filter with
+    antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022)."""
     if how == "clean":
         return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
     if how == "torch":
@@ -325,8 +318,8 @@ CLASSES = {
 
 def load_folder(folder: Path, device: torch.device, precision: str, clips: bool) -> FeatureNetwork:
     """Load a folder's model. The features are CLIP's projected embedding, DINOv2's class token, or the mean of
-    VideoMAE's tokens. Raises ValueError if the folder holds none of these models, or if it is a picture model and
-    ``clips`` is True, or vice versa. Raises FileNotFoundError without a configuration."""
+    VideoMAE's tokens. Raises FileNotFoundError without a configuration, and ValueError for another model, or one of
+    other media."""
     config = read_config(folder)
     kind = config.get("model_type")
     if kind not in CLASSES:
@@ -379,8 +372,8 @@ def load_model(folder: Path, name: str) -> Any:
 
 
 def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
-    """Return (side in pixels, mean, standard deviation) from the folder's preprocessor_config.json. Missing values are
-    USUAL_SIDE and ``colours``, (mean, standard deviation). Raises ValueError for invalid values."""
+    """Return (side in pixels, mean, standard deviation) from preprocessor_config.json, by default USUAL_SIDE and
+    ``colours``. Raises ValueError for invalid values."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():
         found = read_file(path, PRETRAINED)

@@ -69,11 +69,8 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
 
 
 def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """Evaluate every point of a sweep, or the only point, and return the metric values; an empty list on ranks other
-    than 0 and with --dry_run. All ranks must call this together.
-
-    started: function that is called once, after all flags have been checked and before samples are drawn or read.
-    """
+    """Evaluate every point of a sweep, or the only point. Return the metric values; [] on ranks other than 0 and with
+    --dry_run. All ranks must call this together. started: called once, before samples are drawn or read."""
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
@@ -154,11 +151,8 @@ class NoNetwork(Extractor):
 
 def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
     """Draw or read a few batches, compute their features, and print the predicted time for all samples. All ranks must
-    call this together. No result is stored.
-
-    batch_size: number of samples that a process handles at a time. gpus: number of GPUs for the prediction; 0 for those
-    of this run. Raises ValueError if ``gpus`` is not a multiple of the number of GPUs that draw a sample together.
-    """
+    call this together. batch_size: of a process. gpus: number of GPUs for the prediction; 0 for those of this run.
+    Raises ValueError if ``gpus`` is not a multiple of the number of GPUs that draw a sample together."""
     here = mesh.dp_size
     group = mesh.world_size // here
     if gpus % group:

@@ -42,7 +42,6 @@ class Measurement:
 
     Attributes:
         interval_by: the method that computed the interval (low, high).
-        size: size of each sample, as text.
         samples: name of the file, folder or weights.
         samples_sha256: hash of the samples; for weights, hash of the numbers in them.
         features_known: True if the feature network's file is a published one.
@@ -52,8 +51,7 @@ class Measurement:
         rounding: the method of rounding pixels to uint8.
         drawn: all settings that affect the samples, as in the manifest of a sampling job.
         truncated: number of captions that CLIP truncates.
-        of_real: value of the metric for real samples, for comparison: for training digits with the Fréchet distance,
-            for held-out digits with accuracy, direction and copies.
+        of_real: value of the metric for real samples: training digits for the Fréchet distance, else held-out digits.
     """
 
     metric: str
@@ -193,10 +191,8 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Append measurements to the folder's ``results.jsonl``, except those that it already has. Return the file's path.
-
-    root: below this folder, no link is followed (opendit/common/safe_files.py) and missing folders are created.
-    """
+    """Append measurements that are new to the folder's ``results.jsonl``, and return its path. root: below this folder,
+    no link is followed and missing folders are created."""
     path = folder / FILE
     refuse_links(folder, [FILE])
     known = [without_time(row) for row in read_results(path)]
@@ -263,8 +259,8 @@ SMOOTH = 50  # maximum number of points in the curve of the training loss
 
 @dataclass
 class PlottedRun:
-    """The results of a run's evaluations (``figures``), and points from its log: (step, training loss), (step, held-out
-    loss), and for the last validation (noise level sigma, held-out loss)."""
+    """The results of a run's evaluations (``figures``), and from its log (step, training loss), (step, held-out loss),
+    and for the last validation (noise level sigma, held-out loss)."""
 
     name: str
     figures: list[Measurement]
@@ -278,14 +274,8 @@ PlotPoint = tuple[float, float, float | None, float | None]  # (x, y, low, high)
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A line of a panel.
-
-    Attributes:
-        name: text of the legend.
-        points: (x, y, low, high), sorted by x; for precision against recall, sorted by guidance scale.
-        words: one text per point to draw next to it; empty for none.
-        run: name of the run. All lines of a run have the same colour.
-    """
+    """A line of a panel. points: (x, y, low, high), sorted by x, or by guidance scale for precision against recall.
+    words: one text per point, or none. run: all lines of a run have the same colour."""
 
     name: str
     points: Sequence[PlotPoint]
@@ -340,8 +330,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """Return the panels for all metrics or the chosen ones, and for the losses. Also return messages about measurements
-    that are left out, because they are not comparable with the last one of their metric."""
+    """Return the panels for all metrics or the chosen ones, and for the losses, and messages about measurements that
+    are left out because they are not comparable with the last one of their metric."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -400,8 +390,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """Return a line for each combination of model, seed and texts of ``others``. value: function that returns x. Rows
-    with x = None are skipped. Of several rows with one x, the last is used."""
+    """Return a line for each combination of model, seed and texts of ``others``. value: returns x; None skips a row. Of
+    several rows with one x, the last is used."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:

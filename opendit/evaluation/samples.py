@@ -1,8 +1,4 @@
-"""Open the samples of an evaluation, and the reference that they are compared with.
-
-Samples are files, or are drawn from a checkpoint. A reference has samples, features, or the features' mean and
-covariance.
-"""
+"""Open the samples of an evaluation (files, or drawn from a checkpoint), and the reference to compare them with."""
 
 import contextlib
 import json
@@ -84,14 +80,8 @@ class DescribedSamples:
 
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
-    """Samples that are ready to be read or drawn.
-
-    Attributes:
-        extract: ``extract(extractor, count, folder)`` computes the features of the first ``count`` samples and caches
-            them in the folder.
-        drawn: True if the samples are drawn, False if they are read from files.
-        announce: function that prints the settings with which samples are drawn.
-    """
+    """Samples that are ready to be read or drawn. ``extract(extractor, count, folder)`` computes the features of the
+    first ``count`` and caches them in the folder. announce: prints the settings with which samples are drawn."""
 
     extract: Callable[[Extractor, int, Path], Features]
     drawn: bool = False
@@ -212,12 +202,8 @@ def name_of(weights: Path) -> str:
 
 @dataclass
 class Reference:
-    """Statistics or features of the real pictures or clips that samples are compared with.
-
-    Attributes:
-        gaussians: name of the features -> their mean and covariance.
-        features: name -> features (N, ...) of the reference's samples, if known.
-    """
+    """Statistics or features of the real pictures or clips that samples are compared with. gaussians: name of the
+    features -> their mean and covariance. features: name -> features (N, ...) of the reference's samples, if known."""
 
     name: str
     sha256: str
@@ -246,9 +232,7 @@ def open_reference(
     - ADM's statistics, an .npz with mu and sigma; pictures in the file are used for precision, recall and KID;
     - a file that :func:`save_features` wrote.
 
-    Raises ValueError if the reference holds pictures and the samples are clips or vice versa, or if it holds features
-    of other networks.
-    """
+    Raises ValueError if the reference holds other media than the samples, or features of other networks."""
     if path == DIGITS:
         return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, {})
     path = Path(path).expanduser()

@@ -244,10 +244,9 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
 def import_weights(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> tuple[str, Path]:
-    """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors. Weights of
-    more than ``most_bytes`` are written as several files with an index (opendit/checkpoint/tensor_set.py). Return the
-    model's name, and the written file or index. Raises ValueError or FileNotFoundError if ``ckpt`` is none of these, or
-    the model is not supported."""
+    """Convert a DiTPipeline folder, Meta's .pt file, or any OpenDiT checkpoint to OpenDiT's safetensors, in several
+    files if they have more than ``most_bytes``. Return the model's name, and the written file or index. Raises
+    ValueError or FileNotFoundError if ``ckpt`` is none of these, or the model is not supported."""
     weights = _read(Path(ckpt), model)
     assert weights.config is not None  # _read always returns a configuration
     if notes := table_notes(weights.config, weights.state, weights.path):
@@ -263,9 +262,8 @@ def import_weights(
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """Read the weights to convert and their metadata. For a run, the newest intact checkpoint is read. Meta's .pt needs
-    ``model``. A LoRA is merged into its base. OpenDiT's weights without a LoRA stay in their file until they are
-    written."""
+    """Read the weights to convert, of a run those of the newest intact checkpoint. Meta's .pt needs ``model``. A LoRA
+    is merged into its base. Other weights of OpenDiT stay in their file until they are written."""
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
@@ -291,7 +289,7 @@ MOST_FILES = 10_000  # maximum number of files of a component
 
 def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[str, str]:
     """Compare a run's maximum number of caption tokens with the default of diffusers' pipeline. If they differ, return
-    metadata with the run's number, and add a message for the user to ``notes``; otherwise return {}."""
+    metadata with the run's number, and add a message to ``notes``; otherwise return {}."""
     text = None if weights.config is None else weights.config.text
     if text is None or text.max_tokens == family.text.tokens:
         return {}
@@ -313,16 +311,12 @@ def export_published(
     files in ``base`` if both are on one disk, else copies. The new folder gets its final name, and replaces an existing
     folder, after all files are written.
 
-    Args:
-        state: weights by OpenDiT's names.
-        source: path of the weights, for messages.
-        more: further metadata of the weights file.
-        low: ``state``, ``source`` and ``base`` of the low-noise network, if both networks of a pipeline are written.
+    state: weights by OpenDiT's names. source: path of the weights, for messages. more: further metadata of the weights
+    file. low: ``state``, ``source`` and ``base`` of the low-noise network, if both networks of a pipeline are written.
 
-    Return the files of ``base`` that were not copied, because they may hold code. Raises ValueError if the
-    weights do not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds something other
-    than a pipeline. Raises OSError if a file can't be written.
-    """
+    Return the files of ``base`` that were not copied, because they may hold code. Raises ValueError if the weights do
+    not fit ``base``, a file of ``base`` is a link out of the folder, or ``output`` holds something other than a
+    pipeline, and OSError if a file can't be written."""
     output = Path(os.path.abspath(output))
     root = output.parent
     refuse_links(root, [output.name])
@@ -415,8 +409,8 @@ def _is_plain(name: str) -> bool:
 
 
 def name_of(base: PublishedFolder) -> str:
-    """Return the name of a public model's folder for metadata. In the Hugging Face cache, the name is
-    REPOSITORY@COMMIT. Elsewhere it is the name of the pipeline's folder."""
+    """Return the name of a public model's folder for metadata: in the Hugging Face cache REPOSITORY@COMMIT, else that
+    of the pipeline's folder."""
     folder = (base.pipeline or base.transformer).resolve()
     for path in (folder, folder.parent):
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
@@ -426,14 +420,11 @@ def name_of(base: PublishedFolder) -> str:
 
 def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]:
     """Convert a checkpoint or a run of a public model to a folder that diffusers loads (see :func:`export_published`).
-
-    Args:
-        ckpt: a checkpoint, a run (whose newest intact checkpoint is read), a weights file, or a public model's folder.
-        base: the public model's folder. The user must name it, because a path in a checkpoint is not trusted.
+    ckpt: a checkpoint, a run (whose newest intact checkpoint is read), a weights file, or a public model's folder.
+    base: the public model's folder. The user must name it, because a path in a checkpoint is not trusted.
 
     Return messages for the user. Raises ValueError or FileNotFoundError if the weights are missing, damaged, or belong
-    to another model. Raises OSError if a file can't be written.
-    """
+    to another model, and OSError if a file can't be written."""
     notes: list[str] = []
     if is_published(ckpt):
         weights = Weights(open_published(ckpt).tensors(), Path(ckpt))
@@ -465,16 +456,12 @@ def export_lora(
     base: str | None,
     form: str = "diffusers",
 ) -> list[str]:
-    """Write the LoRA of a run as one file, and return messages for the user.
-
-    Args:
-        ckpt: a checkpoint of a run with --lora, or the run's folder.
-        base: the public model's folder, whose headers are read; None for the folder that the checkpoint names.
-        form: the naming scheme of the file: diffusers, comfyui or kohya.
+    """Write the LoRA of a run as one file, and return messages for the user. base: the public model's folder, whose
+    headers are read; None for the folder that the checkpoint names. form: the names in the file: diffusers, comfyui or
+    kohya.
 
     Raises ValueError or FileNotFoundError, with one line, if a file is missing or ``ckpt`` is not a LoRA of a public
-    model. Raises OSError if the file can't be written.
-    """
+    model, and OSError if the file can't be written."""
     weights = read_newest(ckpt)
     if "lora" not in weights.info:
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
@@ -523,9 +510,8 @@ def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, 
 
 
 def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
-    """Return the metadata of a LoRA file. ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's
-    model specification (modelspec) and of kohya's trainers (ss). No key is just "rank" or "alpha", because a program
-    that reads the file might apply such a value a second time."""
+    """Return the metadata of a LoRA file, with the keys that ComfyUI, AUTOMATIC1111 and model managers show: modelspec
+    and kohya's ss. No key is just "rank" or "alpha", which a program might apply a second time."""
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)
     architecture = (variant and variant.architecture) or family.architecture

@@ -98,13 +98,15 @@ def load(
         device: None for the GPU, or the CPU if there is none.
         precision: of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
         weights: which weights of a checkpoint to load: "ema" or "model".
-        model, num_classes: the model's name, such as "DiT-XL/2", and its classes, if the file has neither (Meta's .pt).
+        model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
+        num_classes: number of classes, if the file does not store it.
         lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
             may end in its weight, as in ":0.8". Each is a run of ``train.py --lora`` or, for a public model, also a
             LoRA file from another program.
         second: for Wan 2.2 A14B, which has two networks, a run with the network that ``path`` does not contain.
         vae: "ema", "mse", "none" or a folder; None for the VAE that the checkpoint names.
-        vae_tiling, vae_compile: decode tile by tile (large pictures, long clips); compile the decoder.
+        vae_tiling: decode tile by tile, for large pictures and long clips.
+        vae_compile: compile the decoder of pictures and frames.
         text_encoder: "clip", "t5" or a folder; None for the text encoder that the checkpoint names.
         text_precision: how the weights of frozen text encoders are stored: "bf16" (in half precision), "fp8", "int8" or
             "nf4".

@@ -1,5 +1,7 @@
 """The metrics of features against closed forms, scipy's matrix root and formulas written out in numpy."""
 
+from functools import reduce
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -17,7 +19,6 @@ from opendit.evaluation.metrics import (
     kernel_distance,
     precision_recall,
 )
-from tests.ranks import run_ranks
 
 
 def features(count: int, width: int, seed: int = 0, mean: float = 0.0) -> torch.Tensor:
@@ -86,33 +87,6 @@ def test_what_has_no_distance():
         gaussian(features(1, 4))
 
 
-def share(mesh) -> tuple:
-    """Every third batch of odd sizes, merged over the ranks in their order."""
-    x = features(1001, 33, mean=1e4)
-    mine = Moments(33)
-    for number, part in enumerate(x.split(37)):
-        if number % mesh.world_size == mesh.rank:
-            mine.add(part)
-    whole = Moments(33)
-    for rank in range(mesh.world_size):
-        count = mesh.sum(torch.tensor(mine.count * (mesh.rank == rank)))
-        other = Moments(33)
-        other.count = int(count)
-        other.mean = mesh.sum(mine.mean * (mesh.rank == rank))
-        other.scatter = mesh.sum(mine.scatter * (mesh.rank == rank))
-        whole.merge(other)
-    return whole.count, whole.mean.numpy(), whole.gaussian().covariance.numpy()
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_moments_over_ranks_and_odd_batches_are_those_of_one_pass(world):
-    x = features(1001, 33, mean=1e4).numpy()
-    for count, mean, covariance in run_ranks(world, share):
-        assert count == 1001
-        np.testing.assert_allclose(mean, x.mean(0), rtol=1e-13)
-        np.testing.assert_allclose(covariance, np.cov(x, rowvar=False), rtol=1e-9, atol=1e-9)
-
-
 def test_the_error_is_that_of_other_draws():
     """Against the spread of the distance over sets that were really drawn anew."""
     reference = gaussian(features(20_000, 8, 100))
@@ -136,9 +110,8 @@ def test_the_error_is_the_jackknife_s():
 
 def test_moments_in_batches_are_those_of_one_pass():
     x = features(1001, 9, mean=1e4)
-    moments = Moments(9)
-    for part in x.split(37):
-        moments.add(part)
+    moments = reduce(Moments.merged, map(Moments.of, x.split(37)))
+    np.testing.assert_allclose(moments.mean, x.numpy().mean(0), rtol=1e-13)
     np.testing.assert_allclose(moments.gaussian().covariance, np.cov(x.numpy(), rowvar=False), rtol=1e-9, atol=1e-9)
 
 

@@ -1,7 +1,5 @@
-"""List the files that the page may read: the runs in one folder, and the checkpoints named on the command line.
-
-A name from a browser is looked up in a listing and never becomes part of a path. Symbolic links that lead out of the
-folder of runs are refused.
+"""List the files that the page may read: the runs in one folder, and the checkpoints named on the command line. A name
+from a browser is looked up in a listing and never becomes part of a path. Links out of the folder of runs are refused.
 """
 
 import re
@@ -30,11 +28,8 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 
 @dataclass(frozen=True)
 class WeightsChoice:
-    """Weights to draw from, with a ``name`` for users, such as "000-DiT-Ti-2, step_0001000, ema".
-
-    ``path``, ``which`` and ``lora`` are for ``opendit.load``'s arguments path, weights and lora. ``mark`` changes when
-    the file or folder of the weights changes.
-    """
+    """Weights to draw from, with a ``name`` for users, such as "000-DiT-Ti-2, step_0001000, ema". ``path``, ``which``
+    and ``lora`` are for ``opendit.load``. ``mark`` changes when the file or folder of the weights changes."""
 
     name: str
     path: Path
@@ -49,8 +44,7 @@ class ModelCard:
 
     Attributes:
         clips: True if the model draws clips, False if it draws pictures.
-        captions: True if the model is conditioned on captions, False if on classes.
-        classes: names of all classes; empty for a model of captions.
+        captions: True if the model is conditioned on captions, False if on ``classes``, whose names these are.
         samplers: names of the usable samplers, the default sampler first.
         guided: True if the model has a null condition.
         size: text such as "256 x 256 pixels".
@@ -128,9 +122,7 @@ class Catalog:
 
     def file(self, run: str, name: str) -> Path | None:
         """Return the path of a file in a run; None if it is not a regular file or leads out of the folder of runs.
-
-        ``name`` must never come from a browser.
-        """
+        ``name`` must never come from a browser."""
         path = self.run(run) / name
         try:
             file_size(path, self.root)
@@ -151,8 +143,8 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """Return the path of a sample grid. Raises ValueError if it is not listed, is too large, or leads out of the
-        folder of runs."""
+        """Return the path of a listed sample grid. Raises ValueError if it is too large, or leads out of the folder of
+        runs."""
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -252,8 +244,7 @@ class Catalog:
                 file_size(path, self.root)
 
     def card(self, choice: WeightsChoice) -> ModelCard | None:
-        """Return the card of a model from the metadata of its weights; None without metadata. Raises ValueError or
-        OSError for a damaged file."""
+        """Return the card of a model; None without metadata. Raises ValueError or OSError for a damaged file."""
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
         weights = Weights({}, file, info)

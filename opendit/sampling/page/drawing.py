@@ -58,14 +58,9 @@ PREFIX = "opendit-page-"  # prefix of the name of a folder of samples
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """A request to draw samples.
-
-    Attributes:
-        what: one class or caption per sample, or the number of unconditional samples.
-        image: the picture that clips begin with, or None.
-        labels: class or caption of every sample, as text.
-        recorded: the settings to write into the samples' files.
-    """
+    """A request to draw samples. what: one class or caption per sample, or the number of unconditional samples. image:
+    the picture that clips begin with. labels: class or caption of every sample, as text. recorded: the settings to
+    write into the samples' files."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
@@ -289,11 +284,8 @@ class Drawing:
 
 
 class DrawingQueue:
-    """Draws requests in the order in which they arrive, ``batch_size`` samples at a time.
-
-    Only one model is in memory. If a request needs other weights, the queue frees the current model before it calls
-    ``load(choice)``, because both models together may not fit.
-    """
+    """Draws requests in the order in which they arrive, ``batch_size`` samples at a time. Only one model is in memory:
+    before the queue calls ``load(choice)`` for other weights, it frees the current model."""
 
     def __init__(
         self, load: Callable[[WeightsChoice], Pipeline], batch_size: int = 32, most_waiting: int = MOST_WAITING
@@ -413,15 +405,8 @@ def without_traceback(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class StoredSample:
-    """A stored sample.
-
-    Attributes:
-        token: last part of the sample's URL.
-        name: file name for downloads.
-        label: class or caption.
-        size: height and width in pixels.
-        bytes: size of the file ``path``.
-    """
+    """A stored sample. token: last part of its URL. name: file name for downloads. label: class or caption. size:
+    height and width in pixels. bytes: size of the file ``path``."""
 
     token: str
     name: str
@@ -434,10 +419,8 @@ class StoredSample:
 
 class SampleStore:
     """Stores samples in a temporary folder. If they have more than ``most_bytes`` together, the oldest are deleted, but
-    never the most recent batch.
-
-    The constructor deletes the folders of killed pages. As a context manager, the store deletes its folder on exit.
-    """
+    never the most recent batch. The constructor deletes the folders of killed pages. On exit, the store deletes its
+    folder."""
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         delete_abandoned()
@@ -455,11 +438,9 @@ class SampleStore:
         self._in_use.release()
 
     def add(self, samples: list[Any], request: DrawingRequest) -> tuple[str, list[StoredSample]]:
-        """Write the samples that a ``Pipeline`` has drawn. Return a token for the batch, and the stored samples.
-
-        Every file contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing
-        fails, none of these samples is stored, and OSError is raised.
-        """
+        """Write the samples that a ``Pipeline`` has drawn. Return a token for the batch, and the stored samples. Every
+        file contains the request's ``recorded`` settings, and the sample's "label" and "number". If writing fails, none
+        of these samples is stored, and OSError is raised."""
         stored: list[StoredSample] = []
         try:
             for number, (sample, label) in enumerate(zip(samples, request.labels, strict=True)):
@@ -553,8 +534,8 @@ class Page:
         return card
 
     async def draw(self, session: str, requests: list[DrawingRequest]) -> AsyncIterator[str | list[Drawing]]:
-        """Draw and store the requests of a browser. Yield the progress as HTML. At the end, yield the finished
-        drawings; or a message as HTML if they are cancelled or fail."""
+        """Draw and store the requests of a browser. Yield the progress as HTML; at the end the finished drawings, or a
+        message as HTML if they are cancelled or fail."""
         drawings: list[Drawing] = []
         try:
             for request in requests:

@@ -123,8 +123,8 @@ class WeightsPicker:
         return gr.update(choices=sources, value=sources[0] if sources else None)
 
     def follow(self, source: Any, checkpoint: Any, average: Any) -> tuple[list[Any], ModelCard | None]:
-        """Return updates of the fields source, checkpoint, average, card and sampler for the chosen weights; and the
-        chosen model's card, or None if it can't be read."""
+        """Return updates of the fields source, checkpoint, average, card and sampler; and the chosen model's card, or
+        None if it can't be read."""
         catalog, fields = self.page.catalog, [gr.skip()] * 3
         if source is None:
             train = "" if self.page.training is None else "; the tab Train makes one"

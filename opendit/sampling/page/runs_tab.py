@@ -93,7 +93,7 @@ log_reader = lru_cache(maxsize=64)(LogReader)  # the same log always has the sam
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
     """Reduce a curve to ``most`` points if it has more. Groups of neighbouring points become one point, with their mean
-    value and their last step. The curve's last point does not change."""
+    value and their last step. The last point does not change."""
     if len(points) <= most:
         return points
     *earlier, last = points
@@ -103,8 +103,8 @@ def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[i
 
 
 def read_results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return a run's results of ``opendit evaluate``, newest first. They are the results in the run's folder, and those
-    in the folder ``evaluations`` whose weights are inside the run's folder."""
+    """Return a run's results of ``opendit evaluate``, newest first: those in the run's folder, and those in the folder
+    ``evaluations`` whose weights are inside the run's folder."""
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
         if (path := catalog.file(run, name)) is not None:
@@ -135,10 +135,8 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 
 
 def read_starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return a record for each time the run was started or resumed, in order. Raises ValueError for a damaged file.
-
-    Early versions of OpenDiT stored no records. For them, the content of config.json is the only record.
-    """
+    """Return a record for each start or resume of the run, in order. Early versions of OpenDiT stored none, and the
+    content of config.json is the only record. Raises ValueError for a damaged file."""
     if (path := catalog.file(run, "config.json")) is None:
         return []
     content = read_file(path, RUN_CONFIG)

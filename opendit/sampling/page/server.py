@@ -63,13 +63,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware that refuses requests that must not reach the page.
-
-    Args:
-        password: password for HTTP basic authentication, with any user name; None if no password is needed.
-        hosts: host names by which a browser may address the page; None for any name. Checking the name prevents DNS
-            rebinding, in which another site makes its own name resolve to this machine.
-    """
+    """ASGI middleware that refuses requests that must not reach the page. password: for HTTP basic authentication, with
+    any user name, or None. hosts: names by which a browser may address the page; None for any. Checking the name
+    prevents DNS rebinding, in which another site makes its own name resolve to this machine."""
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
         self._app, self._hosts = app, hosts
@@ -277,8 +273,7 @@ def opened(options: dict[str, Any]):
 
 
 def _named(paths: list[str]) -> dict[str, Path]:
-    """Return name -> path. The name is the last part of the path, or the whole path if an earlier path has the same
-    last part."""
+    """Return name -> path. The name is the last part of the path, or the whole path if the last part is taken."""
     found: dict[str, Path] = {}
     for path in (Path(name).expanduser() for name in paths):
         found[path.name if path.name not in found else str(path)] = path

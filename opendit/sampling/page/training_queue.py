@@ -73,15 +73,9 @@ class Busy(Exception):
 
 
 class TrainingQueue:
-    """Queue of training runs. At most one run per GPU is running; other runs wait. When the queue closes, running runs
-    continue.
-
-    Args:
-        root: the folder of ``--allow_train``.
-        gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU.
-
-    Raises ValueError if another page uses the folder, and OSError.
-    """
+    """Queue of training runs, at most one per GPU. When the queue closes, running runs continue. root: the folder of
+    ``--allow_train``. gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU. Raises ValueError if
+    another page uses the folder, and OSError."""
 
     def __init__(self, root: Path, catalog: Catalog, gpus: Sequence[str | None] | None = None):
         self.root, self._catalog = root.resolve(strict=True), catalog
@@ -126,8 +120,8 @@ class TrainingQueue:
         return name
 
     def stop(self, name: str) -> str:
-        """Stop a run, and return a message for the user. A running run gets SIGTERM, saves a checkpoint and ends. A
-        waiting run is dropped from the queue. Raises ValueError for other runs."""
+        """Stop a run, and return a message for the user: a running run gets SIGTERM, saves a checkpoint and ends; a
+        waiting one is dropped. Raises ValueError for other runs."""
         with self._lock:
             job = self._job(name)
             if job.state == "waiting":
@@ -141,11 +135,8 @@ class TrainingQueue:
         return "it saves and ends"
 
     def go_on(self, name: str) -> str:
-        """Queue an ended run again, and return a message for the user.
-
-        The run resumes from its newest checkpoint; without one, it starts over. Raises ValueError if the run is
-        running, waiting or done, and OSError.
-        """
+        """Queue an ended run again, and return a message for the user. It resumes from its newest checkpoint; without
+        one, it starts over. Raises ValueError if the run is running, waiting or done, and OSError."""
         with self._lock:
             job = self._job(name)
             if (now := self.status(name)) in ("running", "stopping", "waiting", "done"):
@@ -162,9 +153,7 @@ class TrainingQueue:
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
         """Run a program of OpenDiT to its end. Return its exit code and the end of its output. words: its command line.
-
-        Raises Busy if another program is running, and ValueError after ``PROGRAM_S`` seconds.
-        """
+        Raises Busy if another program is running, and ValueError after ``PROGRAM_S`` seconds."""
         if not self._program_lock.acquire(blocking=False):
             raise Busy("another plan is being made: try again in a moment")
         try:
@@ -309,8 +298,7 @@ class TrainingQueue:
 
 
 def alive(job: Job) -> bool:
-    """Return True if the job's process is running. A different process that has reused the process ID does not
-    count."""
+    """Return True if the job's process, and not a different one that has reused its process ID, is running."""
     return job.pid > 0 and job.started > 0 and job.boot == boot() and start_time(job.pid) == job.started
 
 

@@ -73,10 +73,8 @@ def read_training_form(
     form: TrainingForm, catalog: Catalog, root: Path, has_gpu: bool = False
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return a title, the flags for ``train.py --config``, and further flags for planning only. Raises ValueError, with
-    one line for the user, for an invalid field or a path that is not below ``root``.
-
-    has_gpu: if True and no recipe is chosen, the flags SPEED_UPS are set, as in the repository's shell scripts.
-    """
+    one line for the user, for an invalid field or a path that is not below ``root``. has_gpu: if True and no recipe is
+    chosen, the flags SPEED_UPS are set, as in the repository's shell scripts."""
     recipe = _one_of("recipe", form.recipe, (NO_RECIPE, *recipes()))
     flags: dict[str, Any] = {"recipe": recipe} if recipe != NO_RECIPE else dict(SPEED_UPS) if has_gpu else {}
     words = RECIPES[recipe].flags if recipe != NO_RECIPE else ""
@@ -129,8 +127,8 @@ def recipes() -> list[str]:
 
 
 def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
-    """Return the flags that a new run must copy from the run whose weights it starts from. Raises ValueError if the run
-    is damaged."""
+    """Return the flags that a new run must copy from the run whose weights it starts from. Raises ValueError for a
+    damaged run."""
     found = read_starts(catalog, run)
     flags = found[-1].get("flags") if found else None
     if not isinstance(flags, dict):
@@ -147,11 +145,9 @@ def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
 
 
 def below(root: Path, written: str, what: str) -> Path:
-    """Return a path below ``root`` with all links resolved. written: relative to ``root``, or absolute.
-
-    Raises ValueError, naming the field ``what``, if the path doesn't exist, leads out of ``root``, or contains a
-    character that has a special meaning in --data_path.
-    """
+    """Return a path below ``root`` with all links resolved. written: relative to ``root``, or absolute. Raises
+    ValueError, naming the field ``what``, if the path doesn't exist, leads out of ``root``, or has a character with a
+    meaning in --data_path."""
     if not written or len(written) > MOST_PATH or not written.isprintable():
         raise ValueError(f"{what}: choose a folder below {root}")
     try:
