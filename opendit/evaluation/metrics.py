@@ -43,7 +43,7 @@ class Moments:
     @classmethod
     def of(cls, features: Tensor) -> "Moments":
         """Compute the moments of all rows of features (N, D), on their device."""
-        return reduce(cls.merged, map(cls._of_part, features.split(ROWS)))
+        return reduce(Moments.merged, map(cls._of_part, features.split(ROWS)))
 
     @classmethod
     def _of_part(cls, features: Tensor) -> "Moments":
