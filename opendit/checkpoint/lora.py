@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opendit.checkpoint.foreign import PublishedFolder
 from opendit.checkpoint.matched import Pair
+from opendit.common.json_file import MIB, read_json
 from opendit.common.utils import shown
 from opendit.models.dit import DiT
 from opendit.models.families.base import Family
@@ -40,6 +41,7 @@ ENDINGS = {
     ".alpha": "alpha",
 }
 OF_TEXT_ENCODERS = re.compile(r"(text_encoders?\d?|te\d?|lora_te\d?|text_encoder_\d|text_model)[._]")
+PEFT_FILE = "adapter_model.safetensors"
 ARCHITECTURE = "modelspec.architecture"
 CAPTION_LENGTH = "max_sequence_length"  # metadata key: tokens of captions in training, if not the pipeline's default
 KINDS_NOT_READ = {
@@ -222,8 +224,8 @@ def of_file(
 ) -> Products:
     """Return the products, times ``weight``, of a LoRA file for the public model ``opened``, by OpenDiT's names. The
     file may use the names of diffusers, peft, ComfyUI or kohya's trainers. Without keys for alpha, alpha comes from the
-    metadata or is the rank. Keys of text encoders are ignored with a message in ``notes``; with None, or without other
-    keys, they are errors.
+    metadata, from the configuration beside a file of peft, or is the rank. Keys of text encoders are ignored with a
+    message in ``notes``; with None, or without other keys, they are errors.
 
     Raises ValueError, with one line, if a key belongs to no layer of the model, a matrix lacks its counterpart or has
     the wrong shape, a layer occurs twice, or the file is not a LoRA file."""
@@ -248,7 +250,7 @@ def of_file(
     if of_text and notes is not None:
         notes.append(f"{path}: {_belong(of_text)} to a text encoder, which stays as it is")
     named: Products = {}
-    here, pairs, scale = {}, [], _scales(metadata)
+    here, pairs, scale = {}, [], _scales(metadata, path)
     for name, parts in found.items():
         theirs = tuple(f"{layer}.weight" for layer in layers[name])
         shape = (sum(published[each][0] for each in theirs), prod(published[theirs[0]][1:]))
@@ -292,12 +294,16 @@ def _refusal(strange: Sequence[str], metadata: Mapping[str, str], opened: Publis
     return f"{_belong(strange)} to no layer of {place}; a LoRA of this model is needed{trained}"
 
 
-def _scales(metadata: Mapping[str, str]) -> Callable[[str, int], float]:
-    """Return a function (layer, rank) -> scale, from the metadata that diffusers writes; 1 without these metadata."""
+def _scales(metadata: Mapping[str, str], path: Path) -> Callable[[str, int], float]:
+    """Return a function (layer, rank) -> scale, from the metadata that diffusers writes or the configuration beside a
+    file of peft; 1 without these. Raises OSError or ValueError for a damaged configuration."""
+    beside = path.with_name("adapter_config.json")
     try:
         found: Any = json.loads(metadata.get("lora_adapter_metadata", "{}"))
     except ValueError:
         found = {}
+    if path.name == PEFT_FILE and beside.is_file():
+        found = read_json(beside, MIB)
     pairs = found.items() if isinstance(found, dict) else ()
     settings = {key.removeprefix("transformer."): value for key, value in pairs}
     patterns = settings.get("alpha_pattern")

@@ -21,7 +21,7 @@ from opendit.checkpoint.foreign import (
     read_pipeline,
     read_published,
 )
-from opendit.checkpoint.lora import CAPTION_LENGTH, Merged, Products, of_file, of_run
+from opendit.checkpoint.lora import CAPTION_LENGTH, PEFT_FILE, Merged, Products, of_file, of_run
 from opendit.checkpoint.matched import MatchedTensors, fill
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
 from opendit.checkpoint.tensor_set import (
@@ -37,13 +37,14 @@ from opendit.checkpoint.tensor_set import (
     open_set,
 )
 from opendit.common.stages import Background
+from opendit.common.utils import shown
 from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.architectures import unsupported
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.encoders.text import MOST_TEXT_TOKENS
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.finetuning import Adaptation, adapt, check_lora, check_same_blocks
+from opendit.models.finetuning import Adaptation, adapt, block_differences, check_lora
 from opendit.models.initialization import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.zoo import Weights, empty_model
@@ -61,9 +62,9 @@ ROUNDING = 1e-6  # largest accepted difference from a table in Meta's files, whi
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
     """Find the weights at a path: a file, a folder with weights, a checkpoint's folder, a run's folder (its newest
-    checkpoint is used), or a folder of a public model or of diffusers' DiTPipeline. Return a .safetensors or .pt file,
-    the index of several files, or model_index.json or config.json of a folder. For a checkpoint without its weights
-    file, return the missing file's path; :func:`read_weights` reports the loss.
+    checkpoint is used), or a folder of a public model, of diffusers' DiTPipeline or of a LoRA by peft. Return a
+    .safetensors or .pt file, the index of several files, or model_index.json or config.json of a folder. For a
+    checkpoint without its weights file, return the missing file's path; :func:`read_weights` reports the loss.
 
     Raises FileNotFoundError if the path has no weights, and ValueError if it is a link ``latest`` or ``best`` that does
     not lead to a checkpoint in the same folder."""
@@ -83,8 +84,9 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
             return file
     if len(indices := list(path.glob(f"*{PARTS}"))) == 1:
         return indices[0]
-    if (path / PIPELINE_INDEX).is_file():
-        return path / PIPELINE_INDEX
+    for name in (PIPELINE_INDEX, PEFT_FILE):
+        if (path / name).is_file():
+            return path / name
     raise FileNotFoundError(
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
         f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers (docs/public_models.md)"
@@ -452,10 +454,14 @@ def _with_lora(
         if "lora" in each.info:
             check_name(each, name)
             assert each.config is not None  # metadata with "lora" always have a configuration
+            found = found or infer_config(base.state, each.info["model"], base.path, base.num_classes)
+            if differs := block_differences(found, each.config):
+                raise ValueError(
+                    f"--lora {each.path}: was trained on {shown(each.info['model'])}, {base.path} is another model "
+                    f"({', '.join(differs)}); take its own one"
+                )
             check_size(each.config, base.shapes | each.shapes, each.path)
             check_lora(each)
-            found = found or infer_config(base.state, each.info["model"], base.path, base.num_classes)
-            check_same_blocks(found, each.config, base.path)
             more, trained = of_run(each, weight)
             if trained and full:
                 raise ValueError(

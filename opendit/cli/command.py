@@ -124,7 +124,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         inside = command in preprocess_parser("").commands
-        hint = f"here it is preprocess {command}" if inside else f"did you mean {nearest(command, COMMANDS)}?"
+        like = nearest(command, COMMANDS, cutoff=0.5)
+        hint = f"did you mean {like}?" if like else "opendit --help lists all"
+        hint = f"here it is preprocess {command}" if inside else hint
         print_error(f"{show(command)}: no such command; {hint}")
         return 2
     with console.started_as(command):

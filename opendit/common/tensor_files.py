@@ -117,8 +117,10 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path} is no regular file")
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-        if length > MOST_HEADER_BYTES:
+            start = file.read(8)
+        if start == b"version ":  # begin of a Git LFS pointer
+            raise ValueError(f"{path} is a pointer of Git LFS, not the file itself; fetch it by git lfs pull")
+        if (length := int.from_bytes(start, "little")) > MOST_HEADER_BYTES:
             raise ValueError(f"{path} is not a readable safetensors file (a header of {length:,} bytes)")
         return open_mapped(path, framework)
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: the file can't be mapped

@@ -115,6 +115,15 @@ def name_of_folder(path: str | Path) -> str | None:
     return None
 
 
+def downscale_of_vae(vae: str) -> int | None:
+    """Return the number of pixels per latent value along a side. None if torch's modules are needed to find it."""
+    if vae in ("ema", "mse"):
+        return 8
+    config = _read(Path(vae).expanduser() / "config.json")
+    blocks = config.get("block_out_channels")
+    return 2 ** (len(blocks) - 1) if config.get("_class_name") == "AutoencoderKL" and isinstance(blocks, list) else None
+
+
 def commit_of_run(path: str | Path, name: str) -> str | None:
     """Return the hub commit of the model OWNER/NAME that a run started from, or None. path: the run or one of its
     checkpoints."""

@@ -32,7 +32,7 @@ _OURS = {
     "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
     "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "
     "pretrained_model_name_or_path pretrained_model_path transformer_path",
-    "--lr": "learning_rate base_lr",
+    "--lr": "learning_rate base_lr unet_lr dit_lr transformer_lr",
     "--global_seed --seed": "seed random_seed manual_seed",
     "--image_size": "resolution height width size image_resolution img_size",
     "--mixed_precision": "dtype torch_dtype precision weight_dtype amp",
@@ -45,6 +45,12 @@ _OURS = {
     "--max_steps": "max_train_steps num_train_steps train_steps total_steps train_iters iterations",
     "--lora": "rank lora_rank network_dim network_rank network_module lora_weights lora_path lora_model_path",
     "--lora_alpha": "network_alpha alpha",
+    "--lora_targets": "target_modules lora_target_modules lora_layers",
+    "--base_precision": "fp8_base base_model_precision quantize quantization",
+    "--flow_times": "timestep_sampling weighting_scheme",
+    "--flow_shift": "discrete_flow_shift timestep_shift",
+    "--min_snr": "min_snr_gamma snr_gamma",
+    "--optimizer": "optimizer_type optim",
     "--data_path": "train_data_dir train_data instance_data_dir data_dir data_root dataset "
     "dataset_config dataset_name dataset_path",
     "--num_sampling_steps --sample_steps": "num_inference_steps inference_steps num_steps steps",
@@ -64,9 +70,10 @@ _OURS = {
     "--enable_flashattn": "xformers enable_xformers_memory_efficient_attention use_flash_attn sdpa",
     "--num_samples": "num_images num_images_per_prompt num_videos n_samples",
     "--prompt": "text caption",
+    "--prompt --sample_prompts": "prompt_file prompts_file prompts_path from_file",
     "--sampler": "scheduler scheduler_type",
     "--bucket_tokens": "enable_bucket aspect_ratio_bucketing",
-    "--caption_prefix": "trigger_word trigger instance_prompt class_prompt",
+    "--caption_prefix": "trigger_word trigger instance_prompt",
     "--caption_column": "text_column",
     "--file_column": "image_column video_column",
 }
@@ -74,12 +81,21 @@ _NONE_HERE = {
     "cache_latents cache_latents_to_disk cache_text_encoder_outputs": "preprocess.py latents encodes once",
     "lora_scale lora_weight lora_strength": "the weight follows the LoRA: --lora RUN:0.8",
     "repeats num_repeats dataset_repeats": "--data_path A:2,B:1 weights several sources, and epochs repeat them",
-    "optimizer optimizer_type": "the optimizer is AdamW",
+    "use_8bit_adam adam_8bit": "--optimizer adamw8bit keeps the moments in 8 bits",
     "save_every_n_epochs": "--ckpt_every counts steps",
     "center_crop": "pictures are cropped at their centre; --random_crop crops elsewhere",
     "use_ema ema": "averaged weights are always kept; --ema_decay sets how",
     "allow_tf32": "what stays in fp32 uses TF32 anyway",
-    "num_gpus nproc_per_node num_processes": "torchrun --nproc_per_node starts a process a GPU",
+    "with_prior_preservation prior_loss_weight class_data_dir class_prompt num_class_images reg_data_dir": (
+        "regularisation pictures are a source of a blend (docs/mixing.md)"
+    ),
+    "caption_extension": "captions are read from name.txt, name.caption or a table (docs/data.md)",
+    "keep_tokens": "--caption_prefix stays in front of shuffled tags",
+    "lora_dropout network_dropout": "LoRA has no dropout",
+    "text_encoder_lr train_text_encoder network_train_unet_only": "text encoders are never trained",
+    "blocks_to_swap block_swap": "--offload blocks:N keeps N blocks in host memory",
+    "fps frame_rate": "a clip's rate follows from training; --frame_interval changes it",
+    "num_gpus gpus num_devices nproc_per_node num_processes": "torchrun --nproc_per_node starts a process a GPU",
 }
 _NAMES = {theirs: ours.split() for ours, several in _OURS.items() for theirs in several.split()}
 _SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in several.split()}
@@ -440,7 +456,9 @@ class CommandLine(argparse.ArgumentParser):
             return f"{word}: a value without a flag; write --name value {shows_all}"
         bare = name.lstrip("-").split(".")[-1].replace("-", "_")
         ours, like = counterpart(bare, flags), nearest(bare, (flag.lstrip("-") for flag in flags), cutoff=0.6)
-        if ours is None and like:
+        if bare == "data_path" and any(not action.option_strings for action in self._actions):
+            ours = "write the path without a flag"
+        elif ours is None and like:
             ours = f"did you mean --{like}{'' if word.startswith('-') else f' {value}'}?"
         no_flag = f"{name}: no such flag" if word.startswith("-") else f"{word}: no flag"
         return f"{no_flag}; {ours} {shows_all}" if ours else f"{no_flag}; {shows_all[1:-1]}"

@@ -91,8 +91,8 @@ class Value:
         if self.counted is not None and re.fullmatch(rf"{self.counted}:[1-9]\d{{0,4}}", str(value), re.ASCII):
             return None
         if self.choices is not None and value not in self.choices:
-            words, meant = ", ".join(self.choices), nearest(str(value), self.choices)
-            return f"not known; give one of {words}; did you mean {meant}?"
+            words, meant = ", ".join(self.choices), nearest(str(value), self.choices, cutoff=0.5)
+            return f"not known; give one of {words}" + (f"; did you mean {meant}?" if meant else "")
         if self.kind is str:
             return None if self.free else _problem_of_name(value)
         fits = isinstance(value, int | float) and not math.isnan(value) and (self.infinite or abs(value) != math.inf)

@@ -369,6 +369,8 @@ class SampleConfig(
         if self.second_ckpt is not None:
             check_weights(self.second_ckpt, "--second_ckpt")
         for text in self.lora:
+            if re.fullmatch(r"[-+]?\d*\.?\d+", text) and not Path(text).exists():
+                raise ValueError(f"--lora {text}: is no path; a weight follows its path after a colon, as PATH:{text}")
             check_weights(path_and_weight(text)[0], "--lora")
         for name, what in (("image", "a picture"), ("clip", "a clip")):
             for path in getattr(self, name):

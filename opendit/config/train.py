@@ -13,6 +13,7 @@ from opendit.config.architectures import (
     canonical_name,
     commit_of_run,
     depth_and_heads,
+    downscale_of_vae,
     family_in,
     is_video,
     name_of_folder,
@@ -300,8 +301,9 @@ class TrainConfig(
         patch = patch_size(self.model)
         side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
         what = f"patch of {self.model}: {side}"
-        if "vae" in self.given and self.vae in ("ema", "mse"):
-            side, what = 8 * side, f"--vae {self.vae}: 8, {what}"
+        downscale = downscale_of_vae(self.vae) if "vae" in self.given or self._reads_files() else None
+        if downscale is not None:
+            side, what = downscale * side, f"--vae {self.vae}: {downscale}, {what}"
         if self.image_size % side:
             fits = max(side, round(self.image_size / side) * side)
             raise ValueError(f"--image_size {self.image_size}: does not divide by {side} ({what}); use {fits}")
@@ -319,6 +321,13 @@ class TrainConfig(
                 f"--pipeline_parallel_size {stages}: the {depth} blocks of --model {self.model} make at most {depth} "
                 f"stages; use {depth} or less"
             )
+
+    def _reads_files(self) -> bool:
+        """Return True if the data are certainly pictures or clips, and not cached latents."""
+        path = Path(self.data_path or "").expanduser()
+        if path.is_dir():
+            return not any(any(path.glob(pattern)) for pattern in ("index.json", "*.tar", ".nv-meta"))
+        return self.data_path in named_sources() or (path.is_file() and path.suffix in (".csv", ".jsonl", ".parquet"))
 
     def _check_speed(self) -> None:
         check_precision(self.plugin, self.mixed_precision)

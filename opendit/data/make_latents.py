@@ -477,7 +477,7 @@ def run(
         if text_encoder:
             if about.conditioning != "text":
                 what = f"--text_encoder {text_encoder}" if pretrained is None else f"--pretrained {pretrained}"
-                fix = "leave it out" if pretrained is None else "give a CSV of path,text"
+                fix = "leave it out" if pretrained is None else "put name.txt beside name.jpg (docs/data.md)"
                 raise ValueError(f"{what}: --data_path {data_path} has no captions; {fix}")
             text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
             encoder = _load_encoder(text_encoder, pretrained, max_text_tokens, device, dtype, text_precision)

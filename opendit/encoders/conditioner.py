@@ -107,7 +107,7 @@ class CaptionConditioner(Conditioner):
         if batch.embedding is not None and not self.text.inside:
             return TextCondition(*(part.to(self.device, non_blocking=True) for part in batch.embedding))
         if batch.text is None:
-            raise DataError("the data set has no captions; give a CSV of path,text, or leave --text_encoder out")
+            raise DataError("the data set has no captions; put name.txt beside name.jpg, or leave --text_encoder out")
         return self.encode(list(batch.text))
 
     def null(self) -> Condition:

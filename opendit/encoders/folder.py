@@ -49,15 +49,15 @@ Width = Annotated[int, Interval(ge=1, le=1 << 16)]
 Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
-def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
+def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
     """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``, which
-    must be one of KNOWN. Raises ValueError, naming the flag, for any other stored name."""
+    must be one of KNOWN. Raises ValueError, naming the flag and ending with ``also``, for any other stored name."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
     quoted = shlex.quote(stored) if stored.isprintable() else shown(stored)
     raise ValueError(
         f"{source} names {quoted} as its {flag}; what only a file names is not loaded: if you trust it, add "
-        f"{flag} {quoted}"
+        f"{flag} {quoted}{also}"
     )
 
 

@@ -465,6 +465,11 @@ def export_lora(
     weights = read_newest(ckpt)
     if "lora" not in weights.info:
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
+    if not isinstance(weights.config, PublicConfig):
+        raise ValueError(
+            f"{weights.path} is of one of our own models, which no other program loads LoRAs into; draw with "
+            "sample.py --lora RUN"
+        )
     check_lora(weights)
     lora = Lora(**weights.info["lora"])
     products, full = of_run(weights)

@@ -194,6 +194,8 @@ class Adaptation:
         return [*self.resized, *self.new]
 
     def describe(self) -> list[str]:
+        if not (self.resized or self.new or self.recomputed or self.left_out):
+            return [f"reused: all {sum(self.reused.values()):,} weights"]
         lines = []
         for kind in ("reused", "resized", "new", "recomputed", "left_out"):
             weights = getattr(self, kind)
@@ -206,9 +208,8 @@ class Adaptation:
         return lines
 
 
-def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
-    """Raise ValueError, which names the differences, unless both models have the same blocks. The blocks of a DiT also
-    fit a vDiT."""
+def block_differences(found: DiTConfig, wanted: DiTConfig) -> list[str]:
+    """Return the differences between two models' blocks. The blocks of a DiT (``found``) also fit a vDiT."""
     ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
     differs = [
         f"{name} {theirs.get(name)} there, {ours.get(name)} here"
@@ -221,7 +222,12 @@ def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> 
     kinds = (found.kind, wanted.kind)
     if found.kind != wanted.kind and kinds != (DiTConfig.kind, VDiTConfig.kind):
         differs.insert(0, f"kind {found.kind} there, {wanted.kind} here")
-    if differs:
+    return differs
+
+
+def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
+    """Raise ValueError, which names the differences, unless both models have the same blocks."""
+    if differs := block_differences(found, wanted):
         raise ValueError(
             f"--pretrained: {path} has other blocks than this run's model ({', '.join(differs)}); repeat its flags"
         )

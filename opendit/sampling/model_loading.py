@@ -4,6 +4,7 @@ The messages of ValueErrors name flags of sample.py; ``opendit.sampling.pipeline
 """
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from opendit.diffusion.guidance import scale_of_family
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
-from opendit.encoders.folder import encoder_name
+from opendit.encoders.folder import KNOWN, encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
@@ -78,7 +79,9 @@ def vae_of(vae: str | None, weights: Weights) -> str:
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
     if vae is None and stored is not None and weights.path.is_dir():  # a diffusers pipeline's folder contains its VAE
         return str(stored)
-    return encoder_name("--vae", vae, stored, weights.path) or "ema"
+    text = weights.info.get("text_encoder")  # has to be named as well
+    also = f" --text_encoder {shlex.quote(text)}" if isinstance(text, str) and text not in KNOWN else ""
+    return encoder_name("--vae", vae, stored, weights.path, also if also.isprintable() else "") or "ema"
 
 
 @dataclass

@@ -480,7 +480,7 @@ def arguments_named() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        message = re.sub(r"(?<= add )--(\w+) (.+)$", _as_keyword, str(error))
+        message = re.sub(r"(?<= add )--\w+ .+$", _as_keywords, str(error))
         message = re.sub(r"(?<![\w./-])--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), message)
         message = message.replace("leave the flag out", "leave it out")
         if message == str(error):
@@ -489,13 +489,16 @@ def arguments_named() -> Iterator[None]:
         raise next(kind for kind in kinds if isinstance(error, kind))(message) from error
 
 
-def _as_keyword(found: re.Match[str]) -> str:
-    """Rewrite the matched ``--flag value`` as a Python argument, if its value is a single word."""
+def _as_keywords(found: re.Match[str]) -> str:
+    """Rewrite the matched ``--flag value ...`` as Python arguments, if every value is a single word."""
     try:
-        (value,) = shlex.split(found[2])
-    except ValueError:  # not exactly one value, or an unclosed quote
+        words = shlex.split(found[0])
+    except ValueError:  # an unclosed quote
         return found[0]
-    return f"{ARGUMENTS.get(found[1], found[1])}={value!r}"
+    flags = [word.removeprefix("--") for word in words[::2] if word.startswith("--")]
+    if 2 * len(flags) != len(words):
+        return found[0]
+    return ", ".join(f"{ARGUMENTS.get(flag, flag)}={value!r}" for flag, value in zip(flags, words[1::2], strict=True))
 
 
 def check_number(name: str, value: Any, low: float, high: float, kind: type[Any] = float) -> None:

@@ -149,7 +149,11 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
-            raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
+            needs = "pretrained" if family_in(flags.model) else name
+            raise ValueError(
+                f"--{needs}: needs captions, and --data_path {path} has none; put name.txt beside name.jpg "
+                "(docs/data.md), or add --caption_prefix TEXT"
+            )
         if getattr(flags, name):  # reset a flag that a recipe has set
             notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
             unused[name] = TrainConfig.__dataclass_fields__[name].default

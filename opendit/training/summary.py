@@ -154,7 +154,10 @@ def work(flop: float) -> str:
 def describe_recipe(flags: TrainConfig) -> str:
     """Return the recipe's name, and its flags that the command line changes."""
     assert flags.recipe is not None
-    changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
+    named = {"text_encoder", "vae"} if family_in(flags.model) else set()  # by the folder of --pretrained
+    changed = [
+        f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items() if name not in named
+    ]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
 
 

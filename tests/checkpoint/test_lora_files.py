@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils, lora_pipeline
@@ -323,6 +324,30 @@ def test_alphas_in_metadata_are_taken_as_diffusers_takes_them(oracles, tmp_path,
     check_same_outputs(*oracles[name], [(file, 1.0)], [(file, 1.0)])
 
 
+def test_a_folder_of_peft_has_the_alpha_of_its_configuration(oracles, tmp_path):
+    """The reference is peft itself, which merges its own folder into diffusers' network."""
+    oracle, folder = oracles["z_image"]
+    base = type(oracle.module).from_pretrained(folder / "transformer")
+    how = dict(r=2, lora_alpha=7, alpha_pattern={"w1": 3}, target_modules=["to_q", "w1"], init_lora_weights=False)
+    peft.get_peft_model(base, peft.LoraConfig(**how)).save_pretrained(tmp_path / "style")
+    again = peft.PeftModel.from_pretrained(
+        type(oracle.module).from_pretrained(folder / "transformer"), tmp_path / "style"
+    )
+    merged = again.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged/transformer")
+    ours, theirs = (
+        dict(load_pretrained(path, lora=loras)[0].named_parameters())
+        for path, loras in ((folder, [(tmp_path / "style", 1.0)]), (tmp_path / "merged", []))
+    )
+    plain = dict(load_pretrained(folder)[0].named_parameters())
+    for key, parameter in ours.items():
+        assert (parameter - theirs[key]).abs().max() <= 1e-5 * theirs[key].abs().max(), key
+    assert sum(not torch.equal(plain[key], parameter) for key, parameter in ours.items()) >= 4
+    (tmp_path / "style/adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match="adapter_config.json is not JSON"):
+        load_pretrained(folder, lora=[(tmp_path / "style", 1.0)])
+
+
 @pytest.mark.parametrize(
     ("name", "form"), [("flux", "flux, ComfyUI"), ("z_image", "z_image, kohya"), ("wan", "wan, musubi")]
 )
@@ -356,11 +381,14 @@ def our_base(path, classes=3):
 TABLE = "y_embedder.embedding_table.weight"
 
 
-def test_several_runs_of_our_own_models_are_added_with_their_weights(tmp_path):
+def test_several_runs_of_our_own_models_are_added_with_their_weights(tmp_path, capsys):
     config, weights = our_base(base := tmp_path / "base.safetensors")
     more = replace(config, num_classes=5)
     one = write_run(tmp_path / "1.safetensors", base, config, "DiT-Ti/2", 1)
     two = write_run(tmp_path / "2.safetensors", base, more, "DiT-Ti/2", 2, (TABLE,))
+    with pytest.raises(SystemExit):
+        export(["lora", "--ckpt", str(one), "--output", str(tmp_path / "style.safetensors")])
+    assert "is of one of our own models, which no other program loads LoRAs into; draw" in capsys.readouterr().err
     model, found = load_pretrained(base, lora=[(one, 0.5), (two, 2.0)])
     states, changed = [load_file(path) for path in (one, two)], 0
     assert model.config.num_classes == 5 and torch.equal(dict(model.named_parameters())[TABLE], states[1][TABLE])
@@ -435,9 +463,21 @@ def test_files_that_do_not_fit_are_refused(oracles, tmp_path):
     assert "has one matrix of a LoRA without the other" in refused(oracles, path, half)
     cut = {key: part[:, :-1].contiguous() if part.dim() == 2 else part for key, part in state.items()}
     assert "which do not make [24, 24]" in refused(oracles, path, cut)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="a.safetensors is a pointer of Git LFS, not the file itself"):
+        load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
+    save_file(state, path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="a.safetensors is not a readable safetensors file"):
         load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
+
+
+def test_a_run_of_another_model_is_refused_by_its_name(oracles, tmp_path):
+    run = public_run(*oracles["z_image"], tmp_path / "run.safetensors")
+    with pytest.raises(
+        ValueError, match="was trained on 'z_image/z_image', .*flux is another model .*family flux there"
+    ):
+        load_pretrained(oracles["flux"][1], lora=[(run, 1.0)])
 
 
 def test_a_lora_of_a_text_encoder_is_named_and_left_out(oracles, tmp_path):

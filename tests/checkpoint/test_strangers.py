@@ -62,6 +62,10 @@ def test_a_vae_that_only_the_metadata_names_is_not_loaded(tmp_path, no_ranks, ca
     with monkeypatch.context() as patch:
         patch.setattr("opendit.sampling.model_loading.codec_geometry", lambda *_: pytest.fail("looked at"))
         assert draw(ckpt, tmp_path, capsys).endswith(f"if you trust it, add --vae '{vae}'")
+    both = write(tmp_path / "both.safetensors", info={"vae": "a", "text_encoder": "b c"})  # named in one go
+    assert draw(both, tmp_path, capsys).endswith("if you trust it, add --vae a --text_encoder 'b c'")
+    with pytest.raises(ValueError, match="if you trust it, add vae='a', text_encoder='b c'$"):
+        opendit.load(both)
     with pytest.raises(ValueError, match=f"if you trust it, add vae='{vae}'$"):  # as it can be typed in Python
         opendit.load(ckpt)
     capsys.readouterr()

@@ -77,6 +77,9 @@ def test_flags_of_other_programs_lead_to_flags_that_there_are():
     assert counterpart("output_dir", programs[1]) == "here it is --output"
     assert counterpart("lora_path", programs[1]) == "here it is --lora"
     assert counterpart("trigger_word", programs[0]) == "here it is --caption_prefix"
+    assert counterpart("target_modules", programs[0]) == "here it is --lora_targets"
+    assert counterpart("use_8bit_adam", programs[0]) == "--optimizer adamw8bit keeps the moments in 8 bits"
+    assert "a blend" in str(counterpart("class_data_dir", programs[0]))
 
 
 def test_only_the_first_rank_prints(capsys, monkeypatch):

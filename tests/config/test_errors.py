@@ -116,6 +116,21 @@ LINES = {
     "train --vae ema --image_size 100": (
         "--image_size 100: does not divide by 16 (--vae ema: 8, patch of DiT-XL/2: 2); use 96"
     ),
+    "train --data_path digits --image_size 100": (
+        "--image_size 100: does not divide by 16 (--vae ema: 8, patch of DiT-XL/2: 2); use 96"
+    ),
+    "train --caption_extension .txt": (
+        "--caption_extension: no such flag; captions are read from name.txt, name.caption or a table (docs/data.md) "
+        "(opendit train --help all shows all)"
+    ),
+    "sample --ckpt pictures/a.pt --lora pictures/a.pt 0.8": (
+        "--lora 0.8: is no path; a weight follows its path after a colon, as PATH:0.8"
+    ),
+    "preprocess look --data_path pictures": (
+        "--data_path: no such flag; write the path without a flag (opendit preprocess look --help all shows all)"
+    ),
+    "export lora --ckpt x --output y --format peft": "--format peft: not known; give one of diffusers, comfyui, kohya",
+    "foo": "foo: no such command; opendit --help lists all",
     "train --model DiT-S/2 --plugin fsdp --dry_run 8 --tensor_parallel_size 4": (
         "--tensor_parallel_size 4: the 6 heads of --model DiT-S/2 can't be divided by it; use 2, 3, 6"
     ),

@@ -270,4 +270,4 @@ def test_a_recipe_for_captions_on_classes_says_what_it_drops(capsys):
         assert f"{name} of --recipe pretrain_l is not used: --data_path digits has classes" in shown
     with pytest.raises(SystemExit):  # asked for on the command line it is a mistake
         train.main(["--dry_run", *argv, "--text_encoder", "bytes"])
-    assert "--text_encoder: --data_path digits has no captions" in capsys.readouterr().err
+    assert "--text_encoder: needs captions, and --data_path digits has none" in capsys.readouterr().err

@@ -244,7 +244,7 @@ def test_a_stopped_cache_goes_on(root, made, tmp_path):
     ("name", "more", "message"),
     [
         ("flux", ["--use_video"], "takes pictures; leave --use_video out"),
-        ("flux", ["--data_path", "digits"], "has no captions; give a CSV of path,text"),
+        ("flux", ["--data_path", "digits"], "has no captions; put name.txt beside name.jpg"),
         ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan, "),
         ("flux", ["--pretrained", "ROOT/nothing"], "doesn't exist"),
         ("flux", ["--text_encoder", "ROOT/wan"], "_class_name is"),

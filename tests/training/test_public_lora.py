@@ -110,6 +110,7 @@ def test_the_recipe_fits_a_run_to_this_machine(folders, tmp_path, capsys):  # no
     found = run(folders, "z_image", tmp_path, "--recipe", "lora", "--batch_size", "2", steps=2)
     said = capsys.readouterr().out
     words = "--lora 16 --mixed_precision fp32 --recompute none --batch_size 2 --grad_accumulation 2 --plugin zero2"
+    assert "reused: all" in said and "text_encoder" not in said.partition("recipe      lora")[2].partition("\n")[0]
     assert f"--card auto: {words}\n" in said and "GiB (host memory) by the estimate: states" in said
     flags = json.loads((found / "config.json").read_text())["flags"]
     assert (flags["lora"], flags["batch_size"], flags["grad_accumulation"], flags["card"]) == (16, 2, 2, "auto")

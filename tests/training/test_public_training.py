@@ -337,7 +337,7 @@ def test_plans_look_at_samples_of_the_size_that_the_folder_gives(folders):
 REFUSED = [
     ("flux", "--vae none", "--vae none: has 3 channels, flux/flux takes 4"),
     ("flux", "--vae {root}/wan/vae", "is a AutoencoderKLWan, not an AutoencoderKL"),
-    ("z_image", "--data_path digits", "--data_path digits has no captions; give a CSV of path,text"),
+    ("z_image", "--data_path digits", "--pretrained: needs captions, and --data_path digits has none; put name.txt"),
     ("flux", "--text_encoder {root}/z_image", "_class_name is 'ZImagePipeline', not FluxPipeline"),
     ("flux", "--text_encoder bytes", "--text_encoder: flux/flux has none of its own; give the folder of its pipeline"),
     ("flux", "--model DiT-S/2", "holds flux/flux; leave the flag out"),

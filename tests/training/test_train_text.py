@@ -123,7 +123,7 @@ def test_a_frozen_encoder_and_a_vae_live_and_from_cached_latents(clips, tmp_path
         ("--use_video --model vDiT-Ti/244 --text_encoder {tmp}/none", "--text_encoder"),
         ("--use_video --model vDiT-Ti/244 --num_classes 3", "--num_classes"),
         ("--use_video --model vDiT-Ti/244 --data_path digits", "preprocess.py demo"),
-        ("--model DiT-Ti/4 --data_path digits --text_encoder bytes", "has no captions"),
+        ("--model DiT-Ti/4 --data_path digits --text_encoder bytes", "needs captions"),
     ],
 )
 def test_bad_input(argv, message, clips, tmp_path, capsys):
