@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from typing import TYPE_CHECKING
 
 from opendit.common.stages import Stages
+from opendit.common.utils import collection_paused
 from opendit.config.command_line import read_flags
 from opendit.config.sample import SampleConfig
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     flags = read_flags(SampleConfig, argv)
     stages = Stages("Python, flags")  # times of the stages, for --profile
     # imported after the flags are checked, so that a wrong flag is reported without waiting for torch
-    with stages("imports"):
+    with stages("imports"), collection_paused():
         import torch
 
         from opendit.parallel.mesh import init_mesh

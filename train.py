@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from opendit.common.utils import collection_paused
 from opendit.config.command_line import read_flags
 from opendit.config.train import TrainConfig
 
@@ -201,13 +202,15 @@ def start(flags: TrainConfig) -> Path | None:
     Raises:
         SystemExit: code 1 if a file could not be written; other codes come from ``Supervisor`` and ``dry_run``.
     """
-    # Imported here, so that a wrong flag is reported without waiting for torch.
-    from opendit.parallel.mesh import init_mesh
-    from opendit.parallel.supervisor import Supervisor
-    from opendit.training.auto_parallel import choose_on_ranks, fit_on_ranks
-    from opendit.training.build import build
-    from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
-    from opendit.training.summary import dry_run
+    # Imported here, so that a wrong flag is reported without waiting for torch. Without garbage collection, which would
+    # find nothing among the imported objects, this takes a fifth less time.
+    with collection_paused():
+        from opendit.parallel.mesh import init_mesh
+        from opendit.parallel.supervisor import Supervisor
+        from opendit.training.auto_parallel import choose_on_ranks, fit_on_ranks
+        from opendit.training.build import build
+        from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
+        from opendit.training.summary import dry_run
 
     if flags.dry_run is not None:
         return dry_run(flags)

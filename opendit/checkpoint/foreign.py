@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
 from opendit.checkpoint.tensor_set import WholeTensors, check_shapes, file_size
 from opendit.common.hub import folder_name, snapshot_of
 from opendit.common.json_file import MIB, read_json
-from opendit.common.json_models import FileKind, Word, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.utils import shown
 from opendit.config.architectures import SIZES, is_video
@@ -31,10 +29,7 @@ from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective, published_schedule
 from opendit.encoders.folder import (
     CONFIG,
-    INDEX,
     PIPELINE_INDEX,
-    PRETRAINED,
-    PretrainedConfig,
     check_index,
     names_class,
     one_line,
@@ -263,38 +258,6 @@ def read_pipeline(folder: Path) -> Weights:
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
 EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # folder -> noise range, in pipelines with two networks
 SCHEDULER = "scheduler_config.json"
-MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
-
-
-class NetworkConfig(PretrainedConfig):
-    """The content of transformer/config.json of any family. Numbers out of bounds are rejected before a
-    family uses them."""
-
-    class_name: Word = Field(alias="_class_name")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bound(cls, value: Any) -> Any:
-        _check_bounds("", value)
-        return value
-
-
-def _check_bounds(key: str, value: Any) -> None:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _check_bounds(name, item)
-    elif isinstance(value, list | str):
-        if len(value) > MOST_ITEMS:
-            raise ValueError(f"{key[:60]} is longer than {MOST_ITEMS:,}")
-        for item in value if isinstance(value, list) else ():
-            _check_bounds(key, item)
-    elif isinstance(value, int | float):
-        least, most = (0, MOST_LAYERS) if key.endswith("layers") else (-MOST_NUMBER, MOST_NUMBER)
-        if not least <= value <= most:
-            raise ValueError(f"{key[:60]} is {shown(value)}; read are {least:,} to {most:,}")
-
-
-NETWORK = FileKind(NetworkConfig, 4 * MIB)
 
 
 @dataclass(frozen=True)
@@ -366,7 +329,7 @@ def is_published(folder: str | Path) -> bool:
     folder = Path(folder)
     path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
     try:
-        values = read_json(path, NETWORK.most_bytes) if path else None
+        values = read_json(path, 4 * MIB) if path else None
     except (ValueError, OSError):
         return False
     name = values.get("_class_name") if isinstance(values, dict) else None
@@ -377,6 +340,9 @@ def open_published(folder: str | Path, families: Mapping[str, Family] | None = N
     """Open a public model's folder, that of the pipeline or of its transformer. Only the headers of the weight files
     are read. Raises FileNotFoundError if the folder or a file does not exist, and ValueError if a file is damaged, is a
     link out of the folder, or belongs to another model. The message is one line that names the file."""
+    from opendit.checkpoint.schema import NETWORK  # imports pydantic, so only when a folder is read
+    from opendit.common.json_models import read_file
+
     families = FAMILIES if families is None else families
     folder = Path(folder)
     inside, expert = folder / TRANSFORMER, expert_of(folder)
@@ -460,6 +426,9 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
     path = transformer / (STEM + PARTS)
     place: dict[str, str] = {}
     if path.is_file():
+        from opendit.common.json_models import read_file
+        from opendit.encoders.schema import INDEX
+
         file_size(path, root)
         place = read_file(path, INDEX)["weight_map"]
         if not place:
@@ -487,6 +456,9 @@ def read_published(folder: str | Path) -> Weights:
                 info["distilled"] = True
         schedule = root / "scheduler" / SCHEDULER
         if schedule.is_file():
+            from opendit.common.json_models import read_file
+            from opendit.encoders.schema import PRETRAINED
+
             try:
                 objective, sampler = published_schedule(
                     read_file(schedule, PRETRAINED), family.shifted_end, family.karras

@@ -31,7 +31,9 @@ from opendit.common.json_models import (
     parse_text,
 )
 from opendit.common.tensor_files import ITEM_BYTES
+from opendit.common.utils import shown
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
+from opendit.encoders.schema import PretrainedConfig
 from opendit.models.configuration import DiTConfig
 from opendit.models.families.public_config import PublicConfig
 from opendit.models.zoo import CLASSES, config_from_dict
@@ -340,6 +342,37 @@ class TransformerConfig(OpenJsonObject):
     num_embeds_ada_norm: int = Field(ge=1, le=1_000_000)
 
 
+MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
+
+
+class NetworkConfig(PretrainedConfig):
+    """The content of transformer/config.json of any family. Numbers out of bounds are rejected before a
+    family uses them."""
+
+    class_name: Word = Field(alias="_class_name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound(cls, value: Any) -> Any:
+        _check_bounds("", value)
+        return value
+
+
+def _check_bounds(key: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_bounds(name, item)
+    elif isinstance(value, list | str):
+        if len(value) > MOST_ITEMS:
+            raise ValueError(f"{key[:60]} is longer than {MOST_ITEMS:,}")
+        for item in value if isinstance(value, list) else ():
+            _check_bounds(key, item)
+    elif isinstance(value, int | float):
+        least, most = (0, MOST_LAYERS) if key.endswith("layers") else (-MOST_NUMBER, MOST_NUMBER)
+        if not least <= value <= most:
+            raise ValueError(f"{key[:60]} is {shown(value)}; read are {least:,} to {most:,}")
+
+
 ClassNumber = Annotated[str, Field(pattern=r"^[0-9]{1,7}\z")]
 
 
@@ -356,6 +389,7 @@ STATE_FILE = FileKind(StateFile, 4 * MIB)
 RUN_CONFIG = FileKind(RunConfig, 64 * MIB)
 INDEX_FILE = FileKind(IndexFile, 256 * MIB)
 TRANSFORMER, PIPELINE = FileKind(TransformerConfig, 4 * MIB), FileKind(PipelineIndex, 16 * MIB)
+NETWORK = FileKind(NetworkConfig, 4 * MIB)
 
 # ------------------------------------------------------------------------------------------ reading
 

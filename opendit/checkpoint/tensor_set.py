@@ -327,7 +327,7 @@ def _places(path: Path) -> dict[str, str]:
     if not path.name.endswith(PARTS):
         return {}
     from opendit.common.json_models import read_file
-    from opendit.encoders.folder import INDEX  # imports pydantic, so only when an index is read
+    from opendit.encoders.schema import INDEX  # imports pydantic, so only when an index is read
 
     places = read_file(path, INDEX)["weight_map"]
     if not places:

@@ -32,7 +32,6 @@ from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDatase
 from opendit.data.captioned_media import Columns
 from opendit.data.files import CLIPS, kind_of, printable
 from opendit.data.held_out import SomeRows
-from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import Complement
 
@@ -199,6 +198,8 @@ def _name_advice(name: str) -> str:
 
 def _file_advice(path: Path) -> str:
     """Return the kind of an unusable file and what to pass instead, for an error message."""
+    from opendit.data.latents_index import INDEX  # imports pydantic, so only for this message
+
     suffix = path.suffix.lower()
     if path.name == INDEX or suffix == ".safetensors":
         return "a file; give the folder of cached latents that it is in"

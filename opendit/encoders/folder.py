@@ -14,15 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from annotated_types import Interval, MaxLen
-from pydantic import FailFast, model_validator
 
 from opendit.common.hub import probe_hub
-from opendit.common.json_file import MIB
-from opendit.common.json_models import FileKind, FileName, OpenJsonObject, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
@@ -30,23 +26,15 @@ from opendit.config.architectures import unsupported
 from opendit.kernels.base_precision import base_layers, row_bytes, store_base
 from opendit.models.families.base import Family
 
+if TYPE_CHECKING:
+    from opendit.common.json_models import FileKind
+
 T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
 CONFIG = "config.json"
 PIPELINE_INDEX = "model_index.json"  # a folder with this file is a pipeline
-# Keys that request code or weights from elsewhere -> words for the error message. A configuration must not have these
-# keys.
-REFUSED = {
-    "auto_map": "names code to run",
-    "custom_pipelines": "names code to run",
-    "quantization_config": "asks for a package that unpacks the weights",
-    "transformers_weights": "names another file of weights",
-    "adapter_config": "asks for an adapter",
-}
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
-Width = Annotated[int, Interval(ge=1, le=1 << 16)]
-Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
@@ -59,37 +47,6 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path,
         f"{source} names {quoted} as its {flag}; what only a file names is not loaded: if you trust it, add "
         f"{flag} {quoted}{also}"
     )
-
-
-class PretrainedConfig(OpenJsonObject):
-    """A configuration of transformers or diffusers. Keys that could load other code or files are refused. Subclasses
-    limit the values of keys."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, value: Any) -> Any:
-        refuse_requests(value)
-        return value
-
-
-def refuse_requests(value: Any) -> None:
-    """Raise ValueError if a configuration contains, at any depth, a key of REFUSED or an attention implementation from
-    outside torch."""
-    for key, item in value.items() if isinstance(value, dict) else ():
-        if key in REFUSED and item:
-            raise ValueError(f"{key} {REFUSED[key]}, which is not done")
-        if key in ("attn_implementation", "_attn_implementation") and item not in (None, "eager", "sdpa"):
-            raise ValueError(f"{key} asks for other code than torch's attention, which is not done")
-        refuse_requests(item)
-
-
-class IndexOfWeights(OpenJsonObject):
-    """The content of STEM.safetensors.index.json."""
-
-    weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(1 << 20)]
-
-
-INDEX, PRETRAINED = FileKind(IndexOfWeights, 64 * MIB), FileKind(PretrainedConfig, 4 * MIB)
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -106,6 +63,9 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
     if index.is_file():
         if single.is_file():
             raise ValueError(f"{folder} holds both {single.name} and {index.name}: remove one of them")
+        from opendit.common.json_models import read_file
+        from opendit.encoders.schema import INDEX
+
         files = {folder / name for name in read_file(index, INDEX)["weight_map"].values()}
     else:
         files = {single}
@@ -292,6 +252,8 @@ SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 def check_index(folder: Path, family: Family) -> dict[str, Any]:
     """Read a folder's ``model_index.json``, and compare it with the family's pipelines and components. Raises
     FileNotFoundError or ValueError."""
+    from opendit.encoders.schema import PRETRAINED
+
     path = folder / PIPELINE_INDEX
     index = read_json_of(path, PRETRAINED, f"a folder of diffusers' {family.pipelines[0]} has one")
     if why := unsupported(folder):
@@ -319,8 +281,10 @@ def names_class(entry: Any, library: str, class_name: str) -> bool:
     return entry[0] == library and found.removesuffix("Fast") == class_name.removesuffix("Fast")
 
 
-def read_json_of(path: Path, kind: FileKind, needed: str) -> Any:
+def read_json_of(path: Path, kind: "FileKind", needed: str) -> Any:
     """Return the content of a JSON file. Raises FileNotFoundError that ends with ``needed``, or ValueError."""
+    from opendit.common.json_models import read_file  # imports pydantic, so only when a file is read
+
     try:
         return read_file(path, kind)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from opendit.common.json_file import MIB
-from opendit.common.json_models import FileKind
 from opendit.common.utils import hash_parts, shown
 from opendit.config.architectures import family_in, name_of_folder
 from opendit.encoders.folder import (
     CONFIG,
     PIPELINE_INDEX,
-    Width,
     check_index,
     lazy_module,
     loading,
@@ -36,7 +32,7 @@ from opendit.encoders.folder import (
     transformers_model,
     weight_shapes,
 )
-from opendit.encoders.text import STEM, TOKENIZERS, TextEncoderConfig, check_tokenizer, check_vocabulary
+from opendit.encoders.text import STEM, TOKENIZERS, check_tokenizer, check_vocabulary
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
@@ -145,17 +141,6 @@ PROMPTS = {
         settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
     ),
 }
-
-
-class PublishedTextConfig(TextEncoderConfig):
-    """The config.json of a published model's text encoder, which may be a language model."""
-
-    head_dim: Width | None = None
-    num_key_value_heads: int | None = Field(None, ge=1, le=1024)
-    projection_dim: Width | None = None
-
-
-TEXT_CONFIG = FileKind(PublishedTextConfig, 4 * MIB)
 
 
 class PublishedText:
@@ -377,9 +362,11 @@ def _prompts(family: Family) -> Prompts:
 
 
 def _encoder_config(folder: Path, component: str, family: Family) -> dict[str, Any]:
+    from opendit.encoders.schema import PUBLISHED_TEXT  # imports pydantic, so only when a file is read
+
     class_name = family.components[component][1]
     path = folder / component / CONFIG
-    config = read_json_of(path, TEXT_CONFIG, f"it describes a {class_name} of transformers")
+    config = read_json_of(path, PUBLISHED_TEXT, f"it describes a {class_name} of transformers")
     if config.get("model_type") not in MODEL_TYPES[class_name]:
         raise ValueError(f"{path}: model_type is {shown(config.get('model_type'))}, which is no {class_name}")
     if _width(config) is None:

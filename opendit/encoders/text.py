@@ -10,17 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 
-from opendit.common.json_file import MIB
-from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.utils import shown
 from opendit.encoders.folder import (
     CONFIG,
-    PRETRAINED,
-    Layers,
-    PretrainedConfig,
-    Width,
     fetch,
     lazy_module,
     loading,
@@ -66,35 +59,6 @@ TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
 )  # fmt: skip
-
-
-class ClipSizes(OpenJsonObject):
-    """Sizes of CLIP's text encoder, with their bounds."""
-
-    hidden_size: Width = 1
-    intermediate_size: Width = 1
-    num_hidden_layers: Layers = 1
-    num_attention_heads: int = Field(1, ge=1, le=1024)
-    max_position_embeddings: int = Field(2, ge=2, le=1 << 20)
-    vocab_size: int = Field(1, ge=1, le=1 << 22)
-    projection_dim: Width = 1
-
-
-class TextEncoderConfig(PretrainedConfig, ClipSizes):
-    """The config.json of a text encoder (CLIP or T5)."""
-
-    text_config: ClipSizes | None = None
-    model_type: Word = ""
-    d_model: Width = 1
-    d_kv: Width = 1
-    d_ff: Width = 1
-    num_layers: Layers = 1
-    num_heads: int = Field(1, ge=1, le=1024)
-    relative_attention_num_buckets: int = Field(2, ge=2, le=1 << 12)
-    relative_attention_max_distance: int = Field(1, ge=1, le=1 << 20)
-
-
-TEXT_CONFIG = FileKind(TextEncoderConfig, 4 * MIB)
 
 
 class TextEncoder:
@@ -247,6 +211,9 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
     """Raise ValueError if the tokenizer's class is not in ``classes``, or one of its files is too large or no regular
     file."""
+    from opendit.common.json_models import read_file  # imports pydantic, so only when a file is read
+    from opendit.encoders.schema import PRETRAINED
+
     for name in (*TOKENIZER_FILES, CHAT_TEMPLATE):
         path = folder / name
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
@@ -276,9 +243,12 @@ def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
 
 
 def _read_config(name: str, folder: Path) -> dict[str, Any]:
+    from opendit.common.json_models import read_file
+    from opendit.encoders.schema import TEXT
+
     path = folder / CONFIG
     try:
-        config = read_file(path, TEXT_CONFIG)
+        config = read_file(path, TEXT)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"--text_encoder {name}: {path} doesn't exist; {_needs()}") from error
     except (OSError, ValueError) as error:

@@ -9,23 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from annotated_types import Interval, Len
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from opendit.common.json_file import MIB
-from opendit.common.json_models import FileKind, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import HashedStream, hash_parts
 from opendit.encoders.autoencoder_kl import AutoencoderKL, canonical_names, describes
 from opendit.encoders.folder import (
     CONFIG,
-    PretrainedConfig,
     check_size,
     fetch,
     lazy_module,
@@ -490,44 +485,6 @@ def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     return vae
 
 
-Width = Annotated[int, Interval(ge=1, le=1 << 13)]
-Widths = Annotated[list[Width], Len(1, 8)]
-Layers = Annotated[int, Interval(ge=1, le=32)]
-Positive = Annotated[float, Interval(gt=0, le=1e6)]
-Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
-
-
-class VaeConfig(PretrainedConfig):
-    """The config.json of an autoencoder of diffusers, with bounds for the fields of all supported classes."""
-
-    class_name: Word = Field("", alias="_class_name")
-    latent_channels: int = Field(1, ge=1, le=1024)
-    z_dim: int = Field(1, ge=1, le=1024)
-    in_channels: int = Field(1, ge=1, le=64)
-    out_channels: int = Field(1, ge=1, le=64)
-    block_out_channels: Widths = [1]
-    base_dim: Width = 1
-    decoder_base_dim: Width | None = None
-    dim_mult: Widths = [1]
-    layers_per_block: Layers | Annotated[list[Layers], Len(1, 8)] = 1
-    num_res_blocks: int = Field(1, ge=1, le=32)
-    norm_num_groups: int = Field(1, ge=1, le=1024)
-    patch_size: Annotated[int, Interval(ge=1, le=64)] | list[Literal[2]] | None = None
-    batch_norm_eps: Annotated[float, Interval(gt=0, le=1)] = 1e-4
-    spatial_compression_ratio: Annotated[int, Interval(ge=1, le=1024)] | None = None
-    temporal_compression_ratio: Annotated[float, Interval(ge=1, le=64)] | None = None
-    patch_size_t: Annotated[int, Interval(ge=1, le=64)] | None = None
-    spatio_temporal_scaling: Annotated[list[bool], Len(1, 8)] = [True]
-    temperal_downsample: Annotated[list[bool], Len(1, 8)] = [True]
-    scaling_factor: Positive | None = None
-    shift_factor: Shift | None = None
-    latents_mean: Annotated[list[Shift], Len(1, 4096)] | None = None
-    latents_std: Annotated[list[Positive], Len(1, 4096)] | None = None
-
-
-VAE_CONFIG = FileKind(VaeConfig, 4 * MIB)
-
-
 # Class -> names of two tensors among its weights: the mean of the latents, and their standard deviation or variance.
 STATISTICS = {FLUX2: ("bn.running_mean", "bn.running_var"), "AutoencoderKLLTXVideo": ("latents_mean", "latents_std")}
 
@@ -540,9 +497,12 @@ def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
     """Return (class, configuration) of the VAE in a folder. Raises FileNotFoundError, or ValueError, for example if the
     class is not one of ``classes``."""
+    from opendit.common.json_models import read_file  # imports pydantic, so only when a file is read
+    from opendit.encoders.schema import VAE
+
     path = Path(name).expanduser() / FILES[0]
     try:
-        config = read_file(path, VAE_CONFIG)
+        config = read_file(path, VAE)
         found = config.get("_class_name", KL)
         if found in STATISTICS and found in classes:
             config |= _stored_statistics(path.parent, found, config)

@@ -15,9 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from opendit.common.json_file import MIB, read_bounded
-from opendit.common.json_models import FileKind
 from opendit.common.utils import shown
-from opendit.encoders.folder import CONFIG, PretrainedConfig, lazy_module, loading, read_json_of, transformers_model
+from opendit.encoders.folder import CONFIG, lazy_module, loading, read_json_of, transformers_model
 from opendit.encoders.text import STEM
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.auxiliary import Alignment, without_mean
@@ -107,7 +106,6 @@ def alignment_with(features: Tensor, weight: float, spatial: bool) -> Alignment:
 
 
 ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel"
-ENCODER_CONFIG = FileKind(PretrainedConfig, MIB)
 
 
 class PictureTokens:
@@ -117,8 +115,10 @@ class PictureTokens:
     Raises FileNotFoundError or ValueError if a file is missing, or the encoder's class or width is wrong."""
 
     def __init__(self, folder: Path, width: int, device: torch.device | str):
+        from opendit.encoders.schema import PRETRAINED
+
         path = folder / ENCODER
-        config = read_json_of(path / CONFIG, ENCODER_CONFIG, f"it describes a {CLASS} of transformers")
+        config = read_json_of(path / CONFIG, PRETRAINED, f"it describes a {CLASS} of transformers")
         if config.get("model_type") not in ("clip_vision_model", "clip"):
             raise ValueError(f"{path / CONFIG}: model_type is {shown(config.get('model_type'))}, which is no {CLASS}")
         if config.get("hidden_size") != width:

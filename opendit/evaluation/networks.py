@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from opendit.common.json_models import read_file
 from opendit.common.utils import hash_parts, sha256_of, shown
 from opendit.config.names import DIGITS, FEATURE_PRECISIONS
-from opendit.encoders.folder import CONFIG, PRETRAINED, one_line, transformers_model
+from opendit.encoders.folder import CONFIG, one_line, transformers_model
+from opendit.encoders.schema import PRETRAINED
 from opendit.evaluation.digits import SIZE, ClipShape, clip_features, clips_sha256, digits_sha256, picture_features
 
 Compute = Callable[[Tensor], dict[str, Tensor]]

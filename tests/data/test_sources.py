@@ -37,7 +37,7 @@ from opendit.data import build_dataset, latents, sources
 )
 def test_each_mistake_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, data_path, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "INDEX", "latents.json")
+    monkeypatch.setattr("opendit.data.latents_index.INDEX", "latents.json")
     for name in ("pipe", "pipe.csv"):
         os.mkfifo(name)
     os.symlink("circle", "circle")
