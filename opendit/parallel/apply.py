@@ -32,13 +32,11 @@ def apply_parallel(
     compiled: bool = False,
     **compile_options: Any,
 ) -> DiT:
-    """Prepare ``model`` for a run, in place, and return it. The engine changes the parameters afterwards; for --plugin
-    fsdp it shards them with :func:`opendit.parallel.fsdp.apply_shards`.
+    """Prepare ``model`` for a run, in place, and return it. The engine later wraps or shards the parameters.
 
-    The order is stages -> experts -> tensor -> sequence -> recompute -> compile -> shards. The first three reduce the
-    model to this rank's part, on which all later changes work. ``model.use`` replaces all operations, so it precedes
-    the recomputation policy, which wraps them. torch.compile traces the model at the first call, with all these
-    changes. Shards add hooks to the blocks.
+    The order is stages -> experts -> tensor -> sequence -> recompute -> compile. Stages, experts and tensor first
+    reduce the model to the weights of this rank. ``model.use`` replaces all operations. The recomputation policy wraps
+    operations, so the policy comes later. torch.compile traces the model at the first call.
 
     Args:
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.

@@ -13,8 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks: its process group (None for a single rank), this rank's index in it, and the number of ranks,
-    P."""
+    """A group of P ranks: process group (None for a single rank), index of this rank, and P."""
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -26,7 +25,7 @@ class Group:
 
 
 class Flight:
-    """A collective in progress, and its input and output tensors, which must stay in memory until it has ended."""
+    """A collective in progress. Holds the input and output tensors, because both must stay in memory until the end."""
 
     def __init__(self, works: Sequence[Any], received: Tensor, sent: Tensor):
         self._works, self._received, self._sent = works, received, sent
@@ -43,15 +42,14 @@ class Flight:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows of a tensor (rows, ...) that a rank sends to and receives from each rank of a group, in rank
-    order."""
+    """Numbers of rows that a rank sends to, and receives from, every rank of a group, in rank order."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
     @property
     def back(self) -> "Counts":
-        """Counts of the reverse exchange, which returns every row to its source."""
+        """Counts of the reverse exchange. Every row returns to its source."""
         return Counts(self.received, self.sent)
 
 
@@ -69,11 +67,11 @@ def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) 
 
 
 class Exchange:
-    """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...).
+    """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts``, tensors are (rows, ...).
 
-    ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
-    Autograd runs nodes in the opposite order of their creation, so the backward pass of ``finish`` starts the exchange
-    of the gradient, and the backward pass of ``start`` waits for it. Use a new object for each exchange.
+    ``start`` and ``finish`` are two nodes of the autograd graph. Computation between them overlaps with the exchange.
+    The backward pass of ``finish`` starts to exchange the gradient. The backward pass of ``start`` then waits for the
+    result. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):
@@ -81,18 +79,18 @@ class Exchange:
         self.flight: Flight | None = None
 
     def start(self, send: Tensor) -> "Exchange":
-        """Start to exchange ``send``: (P, ...), with the same shape on all ranks; or (rows, ...) with ``counts``."""
+        """Start to exchange ``send``: (P, ...), with equal shapes on all ranks; or (rows, ...) with ``counts``."""
         self._received = _Start.apply(send, self)
         return self
 
     def finish(self) -> Tensor:
         """Return the received tensor: (P, ...), where row p comes from rank p; or (rows, ...) with ``counts``. Call
-        this method once for each ``start``."""
+        once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 
     def _depart(self, send: Tensor, counts: Counts | None) -> Tensor:
-        """Start the collective. Return its output tensor, which must not be read before ``_land``."""
+        """Start the collective and return its output tensor. Do not read the tensor before ``_land``."""
         self.flight = _start_all_to_all(send, self.group, counts)
         return self.flight._received
 
@@ -130,17 +128,16 @@ class _Finish(torch.autograd.Function):
 
 
 class Ring:
-    """Ring of the ranks of a group. Every rank sends tensors of one shape to the next rank while the caller computes
-    with the tensors that have arrived. Callers rely on the order in which shards arrive and pieces are requested. Any
-    other implementation must keep this order."""
+    """Ring of the ranks of a group. Every rank sends tensors to the next rank while the caller computes. All tensors
+    have one shape. Callers rely on the order in which ranks are visited."""
 
     def __init__(self, group: Group):
         self.group = group
 
     def arriving(self, shard: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, shard of that rank) for this rank, the previous rank, the rank before that, and so on. While the
-        caller works on a shard, the next one is in transit; this rank's shard must not change meanwhile. ``into`` (P,
-        *shard.shape) stores all shards."""
+        """Yield (rank, shard of that rank), from this rank backwards round the ring. The next shard arrives while the
+        caller works on a shard. This rank's ``shard`` must not change meanwhile. ``into`` (P, *shard.shape) stores all
+        shards."""
         rank, size = self.group.rank, self.group.size
         held = shard = shard.contiguous()
         if into is not None:
@@ -154,9 +151,11 @@ class Ring:
                 held = flight.wait()
 
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the sum of the tensors that the ``piece`` functions of all ranks return for this rank. ``piece(rank)``
-        returns a new tensor, which is changed in place. It is called for the previous rank first, and for this rank
-        last, while the previous sum is in transit. ``meanwhile`` is called while the last sum is in transit."""
+        """Sum tensors over all ranks. Rank r receives the sum over the ``piece(r)`` of all ranks.
+
+        ``piece`` must return a new tensor, because the tensor is changed in place. The calls begin with the previous
+        rank and end with this rank, and overlap with communication. ``meanwhile`` is called during the last transfer.
+        """
         rank, size = self.group.rank, self.group.size
         flight = None
         for step in range(1, size):
@@ -203,9 +202,11 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks, on every rank; return the first N = ``length`` tokens (B, N, F). Every
-    rank must compute the same loss from the result, so the backward pass needs no communication. It returns P times the
-    gradient of this rank's tokens. With this factor, the mean over all ranks equals that over data-parallel ranks."""
+    """Gather the tokens (B, n, F) of all ranks. Return the first N = ``length`` (B, N, F).
+
+    Every rank must compute the same loss from the result. The backward pass returns P times the gradient of this rank's
+    tokens, without communication. Averaging over all ranks then removes the factor P.
+    """
     return _GatherTokens.apply(x, length, group.size, group)
 
 
@@ -216,8 +217,8 @@ def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
 
 
 def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
-    """Start a reduce-scatter of x along ``dim``: this rank receives its slice of the sum over all ranks. The number of
-    ranks must divide the size of that dimension."""
+    """Start to sum x over all ranks. This rank receives its slice of the sum along ``dim``. P must divide that
+    dimension."""
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     share = parts.new_empty(parts.shape[1:])
     work = dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=group.handle, async_op=True)
@@ -267,7 +268,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def join(share: Tensor, dim: int, group: Group) -> Tensor:
     """Gather the slices ``share`` of all ranks and concatenate them along ``dim``. The backward pass sums the gradients
-    of all ranks, because ranks may use the result differently."""
+    over all ranks."""
     return _Join.apply(share, dim, group)
 
 
@@ -276,20 +277,18 @@ def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over all ranks, on every rank. The backward pass also sums the gradients, because the loss
-    of every rank depends on the x of every rank."""
+    """Return the sum of x over all ranks, on every rank. The backward pass sums the gradients, too."""
     return _SumOverRanks.apply(x, group)
 
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:
-    """Gather the tokens (B, n, F) of all ranks, on every rank; return the first N = ``length`` tokens (B, N, F). Every
-    rank must compute the same loss from the result. The backward pass returns the gradient of this rank's tokens."""
+    """Gather the tokens (B, n, F) of all ranks and return the first N = ``length`` (B, N, F). Every rank must compute
+    the same loss from the result. The backward pass returns the gradient of this rank's tokens."""
     return _GatherTokens.apply(x, length, 1, group)
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """Computes x W^T of the gathered tokens. The weight's gradient needs the tokens of all ranks. These are not saved;
-    the backward pass gathers them again while it computes the input's gradient."""
+    """Computes x W^T of the gathered tokens. To save memory, the backward pass gathers the tokens again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
@@ -312,8 +311,8 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """Gather the tokens x (B, n, in) of all ranks. Return x W^T + bias (B, P n, out / P) of all tokens, for this rank's
-    weight (out / P, in)."""
+    """Gather the tokens x (B, n, in) of all ranks. Return x W^T + bias (B, P n, out / P) for this rank's weight (out /
+    P, in)."""
     return _ColumnProduct.apply(x, weight, bias, group)
 
 
@@ -322,11 +321,9 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group)
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """``model(x, t, y)`` whose batch is divided among the ranks of ``group``. Every rank gets the full result.
+    """``model(x, t, y)`` that divides the batch among the ranks of ``group``. Every rank gets the full result.
 
-    Guidance calls the model on one batch, the conditional half followed by the unconditional half. With two ranks each
-    computes one half, and one all-gather exchanges the predictions. If the batch size is not divisible by the number of
-    ranks, the last sample is computed several times.
+    If P does not divide the batch size, the last sample is computed several times.
     """
 
     model: Callable[[Tensor, Tensor, Any], Tensor]

@@ -1,10 +1,9 @@
-"""Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens are sent
-to the ranks of the experts that have chosen them (opendit/parallel/sequence/__init__.py); see docs/parallelism.md.
+"""Expert parallelism (EC-DiT): ranks have different experts of every block. See docs/parallelism.md.
 
-The group consists of data-parallel and sequence-parallel ranks, which have different tokens. The gradient that a rank
-computes for its experts is therefore already the sum over the tokens of its group. The ranks that have the same experts
-(the group ``ep_shard``) divide the weights of these experts among them; a block's weights are gathered when the block
-is called. Copies of the model sum their gradients.
+The ranks of the group ``ep`` divide the experts. Tokens are sent to the ranks of the experts that chose them. A rank
+computes its experts' gradient from the tokens of all ranks of ``ep``.
+
+The ranks of the group ``ep_shard`` have equal experts and divide their weights. A called block gathers these weights.
 """
 
 import functools
@@ -32,13 +31,14 @@ STACKS = ("expert_fc1", "expert_fc2")
 
 
 def expert_group(mesh: Mesh) -> Group | None:
-    """Return this rank's group of ranks that have different experts. None without expert parallelism, or if
-    tensor-parallel ranks divide the experts."""
+    """Return this rank's ``ep`` group. None without expert parallelism, or if tensor-parallel ranks divide the
+    experts."""
     return Group.of(mesh.group("ep")) if mesh.dims.ep > 1 and mesh.tp_size == 1 else None
 
 
 def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
-    """Raise ValueError, which names sizes that work, unless this size of expert parallelism works with the model."""
+    """Raise ValueError if this size of expert parallelism does not work with the model. The message names sizes that
+    work."""
     check_divisible(config, "ep", dims.ep)
     shards = dims.size("ep_shard")
     for name, weights in _stacks(config).items() if dims.ep > 1 else ():
@@ -77,10 +77,12 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 
 
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
-    """Divide this rank's stacks of experts, as flat and even shards, among the ranks that have the same experts, in
-    place. All ranks must call this together, after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and
-    gradients are summed in ``reduce_dtype``. Return the stacks' parameters; new ones have no values. Return an empty
-    set if experts are not divided."""
+    """Divide this rank's stacks of experts among the ranks of ``ep_shard``, as flat and even shards, in place.
+
+    Call this function on all ranks, after :func:`divide_among`. Blocks gather the stacks in ``dtype``. Gradients are
+    summed in ``reduce_dtype``. Return the stacks' parameters, or an empty set if experts are not divided. New
+    parameters have no values yet.
+    """
     if expert_group(mesh) is None:
         return set()
     shards, copies = mesh.group("ep_shard"), mesh.group("dp_replicate")
@@ -102,9 +104,9 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """Settings for the ranks that have the same experts and divide their weights. shards: those ranks; None if this
-    rank has the full weights. copies: the ranks with copies of this rank's shard. averaged: number of ranks whose
-    losses are averaged. dtype, reduce_dtype: dtypes of gathered weights and of summed gradients."""
+    """Settings of :func:`shard_experts`. shards: the ranks that divide the weights; None if this rank has full weights.
+    copies: the ranks with copies of this rank's shard. averaged: number of ranks that average their losses. dtype,
+    reduce_dtype: dtypes of gathered weights and of summed gradients."""
 
     shards: Group | None
     copies: dist.ProcessGroup | None
@@ -118,9 +120,8 @@ def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) 
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the full stack from the ranks' shards. The gradient of a stack is already the sum over the tokens of this
-    rank's group. The backward pass adds the gradients of the other ranks with the same experts, and divides by
-    ``averaged``."""
+    """Gathers the full stack from its shards. The backward pass sums the gradient over the ranks with these experts,
+    and divides by ``averaged``."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, shape: tuple[int, ...], how: Sharing) -> Tensor:

@@ -1,5 +1,4 @@
-"""Shards of a model's parameters under torch's FSDP2 (--plugin fsdp): ``fully_shard``, shards that are gathered in
-float8, and shards in host memory.
+"""Shards of a model's parameters under torch's FSDP2 (--plugin fsdp).
 
 FSDP2 gathers the weights of a unit when the unit is called. :func:`apply_shards` divides the model into units.
 :class:`Float8Shards` makes FSDP2 gather float8 weights, and :func:`move_to_host` moves shards to host memory.
@@ -32,13 +31,12 @@ class Sharding:
     """Settings by which ``fully_shard`` divides a model.
 
     Attributes:
-        dtype: dtype of the gathered weights, and of the shards of frozen weights. Other shards keep their dtype.
+        dtype: dtype of gathered weights and of frozen shards. Other shards are not cast.
         reduce_dtype: dtype in which gradients are summed over ranks.
-        keep_gathered: True to keep gathered weights from the forward to the backward pass (the traffic of ZeRO-2).
-        keep_gradients: True to accumulate unreduced gradients and to reduce them only in the last backward pass of a
-            step.
+        keep_gathered: True to free gathered weights only after the backward pass. The traffic is as in ZeRO-2.
+        keep_gradients: True to reduce gradients only in the last backward pass of a step.
         gather_float8: True to gather the weights of :func:`float8_weights` in float8, with equal results.
-        hosted: number of blocks whose shards lie in host memory.
+        hosted: number of blocks with shards in host memory.
     """
 
     dtype: torch.dtype = torch.float32
@@ -52,13 +50,12 @@ class Sharding:
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the parameters of ``model`` with ``fully_shard``, in place.
 
-    The ranks of the group ``fsdp`` divide every parameter along dimension 0, and each of ``dp_replicate`` such groups
-    has a copy of the model. The weights of each unit of the plan are gathered while the preceding unit computes. They
-    are freed after each call, or with ``keep_gathered`` only after the backward pass. Experts that ranks divide are
-    gathered separately (``opendit.parallel.experts``). Frozen weights are stored in ``sharding.dtype``. Each block
-    computes its modulation when it is called, because its weights exist only then.
+    The ranks of the group ``fsdp`` divide every parameter along dimension 0. Weights of a unit are gathered while the
+    preceding unit computes. Gathered weights are freed after each call, or with ``keep_gathered`` after the backward
+    pass. Divided experts are gathered separately (``opendit.parallel.experts``). Each block computes its modulation
+    when called, because its weights exist only then.
     """
-    # imported here, because the import takes 0.5 s, which sampling avoids
+    # The import takes 0.5 s. Sampling does not need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
@@ -80,7 +77,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     for module in called:
         fully_shard(module, **settings)
     model.modulate_in_blocks = True
-    # Parameters outside of all units are used at both ends of the forward and backward pass, so they stay gathered.
+    # Parameters outside of all units are used at both ends of each pass, so they stay gathered.
     settings["reshard_after_forward"] = False
     fully_shard(model, **settings)
     ahead = AHEAD if sharding.hosted else PREFETCHED
@@ -90,8 +87,10 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
 
 
 def float8_weights(model: DiT) -> list[str]:
-    """Return the names of the weights that only float8 operations read. The list is empty if blocks are compiled,
-    because torch's compiler can't handle weights that exist in float8 only."""
+    """Return the names of the weights that only float8 operations read.
+
+    The list is empty if blocks are compiled: torch's compiler can't handle weights that exist in float8 only.
+    """
 
     def in_float8(operation: str) -> bool:
         kernel = model.ops.kernel(operation)
@@ -107,22 +106,20 @@ def float8_weights(model: DiT) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ gathering in float8
 #
-# If the shard of a parameter has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2 calls them to
-# get the tensors to gather, and to convert the result. FSDP2 intends them as methods of a subclass of Tensor. Here the
-# methods are attributes of the shard, which stays an ordinary fp32 tensor. All code for the state of parameters
-# (masters, moments, averages, the optimizer's kernels, DTensor) therefore works with the shard unchanged.
+# FSDP2 calls two methods of a shard, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, if they exist. FSDP2 expects
+# them in a subclass of Tensor. Here they are attributes of the shard. The shard stays an ordinary fp32 tensor, so all
+# other code works unchanged.
 #
-# The tensor to gather has this rank's rows in e4m3: half as many bytes as bf16, and the operations need not cast the
-# weights. :meth:`Float8Shards.refresh` computes it whenever the shards have changed. A step therefore quantises only
-# once, although several passes gather.
+# The gathered tensor has this rank's rows in e4m3, half as many bytes as bf16. :meth:`Float8Shards.refresh` computes
+# the rows whenever the shards have changed, so a step quantises only once.
 
 
 class Float8Shards:
     """Float8 copies of this rank's shards of some weights, for FSDP2 to gather.
 
-    ``model`` has been sharded, and has memory for its shards. Weights are rounded to ``dtype``, the dtype of the
-    forward pass, before they are quantised, so that the values equal those of weights gathered in ``dtype``. ``group``
-    holds the shards of one copy of the model.
+    ``model`` must be sharded, with memory for its shards. ``dtype`` is the dtype of the forward pass. Weights are
+    rounded to ``dtype`` before quantisation, as without float8 gathering. ``group``: ranks that divide one copy of the
+    model.
     """
 
     @torch.no_grad()
@@ -132,23 +129,23 @@ class Float8Shards:
         weights = [managed for managed in managed_parameters(model) if id(managed.sharded_param) in wanted]
         shards, sent = [], []
         for weight in weights:
-            # not to_local(), which may return a view of this tensor as a new object
+            # to_local() may return a view of this tensor as a new object
             shard = weight._sharded_local_tensor
             shards.append(shard)
             sent.append(shard.new_zeros(weight.padded_sharded_param_size, dtype=torch.uint8))
         self._quantizer = ShardQuantizer(shards, sent, dtype)
         for weight, *parts in zip(weights, shards, sent, self._quantizer.descales.split(1), strict=True):
             shard, rows, descale = parts
-            # FSDP2 looks for the two methods on this tensor; Any, because type checkers know no such attributes
+            # FSDP2 looks for the two methods on this tensor. Any, because type checkers know no such attributes.
             hooked: Any = shard
             gathered = _Gathered(rows, descale, weight.sharded_param.shape[0])
             hooked.fsdp_pre_all_gather = gathered.fsdp_pre_all_gather
             hooked.fsdp_post_all_gather = gathered.fsdp_post_all_gather
-            weight._init_extensions()  # repeat FSDP2's search for the methods, which it made when it created the shard
+            weight._init_extensions()  # let FSDP2 search for the methods again
 
     def refresh(self) -> None:
-        """Quantise the shards again after they have changed, with one scale for each full weight. All ranks of the
-        group must call this together."""
+        """Quantise the shards again after a change, with one scale for each full weight. Call on all ranks of the
+        group."""
         amax = self._quantizer.amax()
         if self._group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
@@ -172,26 +169,23 @@ class _Gathered:
         data = gathered[0].view(E4M3)[: self._length]
         if out is None:
             return Float8Weight(Float8(data, self._descale), dtype), ()
-        # FSDP2 gathers into the same memory every time, of which ``out`` is a view.
+        # FSDP2 gathers into one place every time. ``out`` is a view of this memory.
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
 
 
 # ------------------------------------------------------------------------------------------ shards in host memory
 #
-# --offload blocks[:N]: a rank's shards of the blocks' parameters lie in its page-locked host memory. To gather a
-# block's weights, FSDP2 first copies each rank's shard to its device on a side stream. It begins up to AHEAD blocks
-# before the block is needed, in the forward and the backward pass. So the link between a rank's host and device carries
-# only that rank's shards. Shards of frozen weights are never copied back. For trained weights, the reduced gradients
-# are copied to the host, and the optimizer's kernels update the masters there.
+# --offload blocks[:N] stores a rank's shards of N blocks in page-locked host memory. To gather a block's weights, FSDP2
+# first copies every rank's shard to the device. The copy starts up to AHEAD blocks early, on a side stream. Reduced
+# gradients of trained weights are copied to the host, and the optimizer's kernels update the masters there.
 #
-# FSDP2's CPUOffloadPolicy also does this, but only for all parameters of a unit, and with the optimizer on the CPU.
-# This module sets the policy's attributes for single parameters. LoRA's weights can therefore stay on the device while
-# frozen weights of the same unit are on the host, and a GPU computes the update.
+# FSDP2's CPUOffloadPolicy moves all parameters of a unit, and updates on the CPU. This module sets the policy's
+# attributes for single parameters. So LoRA's weights can stay on the device, and a GPU computes the update.
 
 
 def hosted_parameters(model: Any, count: int) -> list[str]:
-    """Return the names of the parameters whose shards belong in host memory: those of ``count`` evenly spaced blocks.
-    If the model has frozen parameters (--lora), only frozen ones are named."""
+    """Return the names of the parameters in ``count`` evenly spaced blocks, for :func:`move_to_host`. If the model has
+    frozen parameters (--lora), return only frozen ones."""
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     prefixes = tuple(f"blocks.{number}." for number in spread_numbers(len(model.blocks), count))
     named = ((n, p) for n, p in model.named_parameters() if n.startswith(prefixes))
@@ -200,8 +194,8 @@ def hosted_parameters(model: Any, count: int) -> list[str]:
 
 @torch.no_grad()
 def move_to_host(model: nn.Module, names: list[str], device: torch.device) -> None:
-    """Move the shards of these parameters of a sharded model to host memory, page-locked if the device is a GPU. The
-    parameters become new DTensors with the same values, unless they are on the meta device and have none."""
+    """Move the shards of these parameters to host memory, page-locked if the device is a GPU. ``model`` must be
+    sharded. The parameters become new DTensors with equal values, or without values on the meta device."""
     parameters = dict(model.named_parameters())
     wanted = {id(parameters[name]) for name in names}
     moved = [managed for managed in managed_parameters(model) if id(managed.sharded_param) in wanted]

@@ -1,9 +1,10 @@
 """Hardware models for the cost models: rates of a card, and of the links between cards and between machines.
 
-:data:`H200` has rates measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The rates of the other
-cards in :data:`CARDS` are not measured, but scaled from the H200's by the ratios of the data sheets. ``python -m
-opendit.cli.links`` measures the machines on which it runs (opendit/parallel/hardware_measurement.py). Its file takes
-precedence over these rates. This module does not need torch.
+:data:`H200` has rates measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The other cards' rates are
+estimates: the H200's rates, scaled by the ratios of the data sheets. ``python -m opendit.cli.links`` measures the
+current machines and writes a file. The file takes precedence over these rates.
+
+This module does not need torch.
 """
 
 import json
@@ -21,8 +22,8 @@ FORMAT = "opendit-hardware-1"  # format of the file
 @dataclass(frozen=True)
 class HardwareModel:
     """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink. FLOP
-    rates are those of single operations. In a training step, the power limit reduces the rate of matrix products to the
-    fraction ``sustained``. ``direct`` is a property of the ranks for which a cost is computed, not of the card."""
+    rates are measured with single operations. In a training step, the power limit reduces matrix products to the
+    fraction ``sustained``. ``direct`` describes the ranks, not the card."""
 
     name: str = "H200"
     origin: str = "measured on H200s, links between machines assumed"
@@ -32,35 +33,34 @@ class HardwareModel:
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
     launch: float = 4e-6  # fixed seconds per matrix product
-    # FLOP/s of attention, divided by the number of a head's elements (at most 128). Heads of 72 and of 128 elements
-    # take equally long; a head of at most 64 takes the fraction ``small`` of that time. The backward pass has 2.5 times
-    # the FLOPs.
+    # FLOP/s of attention, divided by the size of a head (at most 128). Heads of 72 and 128 elements take equally long.
+    # Heads of up to 64 elements take the fraction ``small`` of the time. The backward pass has 2.5 times the FLOPs.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69
     attention_half: int = 115  # number of keys at which attention reaches half of these rates
     attention_half_backward: int = 256
-    partial: float = 2.9e12  # like ``attention``, for the kernel that attends to some keys and returns log-sum-exps
+    partial: float = 2.9e12  # like ``attention``, for the kernel that returns log-sum-exps, too
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96
-    # seconds that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
+    # seconds to launch a block's kernels, forward and backward, without a CUDA graph
     host: float = 2.2e-3
     multiprocessors: int = 132
     tile: int = 128  # queries that one multiprocessor processes at a time
     # ------------------------------------------------------------------------------------------- links of a machine
     link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or in one hop of a ring
-    # (number of ranks on a machine, bytes/s that each of these ranks receives in an all-gather)
+    # (number of ranks on a machine, bytes/s that every rank receives in an all-gather)
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
     copies: float = 270 * GIB  # bytes/s that copy engines transfer while matrix products run
     latency: float = 20e-6  # seconds, latency of a collective or of one hop of a ring
     barrier: float = 5e-6  # seconds, latency of an exchange through symmetric memory
-    # seconds for each other rank and each direction in FastSeq: starting a copy, and smaller products
+    # FastSeq: seconds for another rank and direction, to start a copy and to divide products
     part: float = 10e-6
-    group: float = 40e-6  # seconds for each additional group of heads, forward and backward: more and smaller kernels
-    tail: float = 0.03  # fraction of a wave of attention that is idle at the end of each additional group of heads
+    group: float = 40e-6  # seconds for each additional group of heads, forward and backward
+    tail: float = 0.03  # fraction of a wave of attention that is idle at the end of an additional group of heads
     overlap: float = 0.3  # fraction of a collective that concurrent computation of the same length hides
-    host_link: float = 100e9  # bytes/s between a card and its host, both directions together
+    host_link: float = 100e9  # bytes/s between a card and its host, sum of both directions
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
     node_latency: float = 10e-6  # seconds, latency of a hop between machines, assumed
@@ -71,9 +71,8 @@ class HardwareModel:
         return below[-1] if below else self.gather[0][1]
 
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
-        """Return the FLOP/s of attention (forward, backward) for heads of this size, if each query attends to ``keys``
-        keys."""
-        # A tile with fewer keys takes the same time as a full tile, so the rate is lower.
+        """Return attention's FLOP/s (forward, backward) for this head size and ``keys`` keys for each query."""
+        # A tile with fewer keys takes as long as a full tile, so the rate is lower.
         elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)
@@ -85,8 +84,8 @@ H200 = HardwareModel()
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet of a card: memory in GiB as torch reports it, TFLOP/s of dense products in bf16 and fp8, TB/s of the
-    memory, and GB/s to other cards in each direction."""
+    """Data sheet of a card. capacity: GiB, as torch reports them. bf16, fp8: TFLOP/s of dense products. memory: TB/s.
+    link: GB/s to other cards in each direction."""
 
     capacity: float
     bf16: float
@@ -105,8 +104,8 @@ CARDS = {
 
 
 def of_card(name: str) -> HardwareModel | None:
-    """Return the hardware model of a card whose name (such as "NVIDIA A100-SXM4-80GB") contains a key of :data:`CARDS`,
-    or None."""
+    """Return the hardware model of a card, such as "NVIDIA A100-SXM4-80GB". None if the name contains no key of
+    :data:`CARDS`."""
     found = next((card for card in CARDS if card.lower() in name.lower()), None)
     if found is None or found == "H200":
         return H200 if found else None
@@ -133,7 +132,7 @@ def save(model: HardwareModel, path: Path) -> None:
 
 
 def load(path: Path) -> HardwareModel:
-    """Read a file that :func:`save` has written. Raises ValueError, which names the problem, for any other file."""
+    """Read a file written by :func:`save`. Raises ValueError for any other file."""
 
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} is no file of python -m opendit.cli.links ({what}); measure again")
@@ -168,9 +167,9 @@ def _positive(*values) -> bool:
 
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
-    """Return the hardware model to use, and a description of its origin, for the value of --hardware (a card of
-    :data:`CARDS`, a file, or None) and the name of this process's card, if any. Raises ValueError for an unknown card
-    and for an invalid file."""
+    """Return the hardware model to use, and a line about its origin. asked: value of --hardware (a card of
+    :data:`CARDS`, a file, or None). card: name of this process's card, if any. Raises ValueError for an unknown card in
+    ``asked`` and for an invalid file."""
     if asked is not None:
         model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
         if model is None:

@@ -60,11 +60,11 @@ class _Timer:
 
 
 def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
-    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. All ranks must call this
-    together. Raises ValueError if the number of ranks is not a multiple of ``node``.
+    """Measure the hardware of the ranks of ``mesh``, with ``node`` ranks on each machine. Call on all ranks. Raises
+    ValueError if the number of ranks is not a multiple of ``node``.
 
-    Launches, exchanges through symmetric memory, the overlap of communication, and links that need more ranks are not
-    measured. Their values come from :func:`of_card`, or from the H200.
+    Some fields are not measured: launches, symmetric memory, overlap, and links that need more ranks. Their values come
+    from :func:`of_card`, or from the H200.
     """
     world, cuda = mesh.world_size, mesh.device.type == "cuda"
     if world % node:
@@ -109,8 +109,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
 
 
 def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Measure the links of a machine: all-gathers in groups of neighbouring ranks, and in the largest of these groups
-    also all-to-alls and transfers of one shard to the next rank."""
+    """Measure the links of a machine: all-gathers in groups of neighbouring ranks. Measure all-to-alls and transfers to
+    the next rank only in the largest group."""
     world, gathers = mesh.world_size, []
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:
@@ -134,7 +134,7 @@ def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]
 
 
 def _across(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, float]:
-    """Measure the links between machines while all ranks use them at the same time."""
+    """Measure the links between machines while all ranks use them at once."""
     nodes = mesh.world_size // node
     group = mesh.divided(ParallelDims(dp_replicate=nodes, dp_shard=node)).group("dp_replicate")
     small = torch.empty(nodes, dtype=torch.uint8, device=mesh.device)

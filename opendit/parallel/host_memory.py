@@ -15,8 +15,8 @@ PORTABLE_AND_MAPPED = 3
 
 
 class HostMemory:
-    """fp32 ``numbers`` (numel,) in host memory, initially zero. The ``pages`` are page-locked if ``device`` is a GPU,
-    and are freed with the last tensor that uses them."""
+    """fp32 ``numbers`` (numel,) in host memory, initially zero. If ``device`` is a GPU, ``pages`` is page-locked. The
+    memory is freed with the last tensor that uses it."""
 
     def __init__(self, numel: int, device: torch.device):
         # Not pin_memory=True, because torch's pinned allocator rounds up to powers of two: 10.8 GB would take 16 GiB.
@@ -35,9 +35,9 @@ class HostMemory:
         self.pages.unlock()
 
     def take(self, like: Sequence[Tensor], start: int, multiple: int = 1) -> tuple[list[Tensor], int]:
-        """Return (tensors with the shapes of ``like``, end index of the last one including padding). The tensors are
-        consecutive views of ``numbers``, starting at index ``start``. Each is padded to a multiple of ``multiple``
-        numbers."""
+        """Return (tensors, end). The tensors are consecutive views of ``numbers`` with the shapes of ``like``, starting
+        at index ``start``. Each is padded to a multiple of ``multiple`` numbers. ``end`` is the index after the last
+        tensor and its padding."""
         ends = list(accumulate((padded(tensor.numel(), multiple) for tensor in like), initial=start))
         parts = [
             self.numbers[first : first + tensor.numel()].view(tensor.shape)
@@ -51,8 +51,8 @@ def padded(size: int, multiple: int) -> int:
 
 
 class Pages(mmap.mmap):
-    """Memory mapping that can be page-locked, and is unlocked before it is freed. Without unlocking, the driver would
-    consider the pages locked forever, and memory mapped at the same address later could not be locked."""
+    """Memory mapping that can be page-locked, and is unlocked before it is freed. Otherwise the driver would consider
+    the pages locked forever, and new memory at that address could not be locked."""
 
     _address = 0
 
@@ -74,15 +74,16 @@ class Pages(mmap.mmap):
 
 
 class SideStream:
-    """Second stream, whose kernels run concurrently with the current stream. The host does not wait for them. On a CPU,
-    calls are deferred until ``join``, so that tests on a CPU also detect a missing wait."""
+    """Second stream for kernels that run concurrently with the current stream. The host does not wait. On a CPU, calls
+    are deferred until ``join``, so that CPU tests detect a missing wait."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which enqueues kernels. These kernels start after all kernels on the current stream so far."""
+        """Call ``work``, so that its kernels run on the side stream. They start after all kernels on the current stream
+        so far."""
         if self._stream is None:
             self._held.append(work)
             return
@@ -113,31 +114,28 @@ def spread_numbers(depth: int, count: int) -> list[int]:
 
 
 class StreamedBlocks:
-    """Frozen weights of some blocks, stored in host memory and streamed to the GPU (--offload blocks[:N]).
+    """Frozen weights of ``count`` blocks, stored in host memory and streamed to the GPU (--offload blocks[:N]).
 
-    The constructor replaces these parameters, which may be on the meta device, by views of the slots. Write the
-    weights' values to ``host`` before the first call of a block.
+    The constructor replaces the blocks' frozen parameters by views of slots on the GPU. The replaced parameters may be
+    on the meta device. Write the weights' values to ``host`` before the first call of a block.
 
-    The frozen weights of a block are contiguous in page-locked host memory. The GPU has AHEAD + 1 slots, each as large
-    as the largest streamed block. The weights of the n-th streamed block are views of slot n % (AHEAD + 1). When a
-    block is called, a side stream begins to copy the next AHEAD blocks (in the backward pass, the AHEAD blocks before
-    it) into slots whose blocks are no longer needed. The device waits until the called block has been copied; the host
-    never waits.
+    The GPU has AHEAD + 1 slots, each with room for the largest streamed block. The n-th streamed block uses slot n %
+    (AHEAD + 1). When a block is called, a side stream begins to copy the next AHEAD blocks. In the backward pass it
+    copies the previous AHEAD blocks. The device waits for the called block's weights; the host never waits.
 
-    Blocks must be recomputed in the backward pass, so that a block's weights are read only during its calls. Weights
-    are never copied back, because they do not change.
+    Blocks must be recomputed in the backward pass, because a block's weights are valid only during its calls.
 
-    Copies can be part of a CUDA graph. A recorded pass treats all slots as empty and copies every block, because the
-    slots' content at a replay is unknown. After a recording, every other pass also treats the slots as empty.
+    Copies can be recorded in a CUDA graph. A recorded pass copies every block, because the slots' content at a replay
+    is unknown. After a recording, other passes copy every block, too.
 
-    ``count`` blocks are streamed. On a CPU, where copies are not asynchronous, ``deferred`` copies a block as late as
-    possible instead of as early as possible; tests check that both give the same results. ``copied`` counts copies
-    begun. ``recordable`` is True if the backward pass reaches the first streamed block, and so waits for all copies.
+    deferred: on a CPU, True copies a block as late as possible, False as early as possible. Tests compare both.
+    copied: number of copies begun.
+    recordable: True if the backward pass reaches the first streamed block, and so waits for all copies.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
         self._device, self._deferred, self.copied = device, deferred, 0
-        # The streamed blocks are spread evenly, so that other blocks compute between two copies.
+        # Streamed blocks are spread evenly, so that other blocks compute between two copies.
         numbers = spread_numbers(len(model.blocks), count)
         blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
         self.blocks = len(blocks)
@@ -172,8 +170,7 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context in which modulations are computed outside the blocks, so that sampling can compute them for
-        many steps at once."""
+        """Return a context for sampling. Modulations are computed outside the blocks, for many steps at once."""
         self._model.modulate_in_blocks = False
         self._forget()
         try:
@@ -193,8 +190,8 @@ class StreamedBlocks:
             self._forget()
 
     def _hook(self, number: int, of_block: bool) -> Callable[..., None]:
-        """Return a hook to run before a block and before each module in it. Modules inside a block need the hook
-        because sampling calls modulations without the block."""
+        """Return a hook to run before a block and before each module in the block. Modules need the hook because
+        sampling calls modulations without the block."""
 
         def use(*_: Any) -> None:
             if of_block or self._last != number or number not in self._holds:
@@ -241,6 +238,7 @@ class StreamedBlocks:
 
 
 def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
-    """Return (bytes in host memory, bytes of the slots) if ``count`` of the blocks of these sizes are streamed."""
+    """Return (bytes in host memory, bytes of the slots) if ``count`` of these blocks are streamed. sizes: bytes of
+    every block."""
     streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

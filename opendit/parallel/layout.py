@@ -1,14 +1,12 @@
 """Map every parameter's canonical full tensor to this rank's shard, and back.
 
-The canonical tensor of a parameter is the full tensor in the model's own shape, as in a checkpoint. A sequence of cuts,
-outer to inner, defines a rank's shard of it. For example, a cut by ``tp`` selects the rows of the rank's heads, and a
-cut by ``fsdp`` selects a part of these rows. A parameter is replicated over groups for which it has no cut. All state
-of parameters (masters, moments, averages) is stored as shards, and only :class:`Layout` converts between shards and
-canonical tensors.
+A canonical tensor has the parameter's shape in the model, as in a checkpoint. A sequence of cuts, outer to inner,
+defines a rank's shard. For example, a cut by ``tp`` selects the rows of the rank's heads, and a cut by ``fsdp`` selects
+some of these rows. A parameter is replicated over groups for which it has no cut. Only :class:`Layout` converts between
+shards and canonical tensors.
 
-:class:`Runs` describes a shard as a list of contiguous ranges of the flattened canonical tensor, in the order of the
-shard. Every sequence of cuts can be converted to such runs. Shards of different layouts can therefore be compared, and
-their common elements copied from one to the other.
+:class:`Runs` describes a shard as contiguous ranges of the flattened canonical tensor, in the shard's order. With runs,
+elements can be copied between shards of different layouts.
 """
 
 import itertools
@@ -30,9 +28,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """One division of a tensor among the ranks of a group of the mesh, along ``dim``. If ``dim`` is None, the flattened
-    tensor is divided. ``ranges`` holds each rank's ranges [start, stop) of indices, in the order of the shard.
-    Together, the ranks hold every index exactly once."""
+    """Division of a tensor among the ranks of a mesh group, along ``dim``. If ``dim`` is None, the flattened tensor is
+    divided. ``ranges`` has each rank's ranges [start, stop), in the shard's order. Every index belongs to exactly one
+    rank."""
 
     group: str
     dim: int | None
@@ -42,8 +40,8 @@ class Cut:
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
 
     def check(self, shape: tuple[int, ...], ranks: int) -> None:
-        """Raise ValueError unless the cut divides a tensor of this shape among this number of ranks, so that together
-        they hold every index exactly once."""
+        """Raise ValueError unless this cut divides a tensor of this shape among this number of ranks. Every index must
+        belong to exactly one rank."""
         if self.dim is not None and not 0 <= self.dim < len(shape):
             raise ValueError(f"{self.group}: a tensor of {len(shape)} dimensions can't be divided along {self.dim}")
         if len(self.ranges) != ranks:
@@ -79,8 +77,8 @@ def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a canonical tensor that a rank holds: its shape, and (dim, ranges) of every cut, outer to inner. Each cut
-    takes these ranges along ``dim`` of the previous result (flattened if None), and concatenates them."""
+    """A rank's shard of a canonical tensor: shape, and (dim, ranges) of every cut, outer to inner. Each cut selects
+    ranges along ``dim`` and concatenates them. A ``dim`` of None flattens the tensor first."""
 
     shape: tuple[int, ...]
     slices: tuple[tuple[int | None, tuple[Range, ...]], ...]
@@ -99,8 +97,8 @@ class Shard:
         return shard
 
     def flat_part(self, part: int, parts: int) -> "Shard":
-        """Divide the flattened shard into ``parts`` even parts and return number ``part``. Return the shard itself if
-        ``parts`` is 1."""
+        """Divide the flattened shard evenly into ``parts``, and return number ``part``. If ``parts`` is 1, return the
+        shard itself."""
         if parts == 1:
             return self
         ranges = _even(self.numel, parts)[part]
@@ -110,10 +108,13 @@ class Shard:
 class Layout:
     """Shards of a set of parameters on this rank of a mesh.
 
-    The constructor creates the process groups that the cuts name, so all ranks must build their layouts in the same
-    order. ``cuts`` has every parameter's cuts, outer to inner. Each cut divides this rank's shard from the previous
-    cut. Parameters named in ``on_every_stage`` are on all ranks of a pipeline, the others on this rank's stages only.
-    Raises ValueError for a cut that does not hold every index exactly once, or does not fit its group.
+    The constructor creates process groups, so all ranks must build their layouts in one order. Raises ValueError for a
+    cut that does not assign every index exactly once, or does not fit its group.
+
+    Args:
+        cuts: every parameter's cuts, outer to inner. Each cut divides the result of the previous cut.
+        on_every_stage: names of the parameters on all ranks of a pipeline. Other parameters are only on this rank's
+            stages.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Layout:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.cuts = {name: tuple(cuts[name]) for name in self.shapes}
         self._local: dict[str, Shard] = {}
-        self._before: dict[str, list[tuple[int, ...]]] = {}  # shape of this rank's part before each cut
+        self._before: dict[str, list[tuple[int, ...]]] = {}  # shape of this rank's slice before each cut
         for name, shape in self.shapes.items():
             before, slices = [], []
             for cut in self.cuts[name]:
@@ -149,9 +150,7 @@ class Layout:
         return self._local[name].take(full)
 
     def replicas(self, name: str) -> list[int]:
-        """Return the ranks that hold the same shard of a parameter as this rank, in order, including this rank. These
-        ranks have the same index in all groups of the parameter's cuts, and the same stages unless the parameter is on
-        every stage."""
+        """Return the ranks with this rank's shard of a parameter, in order, including this rank."""
         dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
         groups |= set() if name in self._on_every_stage else {"pp"}
         mine = [dims.coordinate(group, self.mesh.rank) for group in groups]
@@ -159,9 +158,9 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """Return the full tensor, in new memory, from the shards of all ranks. The ranks of every group that divides
-        the parameter must call this together, and gather parameters in the same order. The result is on the shard's
-        device if this rank's shard suffices, otherwise on the device of the mesh."""
+        """Return the full tensor, in new memory, from the shards of all ranks. Call on all ranks that divide the
+        parameter, for all parameters in one order. The result is on the mesh's device, or on the shard's device if no
+        rank communicates."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
@@ -169,7 +168,7 @@ class Layout:
         return full.clone() if alone else full
 
     def _join(self, cut: Cut, shape: tuple[int, ...], shard: Tensor) -> Tensor:
-        """Undo ``cut``. Gather the shards of all ranks of its group, and return the tensor of ``shape``."""
+        """Undo ``cut``: gather the shards of its group, and return the tensor of ``shape``."""
         group, flat = self.mesh.group(cut.group), shard.reshape(-1)
         across = math.prod(shape) // shape[cut.dim] if cut.dim is not None and shape[cut.dim] else 1
         sizes = [length * across for length in cut.lengths()]
@@ -195,7 +194,7 @@ class Layout:
 
 
 def _in_order(cut: Cut) -> bool:
-    """Return True if the ranks' shards, each padded to the longest, form the tensor when they are concatenated."""
+    """Return True if the concatenated shards form the tensor. Shards are padded to the longest."""
     width = max(cut.lengths())
     return cut.dim in (None, 0) and all(
         start == rank * width for rank, ranges in enumerate(cut.ranges) for start, stop in ranges if start != stop
@@ -208,8 +207,8 @@ Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class Runs:
-    """A flattened shard as consecutive runs: contiguous ranges of the flattened canonical tensor. start, length: (n,)
-    int64, first indices and lengths of the runs. ``offset`` is the index in the shard at which each run begins."""
+    """A flattened shard as consecutive runs. A run is a contiguous range of the flattened canonical tensor. start,
+    length: (n,) int64, first indices and lengths. offset: index in the shard at which each run begins."""
 
     start: np.ndarray
     length: np.ndarray
@@ -223,8 +222,8 @@ class Runs:
         return self.start + self.length
 
     def select(self, start: np.ndarray, length: np.ndarray) -> "Runs":
-        """Return the runs of a part of the shard. The part is given as ranges of the shard (first indices and lengths),
-        which are concatenated."""
+        """Return the runs of some ranges of the shard. start, length: first indices and lengths of the ranges in the
+        shard."""
         edges = np.append(self.offset, self.length.sum())
         first = np.searchsorted(edges, start, "right") - 1
         number = np.searchsorted(edges, start + length, "left") - first
@@ -235,13 +234,13 @@ class Runs:
 
 
 def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
-    """Return the runs of the shard that these slices (as in :class:`Shard`) select from a tensor of ``shape``. Adjacent
-    runs are joined, and no run is empty."""
+    """Return the runs of a shard. shape, slices: canonical shape, and slices as in :class:`Shard`. Adjacent runs are
+    joined, and no run is empty."""
     runs, shape = Runs(*np.array([[0], [math.prod(shape)]], dtype=np.int64)), tuple(shape)
     for dim, ranges in slices:
         edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
-        if not len(edges):  # the shard is empty, regardless of the other dimensions
+        if not len(edges):  # an empty range makes the shard empty
             return Runs(*np.zeros((2, 0), dtype=np.int64))
         if dim is None:
             start, length, shape = edges[:, 0], edges[:, 1] - edges[:, 0], (int((edges[:, 1] - edges[:, 0]).sum()),)
@@ -256,8 +255,8 @@ def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
 
 
 def overlap(target: Runs, source: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find the common elements of two shards. Return three arrays with the offset in ``target``, the offset in
-    ``source`` and the length of every common run. ``source`` must not contain an element twice."""
+    """Find the common elements of two shards. Return three arrays: offsets in ``target``, offsets in ``source``, and
+    lengths of the common runs. ``source`` must not contain an element twice."""
     order = np.argsort(source.start, kind="stable")
     start, stop, offset = source.start[order], source.stop[order], source.offset[order]
     first = np.searchsorted(stop, target.start, "right")
@@ -269,13 +268,13 @@ def overlap(target: Runs, source: Runs) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs: Runs) -> int:
-    """Copy the common elements of two shards from the flattened ``source`` to the flattened ``target``. Return the
-    number of elements copied. No other elements of ``source`` are read."""
+    """Copy the common elements of two shards from the flattened ``source`` to the flattened ``target``, and return
+    their number."""
     into, out_of, length = overlap(target_runs, source_runs)
     steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
     if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
-        # The runs are a few columns of a matrix, one run in each row. Copy all rows at once, because one copy per row
-        # would take longer than reading the file.
+        # The runs are a few columns of a matrix, one run in each row. Copy all rows at once, because a copy for each
+        # row would be slower than reading the file.
         size = (len(length) - 2, int(length[1]))
         views = [
             flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))
@@ -292,7 +291,7 @@ def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs:
 
 
 def hold_each_once(numel: int, shards: Iterable[Runs]) -> bool:
-    """Return True if the shards together hold every element of a tensor of ``numel`` elements exactly once."""
+    """Return True if every element of a tensor of ``numel`` elements is in exactly one shard."""
     shards = list(shards)
     start = np.concatenate([runs.start for runs in shards] or [np.zeros(0, np.int64)])
     stop = np.concatenate([runs.stop for runs in shards] or [np.zeros(0, np.int64)])
@@ -315,7 +314,7 @@ def _joined_ranges(start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _expand(first: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Concatenate the ranges of number[i] consecutive integers that begin with first[i], for all i."""
+    """Concatenate, for all i, the ``number[i]`` consecutive integers from ``first[i]``."""
     return np.repeat(first - (np.cumsum(number) - number), number) + np.arange(number.sum())
 
 
@@ -323,14 +322,14 @@ def _constant(values: np.ndarray) -> bool:
     return bool((values == values[0]).all())
 
 
-GAP = 1 << 15  # two ranges with at most this gap are drawn in one call; drawing the gap takes 0.1 ms
+GAP = 1 << 15  # ranges closer than this are drawn in one call; drawing the gap takes 0.1 ms
 SPAN = 1 << 24  # maximum number of elements that one call draws
 
 
 class InitialValues:
-    """Initial values of the shards of a model's parameters, equal to those of
-    ``opendit.models.initialization.initialize``. The model may be on the meta device. Raises ValueError if a name
-    matches no pattern of the initial distributions, or several."""
+    """Initial values of a model's shards, equal to the results of ``opendit.models.initialization.initialize``. The
+    model may be on the meta device. Raises ValueError unless every name matches exactly one pattern of the initial
+    distributions."""
 
     def __init__(self, model: DiT, seed: int):
         self.seed = seed
@@ -350,8 +349,8 @@ class InitialValues:
 
 
 def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
-    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. For the other
-    arguments, see ``opendit.models.initialization.draw``."""
+    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory.
+    ``opendit.models.initialization.draw`` describes distribution, seed, name and shape."""
     values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
     for start, stop in _covers(wanted):
         drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))
@@ -360,7 +359,7 @@ def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequ
 
 
 def _covers(runs: Runs) -> Iterator[tuple[int, int]]:
-    """Yield ranges of the canonical tensor, of at most SPAN elements each, that together include all runs."""
+    """Yield ranges of the canonical tensor that include all runs. A range has at most SPAN elements."""
     order = np.argsort(runs.start)
     start, stop = runs.start[order], runs.stop[order]
     apart = np.flatnonzero(start[1:] - stop[:-1] > GAP) + 1

@@ -40,23 +40,20 @@ from opendit.parallel.collectives import Group
 
 logger = logging.getLogger(__name__)
 
-# In these groups, computation waits for communication, which must not queue behind the communication of gradients.
-# These groups therefore get separate process groups, even if they contain all ranks, and high-priority streams on a
-# GPU.
+# In these groups, computation waits for communication. Communication must therefore not queue behind gradients. So
+# these groups have separate process groups, and high-priority streams on a GPU.
 PRIORITY = ("sp", "tp", "ep")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A process, and the named process groups that it belongs to. The names are listed in
-    :class:`opendit.config.parallel_sizes.ParallelDims`.
+    """A process and its named process groups. :class:`opendit.config.parallel_sizes.ParallelDims` lists the names.
 
-    Ranks that differ only in ``pp``, ``sp`` or ``tp`` see the same samples. Ranks of a pipeline (``pp``) have different
-    blocks of the model, ranks of a sequence group (``sp``) different tokens, and ranks of a tensor-parallel group
-    (``tp``) different parts of every layer. Data-parallel ranks see different samples.
+    Ranks of a pipeline (``pp``) have different blocks. Ranks of a sequence group (``sp``) have different tokens. Ranks
+    of a tensor-parallel group (``tp``) have different slices of every layer. All these ranks see equal samples.
+    Data-parallel ranks see different samples. By default all ranks are data parallel.
 
-    A group is created, by all ranks together, when it is first used, because a run uses few of the groups, and on GPUs
-    every communicator costs start-up time and memory. By default all ranks are data parallel.
+    A group is created, by all ranks, at its first use, because every group costs start-up time and memory on GPUs.
     """
 
     rank: int
@@ -81,7 +78,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's data-parallel index. Ranks with the same index see the same samples."""
+        """This rank's data-parallel index. Ranks with equal indices see equal samples."""
         return self.coordinate("dp")
 
     @property
@@ -116,9 +113,8 @@ class Mesh:
         return self.dims.coordinate(name, self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return this rank's group ``name``; None if groups with this name have only one rank. The first call creates
-        the groups, so all ranks must make it together. A group of all ranks is the default process group, unless its
-        name is in PRIORITY."""
+        """Return this rank's group ``name``; None for a group of one rank. The first call creates the groups, so all
+        ranks must make this call. A group of all ranks is the default process group, unless ``name`` is in PRIORITY."""
         size = self.dims.size(name)
         if size == 1:
             return None
@@ -129,8 +125,8 @@ class Mesh:
         return self.groups[name]
 
     def own_group(self, name: str) -> dist.ProcessGroup:
-        """Return the result of :meth:`group`, but a group with only this rank instead of None. Some libraries need
-        this, because for them None means all ranks."""
+        """Return the result of :meth:`group`, but a group with only this rank instead of None. Some libraries treat
+        None as all ranks."""
         if (group := self.group(name)) is not None:
             return group
         if name not in self.groups:
@@ -138,16 +134,16 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner; without names, the axes
-        with a size above 1. It communicates over the groups of :meth:`group`. All ranks must call this together. Raises
-        ValueError if the groups are not a grid of all ranks in this order."""
+        """Make a ``DeviceMesh`` of all ranks. Its dimensions are the groups ``names``, outer to inner; without names,
+        the axes with a size above 1. Call on all ranks. Raises ValueError if the groups are not a grid of all ranks in
+        this order."""
         names = names or tuple(axis for axis in AXES if self.dims.size(axis) > 1) or ("dp_shard",)
         sizes = [self.dims.size(name) for name in names]
         for axis, name in enumerate(names):
             grid = grid_groups(sizes, [axis]) if math.prod(sizes) == self.world_size else None
             if grid is None or sorted(grid) != sorted(self.dims.groups(name)):
                 raise ValueError(f"{' x '.join(names)} is no grid of the {self.world_size} ranks of {self.dims}")
-        # Not init_device_mesh, which would create every group at once, without the high priority for PRIORITY.
+        # init_device_mesh would create every group at once, and without the priority for PRIORITY
         groups = [self.own_group(name) for name in names]
         ranks = torch.arange(self.world_size, dtype=torch.int, device="cpu").view(sizes)
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
@@ -171,7 +167,7 @@ class Mesh:
         return found.item()
 
     def divided(self, dims: ParallelDims) -> "Mesh":
-        """Return a mesh of the same ranks with the groups of ``dims``. All ranks must call this together."""
+        """Return a mesh of these ranks with the groups of ``dims``. Call on all ranks."""
         mesh = replace(self, dims=dims, groups={})
         for name in PRIORITY:
             mesh.group(name)  # create the groups now, while all ranks are in this call
@@ -179,7 +175,7 @@ class Mesh:
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the group of this
-        rank's row, and the group of its column, in which ranks are ``inner`` apart. All ranks call this together."""
+        rank's row and the group of its column. Call on all ranks."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -188,9 +184,9 @@ class Mesh:
         return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
-        """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``. All
-        ranks must call this together. The keys are (index of the first of two neighbours, True for messages to the next
-        rank or False for messages back)."""
+        """Make the groups in which neighbouring ranks of a pipeline send to each other, in a circle if ``around``. Call
+        on all ranks. Return groups by (index of the first neighbour, True for messages to the next rank or False for
+        messages back)."""
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
             pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
@@ -221,10 +217,14 @@ def init_mesh(
 ) -> Mesh:
     """Start torch.distributed (nccl on GPUs, gloo on CPUs) and return this process's mesh.
 
-    Ranks of ``sequence_parallel`` share a sequence, ranks of ``tensor_parallel`` divide every layer, ranks of
-    ``expert_parallel`` have different experts, and ranks of ``pipeline_parallel`` divide the blocks. ``replicate`` is
-    the number of copies of the sharded model. ``dims`` replaces all these sizes. ``group_of_one``: True to make a
-    process group even for a single process, because engines need one.
+    Args:
+        sequence_parallel: number of ranks that divide a sequence's tokens.
+        tensor_parallel: number of ranks that divide every layer.
+        expert_parallel: number of ranks that have different experts.
+        pipeline_parallel: number of ranks that divide the blocks.
+        replicate: number of copies of the sharded model.
+        dims: replaces all these sizes.
+        group_of_one: True to make a process group for a single process, too. Engines need a process group.
 
     Raises ValueError if this machine has more processes than GPUs, the number of processes does not fit the sizes, or
     the environment variables do not let the processes meet.
@@ -265,9 +265,10 @@ def init_mesh(
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
-    """Make these groups, of which each rank is in exactly one, and return this rank's group. All ranks must call this
-    together. priority: use streams of high priority on a GPU. Kernels on such streams get free multiprocessors first.
-    Without this, a running matrix product would delay a collective until the product ends."""
+    """Make these groups and return this rank's group. Every rank is in exactly one group, and must call this function.
+
+    priority: use high-priority streams on a GPU. Otherwise a running matrix product would delay a collective.
+    """
     options = None
     if priority and device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -286,21 +287,21 @@ def close_mesh() -> None:
 
 # ------------------------------------------------------------------------------------------ how processes meet
 
-PATIENCE = 300.0  # seconds that a process waits for the other processes to start
-UNREACHABLE = 60.0  # seconds that a process tries to reach a machine that does not answer
-TELL = 15.0  # seconds after which a waiting process logs which processes are missing
+PATIENCE = 300.0  # seconds to wait for all processes to start
+UNREACHABLE = 60.0  # seconds to try to reach a machine that does not answer
+TELL = 15.0  # seconds before a waiting process logs the missing processes
 
 _met: tuple[Place, dist.Store] | None = None
 
 
 def meet(place: Place) -> dist.Store:
-    """Wait for all processes of the run and return the store that they share. Further calls for the same place return
-    the same store. A single process uses no port, and gets a new store at every call. Raises ValueError if rank 0 can't
-    be reached, its port is taken, or a process does not arrive."""
+    """Wait for all processes of the run and return their common store. Further calls for one place return one store. A
+    single process gets a new store at every call. Raises ValueError if rank 0 can't be reached, its port is taken, or a
+    process does not arrive."""
     global _met
     if place.world_size == 1:
         return dist.HashStore()
-    if _met is None or _met[0] != place:  # an earlier run in this process may have ended without calling part()
+    if _met is None or _met[0] != place:  # an earlier run in this process may have ended without part()
         _met = place, _meet_others(place)
     return _met[1]
 
@@ -319,7 +320,7 @@ def _meet_others(place: Place) -> dist.Store:
             patience = timedelta(seconds=PATIENCE)
             if with_agent:
                 store, *_ = next(rendezvous("env://", timeout=patience))
-            else:  # not rendezvous(), whose error would not name the missing processes
+            else:  # rendezvous() would not name the missing processes
                 where, serves = (place.address, place.port), place.rank == 0
                 store = dist.TCPStore(*where, None, serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
@@ -382,7 +383,7 @@ def _why(error: Exception, place: Place) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence stderr in this context. torch's C++ code prints a stack trace there if a port is taken."""
+    """Silence stderr in this context. If a port is taken, torch's C++ code prints a stack trace to stderr."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -400,8 +401,8 @@ Result = TypeVar("Result")
 
 
 class ControlGroup:
-    """Gloo group of all ranks for one thread. Its messages neither wait for the GPU nor mix with the collectives of
-    training. All ranks must build their control groups in the same order.
+    """Gloo group of all ranks for one thread. Its messages neither wait for the GPU nor mix with training's
+    collectives. All ranks must build their control groups in one order.
 
     Args:
         patience_minutes: longest time that ranks wait for each other.
@@ -422,7 +423,7 @@ class ControlGroup:
 
     def together(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
         """Return the result of ``work()`` on this rank. If ``work`` raises one of ``errors`` on any rank, raise the
-        error of the first such rank on all ranks."""
+        first such rank's error on all ranks."""
         result = problem = None
         try:
             result = work()
@@ -434,8 +435,8 @@ class ControlGroup:
         return cast(Result, result)
 
     def start_largest(self, number: int) -> Callable[[], int]:
-        """Start to compute the largest ``number`` over all ranks. Return a function that waits for the result and
-        returns it, on every rank."""
+        """Start to compute the largest ``number`` over all ranks. Return a function that waits and returns the result
+        on every rank."""
         if self._group is None:
             return lambda: number
         box = torch.tensor([number], dtype=torch.int32)
@@ -450,18 +451,20 @@ class ControlGroup:
 
 # ------------------------------------------------------------------------------------------ replicas in sampling
 #
-# Sampling on several ranks: data parallel x the halves of guidance x sequence parallel x tensor parallel. Ranks are
-# numbered in this order, the last axis fastest: ranks that share a sample's tokens or divide the layers are neighbours.
-# With --cfg_parallel, two such groups of neighbours form a replica. One computes the conditional half of guidance, the
-# other the unconditional half. Different replicas draw different samples.
+# Ranks in sampling are numbered by (data-parallel index, half of guidance, sequence index, tensor-parallel index), the
+# last fastest. With --cfg_parallel, a replica has two groups of neighbouring ranks. One group computes the conditional
+# half of guidance, the second group the unconditional half. Each replica draws different samples.
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that draw the same samples. This is replica ``number`` of ``count``, with all its ``ranks`` (None for a
-    single rank). All get the same latents, and each decodes some of them. The rank that ``leads`` writes the files.
-    ``halves`` are this rank and the rank with the same tokens and slices of layers in the other half of guidance; None
-    without cfg_parallel."""
+    """A group of ranks that draw one set of samples. All get the latents, and each decodes some of them.
+
+    number, count: index of this replica, and number of replicas.
+    leads: True on the rank that writes the files.
+    halves: this rank and its counterpart in the other half of guidance; None without cfg_parallel.
+    ranks: all ranks of this replica; None if the replica has one rank.
+    """
 
     number: int
     count: int
@@ -471,10 +474,9 @@ class Replica:
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
-    """Return this rank's replica. All ranks must call this together. Raises the same errors as
-    :func:`check_cfg_parallel`."""
+    """Return this rank's replica. Call on all ranks. Raises the errors of :func:`check_cfg_parallel`."""
     ranks, halves = mesh.sharing, None
-    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group with the same ranks
+    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group with exactly these ranks
     group = Group.of(mesh.group(same)) if same and ranks > 1 else None
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)

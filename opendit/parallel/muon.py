@@ -1,7 +1,7 @@
 """Muon optimizer: every matrix is updated with its orthogonalised momentum.
 
-K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; updates are scaled as in J. Liu et
-al., "Muon is Scalable for LLM Training", arXiv 2502.16982, so that learning rates for AdamW are suitable.
+K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Updates are scaled as in J. Liu et
+al., "Muon is Scalable for LLM Training", arXiv 2502.16982. So AdamW's learning rates are suitable.
 
 The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
 
@@ -9,9 +9,9 @@ The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
     O = newton_schulz((1 - b) * G + b * M)             # all singular values become about 1
     W = (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(n, m)) * O
 
-Parameters and M are sharded as for AdamW. Each parameter has an owner among the ranks that share it. One all-to-all
-sends the shards to the owner, which orthogonalises the matrix. A second all-to-all returns the shards of the result. If
-all ranks have full gradients (ddp), an all-reduce distributes the results instead.
+Parameters and M are sharded as for AdamW. One rank, the owner, orthogonalises a parameter. An all-to-all sends the
+shards to the owner, and a second all-to-all returns the results. If all ranks have full gradients (ddp), an all-reduce
+distributes the results.
 """
 
 import math
@@ -26,10 +26,10 @@ from torch import Tensor
 from opendit.kernels.adamw_ema import FusedStep, momentum_reference
 from opendit.parallel.layout import Layout
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, also those of torch.optim.Muon
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, as in torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
-AS_ADAMW = 0.2  # root mean square of AdamW's updates, to which arXiv 2502.16982 scales Muon's updates
-# Maximum number of matrix elements that are processed together, which bounds the memory of intermediate results.
+AS_ADAMW = 0.2  # root mean square of an update, as with AdamW (arXiv 2502.16982)
+# Maximum number of matrix elements in one batch, because batches need memory for intermediate results.
 ELEMENTS = 2**27
 
 
@@ -49,8 +49,8 @@ class MuonSettings:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Return matrices whose singular vectors are those of ``x`` and whose singular values are about 1 (0.7 to 1.2). x:
-    matrices (B, n, m) with n <= m, in the dtype of the computation. The input is overwritten."""
+    """Return matrices with the singular vectors of ``x``, and singular values of about 1 (0.7 to 1.2). x: matrices (B,
+    n, m) with n <= m, in the dtype of the computation. The input is overwritten."""
     a, b, c = COEFFICIENTS
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPSILON).to(x.dtype)
     for _ in range(STEPS):
@@ -61,8 +61,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Orthogonalise matrices (n, m) of any shapes in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with
-    the same shape, transposed or not, are processed together, because batched products use a GPU better."""
+    """Orthogonalise matrices (n, m) in place, and multiply them by 0.2 * sqrt(max(n, m)). Matrices with equal shapes,
+    transposed or not, form batches, because batched products use a GPU better."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
@@ -79,8 +79,8 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def owners(work: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Assign each parameter to a rank so that all ranks compute about equally many FLOPs (``work``). Parameters are
-    assigned in the order of decreasing FLOPs, each to the rank with the fewest so far."""
+    """Assign each parameter to a rank, so that all ranks compute about equally many FLOPs. work: FLOPs of each
+    parameter. Parameters are assigned in the order of decreasing FLOPs, to the rank with the fewest FLOPs so far."""
     load, owner = [0] * ranks, {}
     for name in sorted(work, key=work.__getitem__, reverse=True):
         owner[name] = load.index(min(load))
@@ -94,10 +94,13 @@ def flops(shape: Sequence[int], rows: Sequence[int]) -> int:
 
 
 class Muon:
-    """Computes Muon's update directions of a model's matrices from this rank's shards of their gradients. In
-    ``layout``, each parameter has at most one cut, into ranges of its flattened tensor. The argument ``names`` lists
-    all trained parameters in the optimizer's order; the attribute has those that Muon updates. ``copied``: True if
-    every rank has full gradients."""
+    """Computes Muon's update directions from this rank's gradient shards.
+
+    Args:
+        layout: each parameter has at most one cut, into ranges of the flattened tensor.
+        names: all trained parameters in the optimizer's order. The attribute has only the parameters that Muon updates.
+        copied: True if every rank has full gradients.
+    """
 
     def __init__(self, settings: MuonSettings, layout: Layout, names: Sequence[str], copied: bool = False):
         self._settings, self._layout, self._copied = settings, layout, copied
@@ -110,8 +113,8 @@ class Muon:
         self._rank, self._ranks = (mesh.coordinate(cut.group), mesh.dims.size(cut.group)) if cut else (0, 1)
         work = {name: flops(layout.shapes[name], settings.rows[name]) for name in self._index}
         self._owner = owners(work, self._ranks)
-        # Number of elements of each parameter on every rank. A cut into rows also divides the flattened tensor into
-        # ranges.
+        # number of elements of each parameter on every rank; a cut into rows also divides the flattened tensor into
+        # ranges
         self._held = {}
         for name in self._index:
             (cut,), shape = layout.cuts[name], layout.shapes[name]
@@ -119,8 +122,7 @@ class Muon:
             self._held[name] = [length * width for length in cut.lengths()]
 
     def direct(self, step: FusedStep) -> None:
-        """Replace the gradients of Muon's parameters in ``step`` by update directions. Call this after
-        ``step.decide``."""
+        """Replace the gradients of Muon's parameters in ``step`` by update directions. Call after ``step.decide``."""
         gradients = step.momentum(self._settings.momentum)
         self.orthogonalise({name: g for name, i in self._index.items() if (g := gradients[i]) is not None})
 
@@ -138,8 +140,8 @@ class Muon:
 
     @torch.no_grad()
     def orthogonalise(self, shards: Mapping[str, Tensor]) -> None:
-        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. All ranks must call this
-        together with the same names."""
+        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Call on all ranks, with
+        equal names."""
         settings = self._settings
         if self._ranks == 1:
             orthogonalise([m for name, shard in shards.items() for m in self._matrices(name, shard)], settings.dtype)

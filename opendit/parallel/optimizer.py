@@ -1,7 +1,7 @@
-"""AdamW for the shards of a rank, in as few passes over memory as possible, and the loss scale of fp16.
+"""AdamW for a rank's shards in few passes over memory, and the loss scale of fp16.
 
-:class:`OnePassAdamW` computes the step of zero2 and fsdp. :class:`ShardedOptimizer` is the optimizer of fsdp, for a
-model that ``fully_shard`` has sharded or that a single rank holds in full.
+:class:`OnePassAdamW` computes the step of zero2 and fsdp. :class:`ShardedOptimizer` is the optimizer of fsdp. Its model
+is sharded with ``fully_shard``, or is complete on a single rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
 
-# The values of Colossal-AI's scaler under zero2 and gemini, so that fp16 runs skip the same steps under all plugins.
+# The values of Colossal-AI's scaler. So fp16 runs skip equal steps under all plugins.
 INITIAL, GROWTH, BACKOFF, INTERVAL, HYSTERESIS = 2.0**16, 2.0, 0.5, 1000, 2
 LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """Factor of the loss that keeps gradients from vanishing in fp16. It is stored on the device. In training, the host
-    neither reads nor computes it.
+    """Factor of the loss that prevents gradients from vanishing in fp16. The factor stays on the device. In training,
+    the host neither reads nor computes it.
 
     The scale is doubled after INTERVAL consecutive steps with finite gradients (Micikevicius et al., "Mixed Precision
-    Training", ICLR 2018, sec. 3.2). It is halved after a step with gradients that are not finite, except for the first
-    HYSTERESIS - 1 such steps since it was last doubled. Its address never changes, because CUDA graphs read it.
+    Training", ICLR 2018, sec. 3.2). It is halved after a step with gradients that are not finite. The first HYSTERESIS
+    - 1 such steps since the last doubling do not count. The scale's address never changes, because CUDA graphs read it.
     """
 
     def __init__(self, device: torch.device):
@@ -60,29 +60,28 @@ class LossScale:
         return dict(scale=self.scale.item(), growth=self.growth.item(), hysteresis=self.hysteresis.item())
 
     def load(self, state: dict[str, float]) -> None:
-        """Load the numbers of :meth:`state`, or of another plugin's scaler, which may have no hysteresis."""
+        """Load the numbers of :meth:`state`, or those of another plugin's scaler without hysteresis."""
         self.scale.fill_(state["scale"])
         self.growth.fill_(int(state["growth"]))
         self.hysteresis.fill_(int(state.get("hysteresis", 0)))
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on fp32 weights, with gradients divided by the ``div_scale`` that Gemini's optimizer passes.
+    """torch's fused AdamW on fp32 weights. Gradients are divided by the ``div_scale`` that Gemini's optimizer passes.
 
-    Gradients may be bf16 or fp16. This class replaces two optimizers of Colossal-AI. Its CPU Adam ignores ``div_scale``
-    for bf16 gradients, so that gradients would silently not be clipped. Its HybridAdam compiles two extensions with
-    nvcc before the first step, which takes minutes.
+    Gradients may be bf16 or fp16. Colossal-AI's CPU Adam ignores ``div_scale`` for bf16 gradients, so clipping would
+    silently fail. Its HybridAdam compiles two extensions with nvcc before the first step, which takes minutes.
     """
 
-    # maximum number of elements that are updated together, which bounds the memory of the gradients' fp32 copies
+    # maximum number of elements in one update, because gradients need memory for fp32 copies
     elements = 2**26
 
     def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
-        self._eight_bits = eight_bits  # True to keep moments in 8 bits
+        self._eight_bits = eight_bits  # True to store moments in 8 bits
         if eight_bits:
             self.elements = ELEMENTS
-        self.of_muon: set[Tensor] = set()  # parameters that Muon updates, which have no second moments
+        self.of_muon: set[Tensor] = set()  # Muon's parameters, without second moments
 
     def init_state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
@@ -129,13 +128,16 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class OnePassAdamW:
-    """Computes the step of a :class:`FusedAdamW` with :class:`FusedStep`, in two passes over memory: the gradients'
-    norm, then moments, masters, averages and working weights. The host does not wait for it.
+    """Computes the step of a :class:`FusedAdamW` with :class:`FusedStep`, in two passes over memory. The first pass
+    computes the gradients' norm. The second pass updates moments, masters, averages and working weights. The host does
+    not wait.
 
-    adam: has the settings, in its only parameter group, and the moments, in its state. keys: the masters (fp32, 1-d or
-    contiguous), which are the keys of the state. sizes: number of leading elements of each master to update; None for
-    all. working: copies of the masters in the precision of the forward pass. Before the first step, callers may set
-    ``counted`` (see :class:`FusedStep`), and ``staged``: host memory with the moments, to copy through the device.
+    adam: provides the settings in one parameter group, and the moments in its state. keys: the masters (fp32, 1-d or
+    contiguous), which are the state's keys. sizes: number of leading elements of each master to update; None for all.
+    working: copies of the masters in the precision of the forward pass.
+
+    Callers may set two attributes before the first step. counted: see :class:`FusedStep`. staged: host memory with the
+    moments, to copy through the device.
     """
 
     staged: Tensor | None = None
@@ -161,8 +163,8 @@ class OnePassAdamW:
             self._fused.attach(*self._averages)
 
     def fused(self) -> FusedStep:
-        """Return the fused step. The first call builds it, and must come after the moments have been loaded. All
-        parameters share one step count."""
+        """Return the fused step. The first call builds it, so load the moments before. All parameters share one step
+        count."""
         (settings,) = self.adam.param_groups
         states = [self.adam.init_state(key) for key in self._keys]
         if self._fused is None:
@@ -180,14 +182,14 @@ class OnePassAdamW:
                 self._fused.attach(*self._averages)
             if self.staged is not None and self._fused.kernels:
                 self._fused.stage(self.staged)
-        if any(state["step"] is not self._fused.count for state in states):  # new or just loaded: share one count
+        if any(state["step"] is not self._fused.count for state in states):  # new or loaded: share one count
             self._fused.count.fill_(states[0]["step"])
             for state in states:
                 state["step"] = self._fused.count
         return self._fused
 
     def finish(self) -> None:
-        """Make the host wait for moments that are still being copied back to host memory."""
+        """Make the host wait for moments that are being copied back to host memory."""
         if self._fused is not None:
             self._fused.access.finish()
 
@@ -199,23 +201,24 @@ class OnePassAdamW:
 
 
 class ShardedOptimizer:
-    """Optimizer of the shards that this rank holds. Ranks exchange the norm of all gradients, and data for ``float8``,
-    ``replicated`` and ``muon`` if these are set.
+    """Optimizer of this rank's shards. Ranks exchange the gradients' norm, and data for ``float8``, ``replicated`` and
+    ``muon``.
 
-    ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
-    copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
-    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). If masters and their gradients are in
-    host memory, kernels access them in place; only then the host waits for the step. A kernel on a side stream updates
-    the averages in place during the next passes, and the next step waits for it. Results are bitwise the same as
-    without offload. Call :meth:`wait` before reading or setting state in host memory.
+    ``offload`` stores the averages, or averages and moments, in host memory, page-locked if there is a GPU. Results are
+    bitwise equal to those without offload. The step copies moments through a ring buffer of device memory. On an H200,
+    this takes 49 ms for 300 M weights; direct access to host memory takes 57 ms (benchmarks/bench_offload.py).
+
+    A kernel on a side stream updates the averages during the next passes, and the next step waits for this kernel. If
+    masters are in host memory, kernels access them in place, and the host waits for the step. Call :meth:`wait` before
+    reading or setting state in host memory.
 
     Args:
-        adam: optimizer that has the settings. The masters become its parameters.
+        adam: optimizer with the settings. The masters become its parameters.
         parameters: the trained parameters by name: fp32 DTensors, or plain tensors of any precision.
-        group: ranks that hold the shards of one copy of the model; None for this rank alone.
+        group: ranks that divide one copy of the model; None for a single rank.
         grad_clip: bound of the norm of all gradients; 0 for none.
-        device: device that computes the step. Masters and gradients may also lie in page-locked host memory.
-        float8: parameters that are gathered in float8, and requantized when they change.
+        device: device that computes the step. Masters and gradients may also be in page-locked host memory.
+        float8: parameters that are gathered in float8, and quantised again after a step.
         replicated: sums the gradients of parameters that several ranks have.
 
     Raises ValueError for ``offload`` on a GPU that can't run the kernels.
@@ -265,8 +268,8 @@ class ShardedOptimizer:
                 adam.state[key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def _in_host_memory(self, count: int) -> tuple[Tensor, list[list[Tensor]]]:
-        """Allocate ``count`` tensors of zeros for each master. Return the rows (count, size), and for each row
-        its tensors as views. Every tensor is aligned to a block of the kernels."""
+        """Allocate ``count`` tensors of zeros for each master. Return rows (count, size), and the tensors of each row
+        as views. Every tensor is aligned to a block of the kernels."""
         masters = list(self.masters.values())
         size = sum(padded(master.numel(), BLOCK) for master in masters)
         memory = HostMemory(count * size, self._device)
@@ -294,7 +297,7 @@ class ShardedOptimizer:
     def attach_averages(
         self, averages: list[list[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> None:
-        """Make every later step also update these averages, which :meth:`new_averages` has allocated; see
+        """Let later steps also update these averages from :meth:`new_averages`. See
         :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         if self._side is not None:
             self._averages = SeparateAverages(list(self.masters.values()), averages, block=BLOCK)
@@ -318,8 +321,8 @@ class ShardedOptimizer:
         torch.autograd.backward(output, gradient)
 
     def step(self) -> None:
-        """Clip, update masters, moments, averages and working weights, and clear the gradients. If a gradient of any
-        rank is not finite, the updates are skipped."""
+        """Clip, update masters, moments, averages and working weights, and clear the gradients. No rank updates if any
+        rank has a gradient that is not finite."""
         if self._side is not None:
             self._side.join()  # the side stream may still read the last step's masters and scalars
         fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
@@ -342,8 +345,8 @@ class ShardedOptimizer:
         if self._offload == "state" and self._device.type == "cuda":
             self._updated = torch.cuda.Event()
             self._updated.record(torch.cuda.current_stream(self._device))
-            # Make the host wait for the step: torch's allocator does not know that kernels still read gradients in host
-            # memory, and would reuse this memory. After that, the host may also read the masters.
+            # torch's allocator does not know that kernels still read gradients in host memory, and would reuse this
+            # memory. After waiting, the host may also read the masters.
             if self._hosted:
                 self._updated.synchronize()
         for parameter in self._parameters:
@@ -362,7 +365,7 @@ class ShardedOptimizer:
             self._float8.refresh()
 
 
-@torch.no_grad()  # avoids the cost of one autograd operation per parameter and step
+@torch.no_grad()  # avoids one autograd operation per parameter and step
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's shard on this rank. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -377,8 +380,8 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eight_bits: bool = False,
 ) -> tuple[FusedAdamW, str]:
-    """Return the optimizer for ``plugin``, and a line that names the optimizer and the reason for it. Under zero2 and
-    fsdp, :class:`OnePassAdamW` computes the steps, and uses only the settings and state of this optimizer."""
+    """Return the optimizer for ``plugin``, and a line with its name and the reason for the choice. Under zero2 and
+    fsdp, :class:`OnePassAdamW` computes the steps, and reads only this optimizer's settings and state."""
     trained = [p for p in module.parameters() if p.requires_grad]
     settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
     optimizer = FusedAdamW(trained, eight_bits, **settings)

@@ -1,16 +1,14 @@
 """Pipeline parallelism: the ranks of the group ``pp`` have different blocks of a model; see docs/parallelism.md.
 
-- A schedule is a list of the forward and backward passes that a rank runs, in order. :func:`make_schedule` and its
-  helpers are pure functions of numbers, without tensors or process groups. Every rank has ``chunks`` chunks, which are
-  groups of consecutive blocks. Chunk c of rank r is stage c * ranks + r of the model, so a micro-batch visits all ranks
-  once per chunk.
-- :func:`keep_stages` removes all modules of a model except those of this rank's stages. The modules before the first
-  block and after the last block are on the first and the last stage; the modules that compute the condition are on
-  every rank.
-- :class:`Links` sends tensors between stages, :func:`execute` runs a schedule, and :class:`PipelineForward` calls a
-  model that is divided into stages with the interface of an undivided model.
+- A schedule lists a rank's forward and backward passes, in order. :func:`make_schedule` and its helpers need no tensors
+  or process groups. Every rank has ``chunks`` chunks of consecutive blocks. Chunk c of rank r is stage c * ranks + r of
+  the model.
+- :func:`keep_stages` removes all modules except those in this rank's stages. Modules before the first block are on the
+  first stage, modules after the last block on the last stage. Modules that compute the condition are on every rank.
+- :class:`Links` sends tensors between stages, and :func:`execute` runs a schedule. :class:`PipelineForward` calls a
+  divided model like an undivided one.
 
-opendit/training/runners.py defines what a pass computes in training.
+opendit/training/runners.py defines the passes of training.
 """
 
 from collections import deque
@@ -44,22 +42,21 @@ class Action:
 
 
 def chunks_of(schedule: str) -> int:
-    """Return the number of chunks (groups of consecutive blocks) of every rank."""
+    """Return the number of chunks on every rank."""
     return 2 if schedule == "interleaved" else 1
 
 
 def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """List the passes that rank ``rank`` of a pipeline of ``ranks`` ranks runs in a step, in order. Raises ValueError
-    for an unknown schedule, or one that does not work with this number of micro-batches.
+    """List the passes of one rank in a step, in order. rank, ranks: index of the rank in the pipeline, and number of
+    ranks. Raises ValueError for an unknown schedule, or one that does not work with this number of micro-batches.
 
-    1f1b: the rank first runs ``ranks - 1 - rank`` forward passes, and then one forward and one backward pass in turn
-    (PipeDream-flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). It holds the
-    activations of at most ``ranks - rank`` micro-batches and idles for (ranks - 1) / (micro_batches + ranks - 1) of the
-    step.
+    1f1b: first ``ranks - 1 - rank`` forward passes, then one forward and one backward pass in turn (PipeDream-flush:
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). The rank stores activations for at
+    most ``ranks - rank`` micro-batches. It idles for (ranks - 1) / (micro_batches + ranks - 1) of the step.
 
-    interleaved: the same with 2 chunks per rank. A rank idles for half as long, holds more activations, and sends twice
-    as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021).
+    interleaved: like 1f1b, with 2 chunks per rank. A rank idles for half as long, stores more activations, and sends
+    twice as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    SC 2021).
     """
     if schedule not in PIPELINE_SCHEDULES:
         raise ValueError(
@@ -81,7 +78,7 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError, naming the flags, if the schedule does not work with this number of micro-batches."""
+    """Raise ValueError if the schedule does not work with this number of micro-batches. The message names the flags."""
     if chunks_of(schedule) > 1 and micro_batches % ranks:
         raise ValueError(
             f"--pipeline_schedule {schedule}: takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
@@ -91,7 +88,7 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Iterator[Action]:
-    """Yield the passes of a rank in one direction. The order is the same on every rank: a chunk processes ``ranks``
+    """Yield a rank's passes in one direction, in an order common to all ranks. A chunk processes ``ranks``
     micro-batches, then the next chunk processes them. Backward passes begin with the last chunk."""
     if chunks == 1:
         yield from (Action(forward, 0, number) for number in range(micro_batches))
@@ -103,15 +100,15 @@ def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Itera
 
 
 def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = True) -> list[Action]:
-    """List all forward passes of a rank, followed by all backward passes if ``backward``. The list is the same on every
-    rank, and works with any number of micro-batches."""
+    """List all forward passes of a rank, and then all backward passes if ``backward``. All ranks get equal lists. Works
+    with any number of micro-batches."""
     directions = (True, False) if backward else (True,)
     return [action for forward in directions for action in _passes(forward, chunks, ranks, micro_batches)]
 
 
 def in_flight(actions: list[Action]) -> int:
-    """Return the largest number of forward passes, each of one chunk and one micro-batch, whose activations are in
-    memory at the same time."""
+    """Return the largest number of forward passes with activations in memory at one time. Each pass is one chunk on one
+    micro-batch."""
     held = most = 0
     for action in actions:
         held += 1 if action.forward else -1
@@ -121,13 +118,12 @@ def in_flight(actions: list[Action]) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """Tensor that one rank of a pipeline sends to another: activations if ``forward``, otherwise the gradients of
-    activations."""
+    """Tensor from one rank of a pipeline to another: activations if ``forward``, otherwise gradients."""
 
     forward: bool
     source: int
     target: int
-    chunk: int  # number of the receiving chunk on the target rank
+    chunk: int  # receiving chunk on the target rank
     micro_batch: int
 
 
@@ -155,20 +151,20 @@ def _ends(chunk: int, rank: int, ranks: int, chunks: int) -> tuple[bool, bool]:
     return stage == 0, stage == chunks * ranks - 1
 
 
-# dtypes of messages; a header contains the index of the dtype
+# dtypes of messages; a header contains an index into this tuple
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IN_FLIGHT = 2  # maximum number of unfinished sends of a channel
 
 
 class Links:
-    """Channels between this rank and its neighbours in a pipeline (in a circle if ``around``). All ranks must construct
-    their ``Links`` together. Between two neighbours, activations and gradients have separate process groups. Each group
-    is used in one direction only and in the order of the schedule, because the operations of a group run one after the
-    other on a GPU's stream. A send and a receive in the same group could deadlock.
+    """Channels between this rank and its neighbours in a pipeline, in a circle if ``around``. Construct on all ranks.
 
-    The shape and dtype of activations are sent once, before the first activations of a ``key`` (see :func:`execute`).
-    Gradients have the shape and dtype of their activations. All messages of a chunk with the same ``key`` must have the
-    same shape.
+    Two neighbours have separate process groups for activations and gradients. A group sends in one direction only,
+    because a send and a receive in one group could deadlock on a GPU.
+
+    Shape and dtype of activations are sent once, before the first activations with a ``key`` (see :func:`execute`).
+    Gradients have the shape and dtype of their activations. All messages of a chunk with equal ``key`` must have equal
+    shapes.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -180,9 +176,8 @@ class Links:
         self._connect()
 
     def _connect(self) -> None:
-        """Send a number through every channel, one after the other. NCCL connects two ranks at their first message, and
-        both hosts wait until the connection is made. In the middle of a schedule, a host might never reach its first
-        message, because it can't load a kernel while its device waits for a message."""
+        """Send a number through every channel, one after another. NCCL connects two ranks at their first message, and
+        both hosts wait for the connection. In the middle of a schedule, this wait could deadlock."""
         number = torch.zeros(1, device=self.device)
         for first, forward in sorted(self._groups):
             ends = self._members[first], self._members[(first + 1) % self.ranks]
@@ -202,11 +197,11 @@ class Links:
         return self._groups[first, message.forward], *ends
 
     def known(self, message: Message, key: tuple[Any, ...]) -> bool:
-        """Return True if the shape of a message is known, so that it can be received without waiting for the sender."""
+        """Return True if a message's shape is known. Then receiving need not wait for the sender."""
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
-        """Start to receive a message. Return (the tensor that will hold the message, the handle to wait for)."""
+        """Start to receive a message. Return (the tensor that will receive the message, the handle to wait for)."""
         group, source, _ = self._channel(message)
         if not self.known(message, key):
             header = torch.empty(4, dtype=torch.int64, device=self.device)
@@ -227,7 +222,7 @@ class Links:
         tensor = tensor.detach().contiguous()
         sends = self._sends.setdefault((source, target, message.forward), deque())
         sends.append((dist.isend(tensor, dst=target, group=group), tensor))
-        while len(sends) > IN_FLIGHT:  # an unfinished send keeps its tensor in memory, so limit their number
+        while len(sends) > IN_FLIGHT:  # limit unfinished sends, because they hold their tensors in memory
             sends.popleft()[0].wait()
 
     def finish(self) -> None:
@@ -237,19 +232,19 @@ class Links:
                 sends.popleft()[0].wait()
 
 
-AHEAD = 1  # number of passes ahead of the current one for which receives are posted
+AHEAD = 1  # receives are posted for this number of passes ahead
 Pass = Callable[[Action, Tensor | None], Tensor | None]
 
 
 def execute(
     actions: Sequence[Action], links: Links, chunks: int, compute: Pass, key_of: Callable[[int], tuple[Any, ...]]
 ) -> None:
-    """Run a rank's passes of a schedule. Each pass receives a tensor, computes, and sends the result. All ranks of the
-    pipeline must call this function, each with its own ``actions``.
+    """Run a rank's passes of a schedule. Each pass receives a tensor, computes, and sends the result. Call on all ranks
+    of the pipeline, each with its ``actions``.
 
-    ``compute`` runs one pass: it gets the received tensor (None if the pass starts from the model's input or from the
-    loss) and returns the tensor to send. ``key_of`` maps the number of a micro-batch to a key; micro-batches with the
-    same key must have activations of the same shape.
+    compute: runs one pass. It takes the received tensor (None if the pass starts from the model's input or from the
+    loss), and returns the tensor to send.
+    key_of: maps a micro-batch's number to a key. Activations of micro-batches with equal keys must have equal shapes.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
     posted: dict[int, tuple[Any, ...]] = {}
@@ -280,8 +275,8 @@ def execute(
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """The stages of a model on rank ``rank`` of a pipeline with ``ranks`` ranks. ``blocks`` holds the indices of the
-    blocks of all stages of the pipeline. Rank r has the stages r, r + ranks, ..., one for each chunk."""
+    """The stages of a model on rank ``rank`` of a pipeline with ``ranks`` ranks. ``blocks`` has the block indices for
+    all stages of the pipeline. Rank r has the stages r, r + ranks, ..., one for each chunk."""
 
     schedule: str
     rank: int
@@ -298,15 +293,15 @@ class PipelineStages:
 
     @property
     def last(self) -> bool:
-        """True if this rank has the model's last stage, which computes the loss."""
+        """True if this rank has the model's last stage, where the loss is computed."""
         return self.rank == self.ranks - 1
 
     def own(self, chunk: int) -> range:
-        """Return the indices of the blocks of one of this rank's chunks."""
+        """Return the block indices of one of this rank's chunks."""
         return self.blocks[chunk * self.ranks + self.rank]
 
     def has(self, config: DiTConfig, name: str) -> bool:
-        """Return True if a parameter or buffer is on this rank. Raises the same errors as ``stage_of``."""
+        """Return True if a parameter or buffer is on this rank. Raises the errors of ``stage_of``."""
         return any(stage % self.ranks == self.rank for stage in stage_of(plan_of(config), name, self.blocks))
 
     def describe(self) -> str:
@@ -316,8 +311,8 @@ class PipelineStages:
 
 
 def stages_of(config: DiTConfig, schedule: str, rank: int, ranks: int) -> PipelineStages:
-    """Divide a model into stages that balance the FLOPs of its plan. Raises ValueError if the model has too few blocks
-    for this number of ranks and chunks."""
+    """Divide a model into stages with about equal FLOPs. Raises ValueError if the model has too few blocks for this
+    number of ranks and chunks."""
     chunks = chunks_of(schedule)
     check_stages(config, ranks, chunks)
     return PipelineStages(schedule, rank, ranks, tuple(balanced_blocks(config, ranks * chunks)))
@@ -328,7 +323,7 @@ def mesh_stages(mesh: Mesh, config: DiTConfig, schedule: str) -> PipelineStages 
 
 
 def check_pipeline(config: DiTConfig, schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError, naming the flags, if a pipeline with this number of ranks can't train the model."""
+    """Raise ValueError if a pipeline with this number of ranks can't train the model. The message names the flags."""
     if ranks > 1:
         check_stages(config, ranks, chunks_of(schedule))
         check_micro_batches(schedule, ranks, micro_batches)
@@ -350,13 +345,12 @@ def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
 
 
 class Absent(nn.Module):
-    """Placeholder for a module that is on another rank. With placeholders, the names of this rank's modules do not
-    change."""
+    """Placeholder for a module on another rank. Placeholders preserve the names of this rank's modules."""
 
 
 def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
-    """Remove all modules that are not on this rank's stages from ``model``, in place, and return the model. Parameters
-    keep their canonical names. Afterwards ``model(...)`` runs one chunk at a time: see :class:`StageForward`."""
+    """Remove all modules except those in this rank's stages, in place, and return the model. Parameters keep their
+    canonical names. Afterwards ``model(...)`` runs one chunk: see :class:`StageForward`."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     kept = {_part(name, model) for name in names if stages.has(model.config, name)}
     for part in {_part(name, model) for name in names} - kept:
@@ -372,14 +366,14 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """Return the name of the block that a parameter or buffer belongs to, or outside of blocks the name of the
-    top-level module or buffer. A stage keeps all or nothing of such a unit."""
+    """Return the name of the block with a parameter or buffer. Outside of blocks, return the name of the top-level
+    module or buffer. A stage has such a unit completely or not at all."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 
 
 def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return the parameters, out of ``names``, that all ranks of the pipeline have; none for an undivided model."""
+    """Return those of ``names`` that all ranks of the pipeline have; none for an undivided model."""
     if getattr(model, "stages", None) is None:
         return frozenset()
     every = plan_of(cast(DiT, model).config).stages.every
@@ -387,7 +381,7 @@ def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 class StageForward:
-    """Replacement for ``forward`` of a model that has only this rank's stages of a pipeline."""
+    """Replacement for ``forward`` of a model with only this rank's stages."""
 
     def __init__(self, model: DiT, stages: PipelineStages):
         self._model, self._stages = model, stages
@@ -395,10 +389,9 @@ class StageForward:
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
         """Run a chunk's forward pass on a micro-batch. x: the model's input for the first stage, this rank's tokens (B,
         n, D) for later stages. shape: shape of the model's input. The last stage returns the result of ``DiT.forward``,
-        the others return tokens.
+        earlier stages return tokens.
 
-        Every stage computes the condition from t and y. This costs few FLOPs compared to a block, but the condition's
-        vector, the caption's tokens and their gradients need not be sent.
+        Every stage computes the condition from t and y, so the condition and its gradients are never sent.
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]
@@ -423,9 +416,9 @@ class StageForward:
 
 
 class PipelineForward:
-    """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline
-    call the object with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch
-    per rank. All ranks of the mesh must construct their objects together."""
+    """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. Every rank of a pipeline
+    passes equal arguments and gets the result, in fp32. The batch is divided into one micro-batch per rank. Construct
+    on all ranks of the mesh."""
 
     def __init__(self, mesh: Mesh, chunks: int):
         self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks
@@ -434,7 +427,7 @@ class PipelineForward:
 
     @torch.no_grad()
     def __call__(self, model: DiT, x: Tensor, t: Tensor, y: Condition) -> Tensor:
-        """Return the model's prediction for a batch. x (B, C, ...), t (B,) and y are the arguments of ``DiT.forward``;
+        """Return the model's prediction for a batch. x (B, C, ...), t (B,) and y are the arguments of ``DiT.forward``.
         ``model`` has only this rank's stages."""
         rows = -(-len(x) // self._mesh.pp_size)
         parts = [slice(start, start + rows) for start in range(0, len(x), rows)]

@@ -1,6 +1,5 @@
 """Apply the rules of a plan (opendit.models.plan): slices of canonical tensors, shard units, stages, and checks of
-divisibility. All functions are pure functions of shapes, names and numbers, without process groups.
-"""
+divisibility. All functions depend only on shapes, names and numbers, not on process groups."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
 
 
 def group_of(rule: Rule) -> str | None:
-    """Return the name of the mesh's group ("tp" or "ep") whose ranks divide the parameter; None if replicated."""
+    """Return the mesh group ("tp" or "ep") that divides the parameter; None if replicated."""
     return None if isinstance(rule, Replicated) else "ep" if isinstance(rule, Expert) else "tp"
 
 
@@ -36,10 +35,9 @@ def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
 
 
 def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tuple[Slices, ...]:
-    """Return the parts of a canonical tensor of ``shape`` that a rank of a group of ``size`` holds: slices of the
-    tensor, in the order in which the local tensor concatenates them along the divided dimension, for example three for
-    [q; k; v]. The slices of all ranks cover the tensor exactly once. Raises ValueError if the dimension can't be
-    divided evenly."""
+    """Return a rank's slices of a canonical tensor of ``shape``, for a group of ``size`` ranks. The local tensor
+    concatenates the slices along the divided dimension. For example, [q; k; v] has three slices. Raises ValueError if
+    the dimension can't be divided evenly."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
     dimension = divided_dimension(rule, shape)
@@ -50,7 +48,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """Return a rank's ranges of a dimension of length ``side``: an equal part of every section. A head is never
+    """Return a rank's ranges of a dimension of length ``side``: an equal share of every section. A head is never
     split."""
     if isinstance(rule, Vocabulary):  # if the rows can't be divided evenly, the first ranks have one row more
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
@@ -78,20 +76,19 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 
 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a canonical tensor: a view if the part is one slice, otherwise a copy. Raises the same
-    errors as :func:`local_slices`."""
+    """Return a rank's slices of a canonical tensor, concatenated: a view for one slice, otherwise a copy. Raises the
+    errors of :func:`local_slices`."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
 
-# -------------------------------------------------------------------------------------------------- whole matrices
+# -------------------------------------------------------------------------------------------------- full matrices
 
 
 def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the block parameters that consist of matrices by which tokens are multiplied. The result maps a
-    parameter's name to the number of rows of each of its matrices. A parameter may stack several matrices: q, k and v,
-    the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router of experts are not
-    included."""
+    """Return the block parameters that multiply tokens, and the row counts of their matrices. A parameter may stack
+    several matrices: q, k and v, the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router
+    of experts are not included."""
     plan = plan_of(config)
     rules, found = plan.rules(config), {}
     for name, shape in model_shapes(config)[0].items():
@@ -115,8 +112,8 @@ def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
-    """Group the parameters into units, which are sharded, gathered and freed together. Return the names of the
-    parameters of every unit, by the name of its module. The unit "" has all parameters outside of the other units."""
+    """Group the parameters into units for sharding. Return the parameter names of every unit, by the name of its
+    module. Unit "" has all remaining parameters."""
     units = {}
     for name in parameters:
         parts = name.split(".")
@@ -127,10 +124,9 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one each, so that the most expensive stage
-    is as cheap as possible. ``first`` and ``last`` are additional costs of these stages, in units of a block's cost. If
-    several stages could take one more block, the last of them gets it, because later stages hold the activations of
-    fewer micro-batches."""
+    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one each. The most expensive stage is as
+    cheap as possible. ``first`` and ``last`` are additional costs of these stages, in units of a block's cost. Later
+    stages get more blocks, because they store activations for fewer micro-batches."""
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
     work[-1] += last
@@ -143,17 +139,16 @@ def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0)
 
 
 def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
-    """Divide a model's blocks into stages with :func:`stage_blocks`, by the FLOPs of the model's plan. Modules that are
-    on every stage are not counted."""
+    """Divide a model's blocks into stages with :func:`stage_blocks`, by FLOPs. Modules on every stage are not
+    counted."""
     plan = plan_of(config)
     block = plan.flops_at(config, "block")
     return stage_blocks(config.depth, stages, *(plan.flops_at(config, end) / block for end in ("first", "last")))
 
 
 def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
-    """Return the indices of the stages that have a parameter or buffer: one stage, or all stages for modules that
-    compute the condition. blocks: the blocks of every stage. Raises ValueError if the plan does not state which stages
-    have this parameter or buffer."""
+    """Return the indices of the stages with a parameter or buffer. Modules that compute the condition are on all
+    stages. blocks: the blocks of every stage. Raises ValueError if the plan does not state the stages of this name."""
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:
         stage = next(i for i, own in enumerate(blocks) if int(rest[0]) in own)
@@ -185,8 +180,8 @@ def check_divisible(config: DiTConfig, group: str, size: int) -> None:
 
 
 def check_stages(config: DiTConfig, ranks: int, chunks: int = 1) -> None:
-    """Raise ValueError that names the flag, unless the model has enough blocks for ``chunks`` stages on each rank of a
-    pipeline."""
+    """Raise ValueError unless the model has enough blocks for ``chunks`` stages on each rank. The message names the
+    flag."""
     most = config.depth // chunks
     if ranks > most:
         raise ValueError(

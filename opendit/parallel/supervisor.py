@@ -1,19 +1,18 @@
 """End a program of one or more ranks at once on all ranks, with one line that gives the reason.
 
 :class:`RankWatch` notifies every rank at once if another rank failed or was lost. A thread of every rank keeps a
-connection to rank 0, which forwards messages. A run ends if a connection closes without a farewell message (the process
-is gone) or if a rank reports a failure, but never because something takes long. A stopped or slow rank only causes a
-warning.
+connection to rank 0, and rank 0 forwards messages. A run ends if a rank reports a failure, or if a connection closes
+without a farewell message. Slow or stopped ranks only cause a warning.
 
 :class:`Supervisor` is the context in which a program runs. The last line of a failed run begins with ``error:``, and
-the exit code is not 0. For errors that a user can fix this line is the only output; for defects of the program a
-traceback precedes the line.
+the exit code is not 0. Defects of the program print a traceback before this line. Errors that a user can fix print only
+this line.
 
 exit code  meaning
 0          success
 1          the run failed: data, disk, memory, gradients that are not finite, a defect of the program
 2          the run could not start: a flag, a file, the environment
-3          another rank failed or was lost, which the line names
+3          another rank failed or was lost; the line names this rank
 130        the run was interrupted before it could save anything
 """
 
@@ -43,21 +42,20 @@ from opendit.parallel.mesh import close_mesh, meet
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 2.0  # seconds that a rank waits for answers to its farewell message
-JOIN = 30.0  # seconds within which all ranks must connect to rank 0
+FAREWELL = 2.0  # seconds to wait for answers to a farewell message
+JOIN = 30.0  # seconds until all ranks must be connected to rank 0
 PING = 5.0  # seconds between two pings
-SILENT = 30.0  # seconds without a message after which a warning names a rank
-SUSPECT = 2.0  # seconds that a communication error waits for the report of the failure that may have caused it
-LONGEST = 4000  # maximum number of characters of an error message that are sent
+SILENT = 30.0  # seconds without a message before a warning
+SUSPECT = 2.0  # seconds that a communication error waits for the failure behind it
+LONGEST = 4000  # maximum number of characters of an error message
 
-_numbers = itertools.count()  # index of the next watch of this process; all ranks create watches in the same order
+_numbers = itertools.count()  # index of this process's next watch; all ranks create watches in one order
 _alive: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason why a run ends: the rank that failed first, with the text of its error. ``text`` is None if the rank was
-    lost."""
+    """Reason for the end of a run: the rank that failed first, and its error. ``text`` is None if the rank was lost."""
 
     rank: int
     host: str
@@ -81,14 +79,14 @@ class _Peer:
 
 
 class RankWatch:
-    """One rank's watch over the other ranks. All ranks must create their watches in the same order, and ``close`` them
-    after success. The watches of ranks 0 and 1 log which ranks stop sending messages, and when these ranks resume.
+    """One rank's watch over all other ranks. All ranks must create their watches in one order, and ``close`` them after
+    success. Ranks 0 and 1 log which ranks stop sending messages, and when these ranks resume.
 
     Args:
         place: place of this process in the run.
-        store: store of all ranks, through which they learn rank 0's address.
-        on_end: function that the watch's thread calls if another rank ends the run, unless this rank has reported a
-            failure first.
+        store: store of all ranks, for rank 0's address.
+        on_end: called by the watch's thread if another rank ends the run, unless this rank has reported a failure
+            first.
     """
 
     def __init__(self, place: Place, store: dist.Store, on_end: Callable[[Ending], None]):
@@ -120,9 +118,8 @@ class RankWatch:
     # ---------------------------------------------------------------- called by the program
 
     def report(self, text: str, suspect: bool = False) -> Ending:
-        """Report to all ranks that this rank failed. Return the reason why the run ends, which may be an earlier
-        failure of another rank. suspect: True for a communication error, which the end of another rank may have
-        caused."""
+        """Report to all ranks that this rank failed. Return the reason for the end of the run. The reason may be an
+        earlier failure of another rank. suspect: True for a communication error that another rank may have caused."""
         with self._lock:
             self._reported = True
         if self.ending is None and self._thread.is_alive():
@@ -154,7 +151,7 @@ class RankWatch:
         self._token = secrets.token_hex(16)
         addresses = [self.place.address, socket.gethostname()]
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # sends nothing, but finds out the local address of the route to rank 0
+            # sends nothing, but finds the local address of the route to rank 0
             probe.connect((self.place.address, self.place.port))
             addresses.insert(0, probe.getsockname()[0])
         where = {"addresses": addresses, "port": self._listener.getsockname()[1], "token": self._token}
@@ -273,7 +270,7 @@ class RankWatch:
 
     def _consider(self, ending: Ending, suspect: bool) -> None:
         """End the run after a rank reported a failure. If the failure is suspect, first wait for another report. Only
-        rank 0 calls this."""
+        rank 0 calls this method."""
         if not suspect:
             self._end(ending)
         elif self._suspect is None:
@@ -296,12 +293,12 @@ class RankWatch:
                     self._send(peer, end=asdict(ending))
 
     def _look(self, looked: float) -> float:
-        """Every PING seconds, send pings and check when each peer sent its last message. ``looked`` and the result are
-        the time of the last check."""
+        """Every PING seconds, send pings and look for silent peers. ``looked`` and the result are the time of the last
+        check."""
         now = time.monotonic()
         if now - looked < PING:
             return looked
-        if now - looked > 3 * PING:  # this process was itself stopped, so the other ranks may not have been silent
+        if now - looked > 3 * PING:  # this process itself was stopped, so its peers may not have been silent
             for peer in self._peers.values():
                 peer.heard = now
         for peer in self._peers.values():
@@ -317,12 +314,12 @@ class RankWatch:
         return now
 
     def _send(self, peer: _Peer, **message) -> None:
-        with contextlib.suppress(OSError):  # ignored, because _receive detects that a peer is gone
+        with contextlib.suppress(OSError):  # _receive detects that a peer is gone
             peer.connection.send(json.dumps(message).encode() + b"\n")
 
     def _release(self) -> None:
-        """Close all sockets. A forked process also calls this method. Otherwise it would keep its parent's connections
-        open after the parent's death."""
+        """Close all sockets. Forked processes also call this method. Otherwise they would keep a dead parent's
+        connections open."""
         for peer in self._peers.values():
             peer.connection.close()
         for one in (self._listener, self._wake, self._woken, self._selector):
@@ -331,8 +328,8 @@ class RankWatch:
 
 
 def _configured(connection: socket.socket) -> socket.socket:
-    """Make a connection non-blocking, and enable keep-alive messages, because a machine that fails does not close its
-    connections. The system closes the connection after a minute without an answer."""
+    """Make a connection non-blocking, and enable keep-alive messages. A failed machine does not close its connections.
+    Keep-alive closes them after a minute without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -352,23 +349,23 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
-CLOSING = 8.0  # seconds allowed to finish writing a checkpoint when the run fails
-CLOSING_LOST = 2.0  # seconds allowed if a rank was lost, so that no checkpoint can be completed
-# Seconds after which a failed rank ends even if its main thread is stuck. LAST_LOST applies if a rank was lost.
+CLOSING = 8.0  # seconds to finish a checkpoint when the run fails
+CLOSING_LOST = 2.0  # seconds if a rank was lost; no checkpoint can then be completed
+# Seconds after which a failed rank ends, even with a stuck main thread. LAST_LOST applies if a rank was lost.
 LAST, LAST_LOST = 12.0, 4.0
-ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that are always shown without a traceback
-# Words in errors of gloo, NCCL and the store. Such errors may be caused by the end of another rank.
+ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that never show a traceback
+# Words in errors of gloo, NCCL and the store. The end of another rank may cause such errors.
 SUSPECTS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "process group", "store", "socket")
 
 
 class Supervisor:
     """Context in which one rank of a program runs. An error inside the context ends the program on all ranks.
 
-    A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because shutting
-    communication down would wait for ranks that may be stuck inside a collective.
+    A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because a normal shutdown
+    would wait for stuck ranks.
 
     Args:
-        user_errors: classes of exceptions for which a user needs only the message, not a traceback.
+        user_errors: classes of exceptions that are shown without a traceback.
 
     Attributes:
         place: place of this process in the run.
@@ -380,9 +377,9 @@ class Supervisor:
         self._code = NOT_STARTED
         self._watch: RankWatch | None = None
         self._closers: list[Callable[[float], None]] = []
-        self._ending: Ending | None = None  # the reason why the run ends, after this rank has reported an error
-        self._one_leaves = threading.Lock()  # lock held by the thread that ends the process
-        self._silent = threading.Lock()  # lock held by the thread that prints the reason
+        self._ending: Ending | None = None  # reason for the end of the run, after an error on this rank
+        self._one_leaves = threading.Lock()  # held by the thread that ends the process
+        self._silent = threading.Lock()  # held by the thread that prints the reason
 
     def __enter__(self) -> "Supervisor":
         try:
@@ -400,13 +397,14 @@ class Supervisor:
         self.user_errors, self._code = (*user_errors, *ALWAYS), FAILED
 
     def closes(self, close: Callable[[float], None]) -> None:
-        """Register ``close(seconds)``, which saves unsaved state within this time. If this process must end while its
-        main thread is stuck, another thread calls the registered functions, the last one first."""
+        """Register ``close(seconds)``, to save unsaved state within this time. If the main thread is stuck at the end,
+        another thread calls the registered functions, the last one first."""
         self._closers.append(close)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Report an error inside this context to the other ranks before any cleanup, which may wait for these ranks."""
+        """Report an error inside this context to all ranks before any cleanup, because cleanup may wait for these
+        ranks."""
         try:
             yield
         except Exception as error:
@@ -440,14 +438,14 @@ class Supervisor:
             self._print_error(self._named(text) if mine else str(ending))
         if self._watch is None:
             sys.exit(code)
-        for stream in (sys.stdout, sys.stderr):  # flush, because os._exit would lose buffered output
+        for stream in (sys.stdout, sys.stderr):  # os._exit would lose buffered output
             with contextlib.suppress(Exception):
                 stream.flush()
         self._exit(code)
 
     def _announce(self, error: BaseException) -> Ending:
-        """Report an error to the other ranks. Return the reason on which all ranks agree: this error, or an earlier
-        error of another rank."""
+        """Report an error to all ranks. Return the reason on which all ranks agree: this error, or an earlier error of
+        another rank."""
         if self._ending is None:
             text = self._text(error)
             self._ending = self._me(text)
@@ -457,24 +455,24 @@ class Supervisor:
                 suspect |= isinstance(error, dist.DistError)
                 self._ending = self._watch.report(text, suspect)
                 if not self._one_leaves.acquire(blocking=False):
-                    threading.Event().wait()  # wait until the watch's thread ends this process
+                    threading.Event().wait()  # the watch's thread ends this process
                 threading.Thread(target=self._exit_after, args=(self._ending,), daemon=True).start()
         return self._ending
 
     def _other_ended(self, ending: Ending) -> None:
         """End this rank because another rank ended the run. The watch's thread calls this method, because the main
-        thread may be waiting for the other rank."""
+        thread may be stuck."""
         self._leave(ending, OTHER_RANK)
 
     def _leave(self, ending: Ending, code: int) -> None:
         if ending.text is not None:
-            time.sleep(1.0)  # in this time, the main thread may raise the same error, which is then not printed
+            time.sleep(1.0)  # meanwhile, the main thread may raise this error, so that nothing is printed twice
         if not self._one_leaves.acquire(blocking=False):
             return  # the main thread is already ending this process
         seconds = CLOSING_LOST if ending.text is None else CLOSING
         closing = threading.Thread(target=self._close, args=(seconds,), daemon=True)
         closing.start()
-        # don't wait longer, because saving may wait for a device that waits for the lost rank
+        # saving may wait for a device that waits for the lost rank
         closing.join(seconds + 1.0)
         if code == FAILED:
             _tell_torchrun(cast(str, ending.text))
@@ -490,8 +488,7 @@ class Supervisor:
                 stream.flush()
 
     def _exit_after(self, ending: Ending) -> None:
-        """End the process after LAST or LAST_LOST seconds. The main thread normally ends it earlier, but may wait for a
-        device that waits for another rank."""
+        """End the process after LAST or LAST_LOST seconds, if the main thread has not ended it before."""
         time.sleep(LAST_LOST if ending.text is None else LAST)
         mine = ending.rank == self.place.rank
         if self._silent.acquire(blocking=False):
@@ -500,7 +497,7 @@ class Supervisor:
 
     def _exit(self, code: int) -> None:
         if self.place.rank == 0:
-            time.sleep(0.3)  # gives the last messages to other ranks time to be sent
+            time.sleep(0.3)  # time to send the last messages to all ranks
         end_process(code)
 
     # ---------------------------------------------------------------- messages

@@ -1,17 +1,14 @@
 """Tensor parallelism: the ranks of the group ``tp`` divide every layer of a model; see docs/parallelism.md.
 
 This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms and residuals (Korthikanti et al.
-2022). With P ranks, each holds 1 / P of a sequence's tokens between the layers, and has 1 / P of the heads and of the
-MLP's width inside a layer. Before a column-parallel layer, tokens are gathered. After a row-parallel layer, the results
-are reduce-scattered.
+2022). Between layers, each of P ranks has 1 / P of the tokens. Inside a layer, each has 1 / P of the heads and of the
+MLP's width. Tokens are gathered before a column-parallel layer. Results of a row-parallel layer are reduce-scattered.
 
-All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its slice of a
-divided parameter. The gradient of a replicated parameter is a sum over the group, and a rank computes only one of its
-terms. If the parameter acts on the residual stream, this term comes from the rank's tokens. If the parameter acts on a
-tensor that all ranks have, this term comes from the rank's heads, features or experts. :class:`ReplicatedGradients`
-sums these terms.
+All ranks of a group compute one loss of one batch. For divided parameters, a rank computes its slice's complete
+gradient. For replicated parameters, a rank computes one term of the gradient: from its tokens, or from its heads,
+features or experts. :class:`ReplicatedGradients` sums these terms.
 
-Parameters keep their names. :attr:`Part.divided` describes which slices of the canonical tensors a rank holds.
+Parameters keep their names. :attr:`Part.divided` describes a rank's slices of the canonical tensors.
 """
 
 import functools
@@ -63,7 +60,7 @@ from opendit.parallel.sequence.products import column_sums
 @dataclass(frozen=True)
 class TensorParallel:
     """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided. ``sequence`` is sequence
-    parallelism over another group of ranks, which divides the tokens before ``group`` does; None without it."""
+    parallelism over another group of ranks, or None. It divides the tokens before ``group`` does."""
 
     group: Group
     sequence: SequenceParallel | None = None
@@ -89,12 +86,10 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """This rank's shard of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
-    have padding at the end. With sequence parallelism, ``shared`` divides the full sequence, and these tokens are this
-    rank's shard of it.
+    """This rank's shard of ``length`` tokens. Every rank has ``rows`` tokens between layers; the last ranks may have
+    padding. With sequence parallelism, ``shared`` first divides the full sequence.
 
-    Layers process padding tokens, with arbitrary values. Padding is removed before every attention and from the result,
-    and its gradient is exactly zero.
+    Layers also process padding. Padding is removed before every attention and from the result, so its gradient is zero.
     """
 
     group: Group
@@ -151,15 +146,15 @@ class SharedTokens:
     ) -> Tensor:
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)
-        # A MadeProjection does not gather its input, which has already been gathered.
+        # a MadeProjection does not gather its input again
         own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)
         output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
 
 
 class _RoutedByParts:
-    """Routing of tokens to experts that are divided among the ranks. Each rank gathers the tokens (B, rows, D) of all
-    ranks, and the outputs are reduce-scattered."""
+    """Routing of tokens to experts that ranks divide. Each rank gathers the tokens (B, rows, D) of all ranks. The
+    outputs are reduce-scattered."""
 
     travels = False
 
@@ -186,7 +181,7 @@ def layout_of(model: DiT, mesh: Mesh) -> Layout:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory for the parameters of ``model`` that are on the meta device. Their values are uninitialised."""
+    """Allocate memory, without values, for the parameters of ``model`` on the meta device."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -195,10 +190,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def check_tensor_parallel(config: DiTConfig, size: int) -> None:
-    """Raise ValueError, which names sizes that work, unless ``size`` ranks can divide the layers of a model."""
+    """Raise ValueError unless ``size`` ranks can divide the layers of a model. The message names sizes that work."""
     check_divisible(config, "tp", size)
     experts = plan_of(config).divisible(config).get("ep", {})
-    for what, number in experts.items():  # also check experts, because the same ranks divide them
+    for what, number in experts.items():  # these ranks divide the experts, too
         if number % size:
             raise ValueError(
                 f"--tensor_parallel_size {size}: the model's {what}, {number}, can't be divided by it; use a size that "
@@ -209,12 +204,13 @@ def check_tensor_parallel(config: DiTConfig, size: int) -> None:
 def divide(
     model: DiT, group: Group, sequence: SequenceParallel | None = None, *, column_modulation: bool = True
 ) -> TensorParallel:
-    """Reduce every layer of ``model`` to this rank's part, in place, according to the model's plan. Return the argument
-    for ``model.use(sequence=...)``. Parts are copies, or on the meta device like the model.
+    """Reduce every layer of ``model`` to this rank's slices, in place, by the model's plan. Return the argument for
+    ``model.use(sequence=...)``. Slices are copies, or on the meta device like the model.
 
-    ``sequence`` is sequence parallelism over another group of ranks. Without ``column_modulation`` every rank computes
-    all features of the modulations, instead of gathering them. Label tables are small, so every rank has them in full.
-    Raises ValueError as :func:`check_tensor_parallel` does.
+    sequence: sequence parallelism over another group of ranks.
+    column_modulation: False if every rank should compute all features of the modulations instead of gathering them.
+
+    Every rank has full label tables, because they are small. Raises ValueError as :func:`check_tensor_parallel` does.
     """
     check_tensor_parallel(model.config, group.size)
     rules = plan_of(model.config).rules(model.config)
@@ -250,7 +246,7 @@ def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Divided:
-    """The way in which the ranks of a group divide a parameter: the canonical shape, and the cut into parts."""
+    """Canonical shape of a parameter, and the cut by which the ranks of a group divide it."""
 
     shape: tuple[int, ...]
     cut: Cut
@@ -264,28 +260,27 @@ def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp"
 
 
 class Part(Projection):
-    """Linear layer with this rank's part of the weight. Create one with :func:`part_of`."""
+    """Linear layer with this rank's slice of the weight. Create one with :func:`part_of`."""
 
     group: Group
     divided: Mapping[str, Divided]
     memory: PeerMemory | None = None
 
     def peers(self, x: Tensor, weight: Tensor) -> PeerMemory | None:
-        """Return the symmetric memory through which the product of x (B, n, in) overlaps with its communication; None
-        if a collective is to be used."""
+        """Return the symmetric memory for a product of x (B, n, in) that overlaps with communication. None: use a
+        collective."""
         if self.low_rank is not None or not overlaps(x, weight):
             return None
         return connect(self.group, x.device)[0] if x.is_cuda else self.memory
 
 
 class ColumnParallel(Part):
-    """Linear layer that gathers the tokens (B, n, in) of all ranks and computes this rank's output features
-    (B, P n, out / P) for them."""
+    """Linear layer that gathers the tokens (B, n, in) of all ranks. It computes this rank's output features (B, P n,
+    out / P)."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Multiply the tokens of all ranks by the weight. ``multiply`` is ignored, because the product has its own
-        backward pass. LoRA's first product uses only this rank's tokens. Its result, which has a few numbers per token,
-        is gathered for the second product."""
+        """Multiply the tokens of all ranks by the weight. ``multiply`` is ignored, because the product has a special
+        backward pass. LoRA first reduces this rank's tokens to a few numbers per token, and gathers these numbers."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
         if (memory := self.peers(x, weight)) is not None:
             return overlapped_column(x, weight, bias, memory)
@@ -297,9 +292,9 @@ PLAIN = (multiply, unbiased, cublaslt.linear)  # functions that multiply in the 
 
 
 class RowParallel(Part):
-    """Linear layer in which each rank has some input features (B, P n, in / P) of all tokens and multiplies these by
-    its part of the weight. The products are reduce-scattered, so that this rank gets the sum for its tokens (B, n,
-    out). The bias is replicated and added to the sum."""
+    """Linear layer for this rank's input features (B, P n, in / P) of all tokens. Each rank multiplies its features by
+    its slice of the weight. A reduce-scatter returns the sum for this rank's tokens (B, n, out). The bias is replicated
+    and added to the sum."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         own = x[:, : x.shape[1] // self.group.size]
@@ -311,25 +306,25 @@ class RowParallel(Part):
 
 
 class ColumnOfContext(Part):
-    """Linear layer that computes this rank's output features from an input that all ranks have. The gradient of the
-    input is one term of a sum over the ranks."""
+    """Linear layer that computes this rank's output features from an input that all ranks have. The input's gradient is
+    one term of a sum over the ranks."""
 
 
 class GatheredColumn(Part):
-    """Linear layer for an input (B, in) that all ranks have. Each rank computes some of the output features, and all
-    ranks gather them (B, out)."""
+    """Linear layer for an input (B, in) that all ranks have. Each rank computes some output features, and all ranks
+    gather the result (B, out)."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
 
 
-# rules by which this module divides parameters; label tables are small, so every rank has them in full
+# Rules by which this module divides parameters. Every rank has full label tables, because they are small.
 DIVIDING = (Column, Row, Heads, Expert)
 
 
 @functools.cache
 def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
-    """Return (number of a model's parameters that each of ``ranks`` ranks has, average number of these per block)."""
+    """Return (number of parameters on one of ``ranks`` ranks, average number of these in a block)."""
     (shapes, _), rules, found = model_shapes(config), plan_of(config).rules(config), [0, 0]
     for name, shape in shapes.items():
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
@@ -339,8 +334,8 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
-    """Return this rank's part of a linear layer whose weight has ``rule``, or the layer itself if the rule does not
-    divide it. The result's parameters are copies, or on the meta device if the layer's are."""
+    """Return this rank's slice of a linear layer. ``rule`` is the rule of its weight. Return the layer itself if the
+    rule does not divide it. The result's parameters are copies, or on the meta device like the layer's."""
     kinds = {Row: RowParallel, Heads: ColumnParallel, Column: ColumnParallel}
     kind = kinds.get(type(rule))
     if kind is None:
@@ -381,7 +376,7 @@ def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> N
 
 def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
     part = local_tensor(parameter.detach(), rule, group.rank, group.size)
-    # Clone, because a view would keep the full tensor in memory.
+    # a view would keep the full tensor in memory
     kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()
     return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
@@ -398,9 +393,13 @@ class ReplicatedGradients:
     """Sums the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and computes the norm of all
     gradients.
 
-    ``names`` are in the order of the gradients. The ranks of ``tp`` divide the parameters in ``divided`` and have the
-    others in full. All ranks of ``pp`` have the parameters in ``on_every_stage``; each other parameter is on one rank.
-    ``counted`` is True for gradients whose squares this rank adds to the norm, so that each counts once.
+    Args:
+        names: names of the parameters, in the order of the gradients.
+        divided: names of the parameters that the ranks of ``tp`` divide. All other parameters are replicated over
+            ``tp``.
+        on_every_stage: names of the parameters on all ranks of ``pp``. All other parameters are on one rank.
+
+    ``counted`` is True for gradients that this rank adds to the norm, so that each gradient counts once.
     """
 
     def __init__(
@@ -415,9 +414,9 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
-        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider, before they are
-        read. All ranks of a group must have None for the same parameters. mark_not_finite: True to make a gradient of
-        every rank NaN if any rank's gradients are not finite, because each rank later checks only its own."""
+        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call before
+        reading the gradients. All ranks of a group must have None for equal parameters. mark_not_finite: True to put a
+        NaN into the gradients of all ranks if a rank's gradients are not finite."""
         for group, replicated in self._groups:
             parts = [g for g, shared in zip(gradients, replicated, strict=True) if shared and g is not None]
             if not parts:
@@ -432,7 +431,8 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum ``square_sum``, each rank's sum of squares of its ``counted`` gradients, over the groups in place."""
+        """Sum ``square_sum`` over the groups, in place. It is this rank's sum of squares of its ``counted``
+        gradients."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)
         return square_sum
@@ -447,19 +447,18 @@ class ReplicatedGradients:
 
 # ------------------------------------------------------------------------------------------ overlapped products
 #
-# Tensor parallelism has two kinds of products: column products of all ranks' tokens with a rank's output features, and
-# row products, whose results are summed over the ranks. A collective before or after a product leaves the
-# multiprocessors idle. Here copy engines move tokens through symmetric memory during the product (Wang et al. 2023,
-# "Overlap Communication with Dependent Computation via Decomposition"):
+# A column product multiplies all ranks' tokens by this rank's output features. A row product is summed over the ranks.
+# A collective before or after a product would leave the multiprocessors idle. Here copy engines move tokens through
+# symmetric memory during the product (Wang et al. 2023, "Overlap Communication with Dependent Computation via
+# Decomposition"):
 #
-#     column, forward    send own tokens; multiply own tokens; multiply each other rank's tokens once they have arrived
-#     row, forward       multiply other ranks' tokens; multiply own tokens while ranks fetch the results; add these
+#     column, forward    send this rank's tokens; multiply them; multiply every other rank's tokens when they arrive
+#     row, forward       multiply other ranks' tokens; multiply this rank's tokens during the transfers; add
 #
-# The backward pass of a column product is a row product, and vice versa. The gradient of a column product's weight
-# needs the tokens of all ranks. The forward pass does not keep these tokens, so the backward pass sends them again.
+# The backward pass of a column product is a row product, and vice versa. The weight's gradient of a column product
+# needs the tokens of all ranks, so the backward pass sends the tokens again.
 
-# minimum number of a sample's tokens on a rank; with fewer, the separate products for each sample and rank would take
-# longer than a collective and one product
+# Minimum number of a sample's tokens on a rank. With fewer tokens, a collective and one product are faster.
 LEAST_TOKENS = 1024
 
 
@@ -472,14 +471,14 @@ def overlaps(x: Tensor, weight: Any) -> bool:
 @not_compiled  # a compiler can't see that other ranks read and write the buffers
 def overlapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory) -> Tensor:
     """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. Each rank passes its tokens x (B, n, in) and
-    its part of the weight (out / P, in); see :func:`opendit.parallel.collectives.column_product`."""
+    its slice of the weight (out / P, in). See :func:`opendit.parallel.collectives.column_product`."""
     return _Column.apply(x, weight, bias, memory)
 
 
 @not_compiled
 def overlapped_row(z: Tensor, weight: Tensor, memory: PeerMemory) -> Tensor:
-    """Compute z W^T from this rank's input features z (B, P n, in / P) of all tokens and its part of the weight (out,
-    in / P). Return the sum over all ranks for this rank's tokens, (B, n, out)."""
+    """Compute z W^T from this rank's input features z (B, P n, in / P) and slice of the weight (out, in / P). Return
+    the sum over all ranks for this rank's tokens, (B, n, out)."""
     return _Row.apply(z, weight, memory)
 
 
@@ -532,7 +531,7 @@ def _of_all_tokens(
     x: Tensor, matrix: Tensor | None, bias: Tensor | None, memory: PeerMemory, keep: bool = False
 ) -> Tensor | None:
     """Send x (B, n, F) to all ranks. Return x @ matrix + bias (B, P n, columns) for the tokens of all ranks, or None
-    without a matrix. keep: True to leave the tokens of all ranks in the input buffer."""
+    without a matrix. keep: True to leave all tokens in the input buffer."""
     memory.begin(Buffer.INPUT)
     events = _send(memory, Buffer.INPUT, x, own=keep)
     out = None if matrix is None else x.new_empty(len(x), memory.group.size * x.shape[1], matrix.shape[1])
@@ -587,8 +586,8 @@ def _buffer(memory: PeerMemory, buffer: Buffer, x: Tensor, rank: int | None = No
 
 
 def _send(memory: PeerMemory, buffer: Buffer, x: Tensor, own: bool) -> list[Any]:
-    """Start to copy x (B, n, F) to the buffers of all other ranks. Return an event for each of them. own: True to copy
-    x to this rank's buffer as well."""
+    """Start to copy x (B, n, F) to the buffers of all other ranks. Return one event for each rank. own: True to copy x
+    to this rank's buffer, too."""
     mine = _tokens_of(memory.group.rank, x)
 
     def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -598,7 +597,8 @@ def _send(memory: PeerMemory, buffer: Buffer, x: Tensor, own: bool) -> list[Any]
 
 
 def _arriving(memory: PeerMemory, x: Tensor, events: list[Any]) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, the rank's tokens (B, n, F)): first this rank, then each other rank when its tokens have arrived."""
+    """Yield (rank, tokens (B, n, F) of the rank): first this rank, then every other rank when its tokens have
+    arrived."""
     yield memory.group.rank, x
     received = _buffer(memory, Buffer.INPUT, x)
     for i, peer in enumerate(reversed(_others(memory))):  # the previous rank's tokens arrive first

@@ -42,8 +42,8 @@ _OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that provides placeholders for optional packages, which Colossal-AI imports in files that this
-    project never uses."""
+    """Import hook with placeholders for optional packages. Colossal-AI imports these packages in files that we never
+    use."""
 
     def __init__(self, names: list[str]):
         self.names = names
@@ -76,16 +76,14 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     from colossalai.zero.gemini import gemini_ddp
 
-    # Gemini would cast every float input, including timesteps, to half precision. The models of this project cast
-    # inputs themselves.
+    # Gemini would cast every float input, including timesteps, to half precision. Our models cast inputs themselves.
     gemini_ddp._cast_float = lambda value, dtype: value
 
 
 @contextlib.contextmanager
 def _nothing_compiled():
-    """Disable torch.compile inside this context. Colossal-AI decorates functions of its FP8 communication with
-    torch.compile. This project never calls these functions, and the decoration alone would import torch's compiler (1 s
-    of CPU time)."""
+    """Disable torch.compile in this context. Colossal-AI decorates functions with torch.compile. We never call these
+    functions, but the decoration would import torch's compiler (1 s of CPU time)."""
     compiler = torch.compile
     torch.compile = lambda function=None, **options: function or (lambda function: function)
     try:
@@ -95,10 +93,9 @@ def _nothing_compiled():
 
 
 def _import_colossalai() -> None:
-    # Also hide optional packages that are installed: otherwise peft would take the placeholder of bitsandbytes for the
-    # package.
+    # Hide installed packages, too. Otherwise an installed peft would find the placeholder of bitsandbytes.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
-    # Colossal-AI's pipeline code calls this function, which new versions of torch lack
+    # Colossal-AI's pipeline code calls this function. New versions of torch lack it.
     if not hasattr(dist, "is_hccl_available"):
         incomplete: Any = dist
         incomplete.is_hccl_available = lambda: False

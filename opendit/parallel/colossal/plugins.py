@@ -1,6 +1,6 @@
 """Training with Colossal-AI: the Booster, and corrections of Gemini and DDP.
 
-Import this module with ``opendit.parallel.colossal.load()``, which makes the imports below work.
+Import this module with ``opendit.parallel.colossal.load()``. The imports below fail otherwise.
 """
 
 import warnings
@@ -30,25 +30,23 @@ from opendit.parallel.muon import Muon
 from opendit.parallel.optimizer import FusedAdamW, OnePassAdamW
 from opendit.parallel.tensor import ReplicatedGradients
 
-ALIGNMENT = 8  # every shard in a bucket begins at a multiple of this number of elements, which is 16 bytes
-GATHER_BYTES = 128 << 20  # minimum number of bytes of working weights that are gathered together
+ALIGNMENT = 8  # elements; every shard in a bucket starts at a multiple
+GATHER_BYTES = 128 << 20  # minimum bytes of working weights in one gather
 
 
 class ZeroOptimizer(LowLevelZeroOptimizer):
-    """ZeRO-2 optimizer with few passes over memory. The host never waits for the device, except once per step in fp16.
+    """ZeRO-2 optimizer with few passes over memory. The host waits for the device only in fp16, once per step.
 
-    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, and waits for the device after
-    every backward pass. It copies gradients and weights into buckets and back, even on a single rank. In contrast,
-    here:
+    Differences from Colossal-AI's optimizer:
 
-    - On one rank nothing is reduced, and the step reads ``p.grad``.
-    - On several ranks, buckets of gradients are reduce-scattered during the backward pass, and a rank keeps only its
+    - On one rank nothing is reduced or copied. The step reads ``p.grad``.
+    - On several ranks, buckets of gradients are reduce-scattered during the backward pass. A rank stores only its
       shard.
-    - :class:`OnePassAdamW` updates one bucket of parameters after another. The working weights of a bucket are
-      gathered, in place, while the next bucket is updated.
+    - :class:`OnePassAdamW` updates one bucket of parameters after another. The working weights of a bucket are gathered
+      in place while the next bucket is updated.
 
-    ``grad_norm`` (float64, unscaled and before clipping) and ``finite`` (bool) are results of the last step, 0-dim on
-    the device.
+    After a step, ``grad_norm`` (float64, unscaled and before clipping) and ``finite`` (bool) are 0-dim tensors on the
+    device.
     """
 
     grad_norm: Tensor
@@ -63,10 +61,10 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._params = [p for p in self._params if p.requires_grad]
         self.masters: list[Tensor] = [self.working_to_master_param[id(p)] for p in self._params]
         self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        # This rank's part of every working weight, including the padding at the end of the last ranks' parts.
+        # This rank's shard of every working weight. The last ranks' shards end with padding.
         self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
         self._working = [w.view(self._world, -1)[self._rank] for w in self._padded]
-        self._shards: dict[int, Tensor] = {}  # this rank's gradient shards, by the id of the parameter
+        self._shards: dict[int, Tensor] = {}  # this rank's gradient shards, by id(parameter)
         self._bucket: list[nn.Parameter] = []
         self._in_flight: list[tuple[Any, list[nn.Parameter], Tensor]] = []
         self._adamw = OnePassAdamW(cast(Any, self.optim), self.masters, self.own_sizes(), self._working)
@@ -77,8 +75,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- gradients
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Add the gradients of a loss to the accumulated gradients. In fp16, the loss is first scaled, without reading
-        the scale on the host."""
+        """Accumulate the gradients of a loss. In fp16, scale the loss first; the scale stays on the device."""
         scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
@@ -86,7 +83,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Run a backward pass, which adds to the gradients, from ``output`` and its scaled ``gradient``."""
+        """Run a backward pass from ``output`` and its scaled ``gradient``. The gradients are accumulated."""
         torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
@@ -98,7 +95,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             self._collect(keep=1)
 
     def _reduce_bucket(self) -> None:
-        """Start to average the gradients of the bucket over all ranks. Each rank receives a shard."""
+        """Start to average the bucket's gradients over all ranks. Each rank receives a shard."""
         if not self._bucket:
             return
         rows = []
@@ -115,8 +112,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._bucket = []
 
     def _collect(self, keep: int) -> None:
-        """Store the gradient shards of all reductions except the last ``keep``. Only the device waits for the
-        reductions, not the host."""
+        """Store the gradient shards of all reductions except the last ``keep``. Only the device waits, not the host."""
         while len(self._in_flight) > keep:
             work, params, received = self._in_flight.pop(0)
             work.wait()
@@ -153,13 +149,13 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     def attach_averages(
         self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> None:
-        """Make every later step also update these averages of this rank's shards without padding; see
-        :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
+        """Let later steps update these averages, too. Averages have the sizes of this rank's shards without padding.
+        See :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         self._adamw.attach_averages(averages, decays, updates)
 
     def step(self, closure: Any = None) -> None:
-        """Clip, update masters, moments, averages and working weights, and clear the gradients. If a gradient of any
-        rank is not finite, the updates are skipped."""
+        """Clip, update masters, moments, averages and working weights, and clear the gradients. No rank updates if any
+        rank has a gradient that is not finite."""
         self._adamw.counted = self.replicated and self.replicated.counted
         fused, scaler, gradients = self._adamw.fused(), self.scaler, self.gradients
         if self.replicated is not None:
@@ -199,8 +195,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- working weights
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Divide the parameters into ranges (start, stop) of at least GATHER_BYTES of working weights. The last range
-        may be smaller. On one rank, return a single range."""
+        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights. The last range
+        may be smaller. One rank has a single range."""
         edges, size = [0], 0
         for i, working in enumerate(self._padded, start=1):
             size += working.numel() * working.element_size()
@@ -210,7 +206,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         return list(zip(edges, edges[1:], strict=False))
 
     def _start_gather(self, start: int, stop: int) -> list[Any]:
-        """Start to gather other ranks' parts of the working weights ``start`` to ``stop`` - 1, in place."""
+        """Start to gather the working weights ``start`` to ``stop`` - 1 from all ranks, in place."""
         if self._world == 1:
             return []
         with dist._coalescing_manager(group=self._group, async_ops=True) as work:
@@ -226,7 +222,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
 
 def _padded(rows: Tensor, more: int) -> Tensor:
-    """Pad each of ``rows`` with ``more`` zeros at its end. Return ``rows`` itself, without a copy, if ``more`` is 0."""
+    """Append ``more`` zeros to every row. Return ``rows`` without a copy if ``more`` is 0."""
     return functional.pad(rows, (0, more)) if more else rows
 
 
@@ -241,8 +237,8 @@ def register() -> None:
 
 
 class _FiniteBF16(BF16MixedPrecisionMixin):
-    """Precision mixin for bf16 without loss scaling. All ranks skip a step if a gradient of any rank is not finite. In
-    every precision, Gemini counts the gradient chunks that are not finite, but it reads the count only in fp16."""
+    """Precision mixin for bf16 without loss scaling. All ranks skip a step if any rank has a gradient that is not
+    finite."""
 
     def __init__(self, manager):
         self.manager = manager
@@ -271,12 +267,16 @@ def boost(
     initial_scale: float = 2.0**16,
     bucket: int | None = None,
 ) -> tuple[Any, Any]:
-    """Wrap ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and return both. The module's parameters
-    become the plugin's working weights on this process's device.
+    """Wrap ``module`` and ``optimizer`` for ``plugin`` and return both.
 
-    grad_clip: bound of the gradient norm; 0 for none. The engine of ddp itself casts and clips. accumulate: True if a
-    step has several micro-batches. group: ranks over which zero2 and ddp average gradients, and zero2 divides state.
-    bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
+    The module's parameters become the plugin's working weights on this process's device.
+
+    Args:
+        plugin: zero2, ddp or gemini.
+        grad_clip: bound of the gradient norm; 0 for none. Ignored by ddp.
+        accumulate: True if a step has several micro-batches.
+        group: ranks over which zero2 and ddp average gradients, and zero2 divides state.
+        bucket: number of gradient elements in one reduction of zero2; None for Colossal-AI's default.
     """
     on_gpu = torch.cuda.is_available()
     built: Any  # Any, because each plugin has different arguments
@@ -293,21 +293,19 @@ def boost(
         size = sum(p.numel() for p in module.parameters()) / 2**20
         built = GeminiPlugin(
             precision=precision,
-            # Without clipping, pass a bound that no gradient exceeds, because Gemini computes the norm only if it
-            # clips.
+            # Gemini computes the norm only if it clips. Without clipping, pass a bound that no gradient exceeds.
             max_norm=grad_clip or 1e30,
             initial_scale=initial_scale,
             enable_gradient_accumulation=accumulate,
-            # With chunks of 32 Mi elements, a small model would be a single chunk, which is never sharded.
+            # With chunks of 32 Mi elements, a small model would be a single chunk. A single chunk is never sharded.
             min_chunk_size_m=min(32.0, max(0.005, size / 16)),
             search_range_m=32 if size > 64 else 1,
             placement_policy="static",
             pin_memory=on_gpu,  # asynchronous reduction requires pinned memory
             enable_async_reduce=on_gpu,
         )
-        # Otherwise every rank would keep page-locked copies of its shards of weights and masters, which are read only
-        # if chunks are offloaded. The copies take 6 bytes of host memory for each parameter, summed over all ranks, and
-        # delay the first step of a 7B model by minutes.
+        # The pinned copies serve only offloaded chunks. They take 6 bytes of host memory for each parameter, and delay
+        # the first step of a 7B model by minutes.
         built.gemini_config["pin_memory"] = False
     elif plugin == "ddp":
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -330,11 +328,10 @@ def boost(
 
 
 def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Let torch arrange its gradient buckets before the first step, by a backward pass with zero gradients.
+    """Let torch arrange its gradient buckets before the first step, with a backward pass of zeros.
 
-    After the first backward pass, torch rearranges the buckets in the order in which gradients became ready, which
-    determines the order of sums over more than two ranks. So the first step of a resumed run would round differently.
-    Autograd processes the sum below from its end. So the buckets begin with the last layers, as in a real pass.
+    Otherwise torch rearranges the buckets after the first step, and the sums over ranks change their order. Then the
+    first step of a resumed run would round differently.
     """
     params = [p for p in ddp.parameters() if p.requires_grad]
     ddp.reducer.prepare_for_backward([])
@@ -362,7 +359,7 @@ class _Idle:
 
 
 class _CpuAsCuda(CpuAccelerator):
-    """Accelerator that is the CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini require."""
+    """Accelerator for the CPU that is called "cuda", because Colossal-AI's ZeRO and Gemini require that name."""
 
     def __init__(self):
         super().__init__()
@@ -400,8 +397,7 @@ class _CpuAsCuda(CpuAccelerator):
 
 
 def _keep_chunks_in_one_memory() -> None:
-    """Prevent Gemini from moving shards between "cuda" and "cpu", which are the same memory on a CPU. Shards stay on
-    "cuda"."""
+    """Prevent Gemini from moving shards between "cuda" and "cpu". On a CPU, both names mean one memory."""
     chunk: Any = gemini_chunk.Chunk
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 

@@ -1,9 +1,8 @@
-"""Training engines: forward, backward, step, and the layout of their state. Each plugin has one file with its engine,
-which opendit/config/names.py registers.
+"""Training engines: forward, backward, step, and the layout of their state. Each plugin has its engine in one file.
 
-The fp32 master weights, the optimizer's moments and the EMA have the same form under every plugin: each rank holds one
-fp32 shard of every parameter, and ``layout`` describes which slices of the canonical tensor the shard has. Shards can
-therefore be gathered into full tensors, and loaded from full tensors, under any plugin and on any number of ranks.
+Every plugin stores master weights, moments and EMA in one form. Each rank has one fp32 shard of every parameter.
+``layout`` maps the shard to slices of the canonical tensor. So a checkpoint from one plugin can be loaded under another
+plugin and on another number of ranks.
 """
 
 import contextlib
@@ -68,15 +67,16 @@ class Settings:
 
 
 class Engine(ABC):
-    """Base class of engines, which train a module under one plugin. Build an engine with :func:`build_engine`.
+    """Base class of engines. An engine trains a module under one plugin. Build an engine with :func:`build_engine`.
 
     Attributes:
-        skipped, skipped_in_a_row: numbers of all skipped steps and of the last ones in a row, 0-dim int64.
+        skipped: number of skipped steps, 0-dim int64.
+        skipped_in_a_row: number of skipped steps since the last step that was not skipped, 0-dim int64.
         shapes: canonical shape of every trained parameter.
-        parts: layout of this rank's parameters before the engine shards them. If the ranks of ``tp`` divide the layers,
-            these parameters are slices of the canonical tensors.
-        shared: names of the parameters that all ranks of a pipeline have.
-        stored: layers whose weights are stored in the format of --base_precision, by the names of the weights.
+        parts: layout of this rank's parameters before the engine shards them. With tensor parallelism, these parameters
+            are slices of the canonical tensors.
+        shared: names of the parameters that all stages of a pipeline have.
+        stored: layers with weights in the format of --base_precision, by weight name.
         muon: optimizer of the parameters that have only the first moment; None if AdamW updates all parameters.
     """
 
@@ -105,8 +105,8 @@ class Engine(ABC):
         self.replicated = None
         if mesh.tp_size > 1 or mesh.pp_size > 1:
             self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided, self.shared)
-        # Plugins cast weights and buffers to half precision before they make fp32 copies. But masters must have the
-        # fp32 initial values, and position tables must stay fp32. So copy both before the plugin is applied.
+        # Plugins cast weights and buffers to half precision. But masters need the fp32 initial values, and position
+        # tables must stay fp32. So copy both before the plugin is applied.
         trained = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
@@ -128,14 +128,17 @@ class Engine(ABC):
         self.finish_loading()
 
     plugin: str  # name of the plugin in --plugin
-    # a tensor or None for each trained parameter; exists only under plugins whose passes a CUDA graph can record
+    # A tensor or None for each trained parameter. Exists only under plugins that support CUDA graphs.
     gradients: Any
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Move the module to this rank's device and wrap it. Return (the model that ``forward`` calls, the optimizer
-        that ``step`` calls, the AdamW object with the learning rate and the state, a line that names it and the reason
-        for its choice)."""
+        """Move the module to this rank's device and wrap it.
+
+        Returns:
+            model: ``forward`` calls this object. optimizer: ``step`` calls this object. adam: the AdamW object with the
+                learning rate and the state. line: the AdamW's name and the reason for the choice.
+        """
 
     def _adamw(self, module: nn.Module, settings: Settings) -> tuple[Any, str]:
         from opendit.parallel.optimizer import build_optimizer  # imported here, because it imports DTensor
@@ -154,9 +157,9 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------- training
 
-    # True if every rank has all working weights, so that ``module`` can be called directly, inside ``autocast()``
+    # True if every rank has all working weights. Then ``module`` can be called directly, inside ``autocast()``.
     whole = True
-    no_graph: str  # reason why the passes can't be recorded as a CUDA graph; empty if they can
+    no_graph: str  # reason why a CUDA graph can't record the passes; empty if it can
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -170,8 +173,9 @@ class Engine(ABC):
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
-        """Run a backward pass, which adds to the gradients. Without ``gradient`` it starts from the loss. On a pipeline
-        stage without a loss, ``loss`` is the stage's output, and ``gradient`` is its gradient, times the loss scale."""
+        """Run a backward pass and accumulate the gradients. It starts from the loss if ``gradient`` is None. On a
+        pipeline stage without a loss, ``loss`` is the stage's output. ``gradient`` is then the output's gradient times
+        the loss scale."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
@@ -186,29 +190,28 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> StepResult:
-        """Compute a step as :meth:`step` does, without counting skipped steps."""
+        """Compute a step. :meth:`step` counts the skipped steps."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
-        """Return this rank's part of each parameter's gradient since the last step, for reading. None if the engine has
-        no access to the gradients."""
+        """Return this rank's gradients since the last step, for reading. None if the engine cannot access the
+        gradients."""
         return None
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
-        """Allocate ``count`` averages of the masters in the memory where this engine keeps averages. Each average is a
-        shard of every parameter."""
+        """Allocate ``count`` averages of the masters where this engine stores averages. An average has a shard of every
+        parameter."""
         return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
 
     def attach_averages(
         self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> bool:
-        """Ask the optimizer to update these averages of the masters in the same pass over memory as the masters.
-        ``decays(updates)`` returns the decays, and the step increments ``updates``. Return True if the optimizer will
-        do so."""
+        """Ask the optimizer to update these averages in its pass over the masters. ``decays(updates)`` returns the
+        decays. Each step increments ``updates``. Return True if the optimizer accepts."""
         return False
 
     def wait_for_averages(self) -> None:
-        """Wait until the last step's update of the attached averages is complete. If the averages are in host memory,
-        the host waits, too. Call this method before reading or setting the averages."""
+        """Wait until the last step has updated the attached averages. If the averages are in host memory, the host
+        waits, too. Call this method before reading or setting the averages."""
         return None
 
     def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
@@ -221,8 +224,8 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------- state
 
-    layout: Layout  # layout of the masters, the moments and all other state of parameters
-    _optimizer_keys: dict[str, Tensor | None]  # key of each parameter in the optimizer's state
+    layout: Layout  # layout of the masters, the moments and the averages
+    _optimizer_keys: dict[str, Tensor | None]  # each parameter's key in the optimizer's state
 
     @abstractmethod
     def _locate(self) -> None:
@@ -233,22 +236,21 @@ class Engine(ABC):
         """Return this rank's fp32 master shard of a parameter, in the memory that steps change."""
 
     def held(self, name: str) -> Shard:
-        """Return the shard of a parameter's master and moments that this rank stores. :meth:`set_master` and
-        :meth:`set_moments` take values for this shard. The shard in ``layout`` is smaller if ``layout`` describes views
-        of larger tensors."""
+        """Return the shard that this rank stores of a parameter's master and moments. :meth:`set_master` and
+        :meth:`set_moments` take values for this shard. ``layout`` may describe a smaller view of the shard."""
         return self.layout.local(name)
 
     @torch.no_grad()
     def set_master(self, name: str, part: Tensor) -> None:
-        """Set this rank's part (:meth:`held`) of a parameter's master. Call finish_loading afterwards."""
+        """Set this rank's shard (:meth:`held`) of a parameter's master. Call finish_loading afterwards."""
         self.master(name).copy_(part)
 
     def set_shard(self, name: str, shard: Tensor) -> None:
-        """Set a parameter's master from this rank's shard in ``layout``. All ranks must call this together, and call
+        """Set a parameter's master from this rank's shard in ``layout``. All ranks must call this method. Call
         finish_loading afterwards."""
         self.set_master(name, shard)
 
-    _frozen_group: ProcessGroup | None = None  # ranks that have different parts of the frozen weights
+    _frozen_group: ProcessGroup | None = None  # ranks that have different slices of the frozen weights
 
     @torch.no_grad()
     def _fill_frozen(self, values: Values) -> None:
@@ -266,7 +268,7 @@ class Engine(ABC):
         return number
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
-        """Return (this rank's memory of a frozen weight, the shard of the weight that is in this memory)."""
+        """Return this rank's memory of a frozen weight, and the shard in that memory."""
         kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
         return kept, self.parts.local(name)
 
@@ -280,18 +282,17 @@ class Engine(ABC):
         return {name: self.master(name) for name in self.shapes}
 
     def moments_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of the moments that the optimizer keeps for a parameter."""
+        """Return the names of a parameter's moments."""
         return MOMENTS[:1] if self.muon is not None and name in self.muon.names else MOMENTS
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Return this rank's shards of one parameter's moments, for reading. They are zeros before the first step.
-        Moments in 8 bits are returned as fp32 values that encode to the same bits again."""
+        """Return this rank's shards of one parameter's moments, for reading. Moments are zeros before the first step.
+        8-bit moments are returned as fp32 values that encode to the same bits."""
         shard = self.layout.local(name)
         return {moment: to_values(kept).view(shard.shape) for moment, kept in self._moments(name).items()}
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
-        """Return this rank's shards of one parameter's moments, flattened, in the format in which the optimizer stores
-        them."""
+        """Return this rank's shards of one parameter's moments, flattened, in the optimizer's format."""
         key, numel, names = self._optimizer_keys[name], self.layout.local(name).numel, self.moments_of(name)
         if key is None:
             return {moment: torch.empty(0, device=self.mesh.device) for moment in names}
@@ -299,7 +300,7 @@ class Engine(ABC):
         return {moment: first_of(state[moment], numel) for moment in names}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
-        """Set this rank's part (:meth:`held`) of one parameter's moments, and the parameter's step count."""
+        """Set this rank's shard (:meth:`held`) of one parameter's moments, and the parameter's step count."""
         for moment, kept in self._moments(name).items():
             set_values(kept, parts[moment])
         self._set_step(name, step)
@@ -315,7 +316,7 @@ class Engine(ABC):
             state["step"] = step if isinstance(state["step"], int) else torch.full_like(state["step"], step)
 
     def optimizer_steps(self) -> int:
-        """Return the number of steps that the optimizer has taken. Skipped steps do not count."""
+        """Return the number of steps that the optimizer has completed. Skipped steps do not count."""
         keys = (key for key in self._optimizer_keys.values() if key is not None and key in self.adam.state)
         key = next(keys, None)
         return 0 if key is None else int(self.adam.init_state(key)["step"])
@@ -328,14 +329,13 @@ class Engine(ABC):
         return None
 
     def _even_layout(self) -> Layout:
-        """Make the layout that divides every parameter evenly, as a flat tensor, among the ranks of the group "loss".
-        These ranks have the same parameter, or the same part of it."""
+        """Divide every parameter evenly, as a flat tensor, among the ranks of the group "loss"."""
         ranks = self.mesh.dims.size("loss")
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Make the layout of the parameters named in ``shapes``. If a rank's part of a parameter has the shape
-        ``shape``, ``cut(shape)`` returns the cut that divides this part further."""
+        """Return the layout of the parameters ``shapes``. ``cut(shape)`` divides this rank's slice of a parameter
+        further; ``shape`` is the slice's shape."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
@@ -350,15 +350,15 @@ def _values_of(module: nn.Module) -> Values:
 
 
 class OnePassEngine(Engine):
-    """Base class of engines whose optimizer updates this rank's shards and their averages with OnePassAdamW."""
+    """Base class of engines with OnePassAdamW. It updates shards and averages in one pass over memory."""
 
     def _attach_muon(self, muon: Muon) -> None:
         self.optimizer.muon = muon
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This rank's part of the gradients since the last step. When a CUDA graph is replayed, set this property to
-        the graph's gradients."""
+        """This rank's gradients since the last step. After the replay of a CUDA graph, set the graph's gradients
+        here."""
         return self.optimizer.gradients
 
     @gradients.setter
@@ -380,7 +380,7 @@ def state_of_scaler(scaler: Any) -> dict[str, float]:
 
 
 class BoosterEngine(Engine):
-    """Engine that uses the Colossal-AI plugin of the same name."""
+    """Engine that uses the Colossal-AI plugin of this name."""
 
     def _wrap(self, module, settings):
         colossal = load()
@@ -438,15 +438,15 @@ def build_engine(
 
     Args:
         grad_clip: bound of the global gradient norm; 0 means none.
-        grad_accumulation: number of micro-batches in a step. gemini and fsdp depend on it.
+        grad_accumulation: number of micro-batches in a step, for gemini and fsdp.
         sharding: settings by which fsdp divides the model. Its dtype is replaced by the dtype of ``precision``.
-        offload: state that fsdp keeps in host memory. ``average``: the averages; ``state``: averages and moments.
-        streamed: blocks whose frozen weights are in host memory; not with fsdp.
-        initial: returns the initial fp32 values of any shard of a parameter, trained or frozen. None to use the
-            module's values, which every rank then temporarily copies to host memory.
+        offload: state that fsdp stores in host memory. ``average``: the averages; ``state``: averages and moments.
+        streamed: blocks with frozen weights in host memory; not with fsdp.
+        initial: function that returns initial fp32 values for a shard of any parameter. None: use the module's values;
+            every rank then copies them temporarily to host memory.
         muon: settings of Muon (zero2, ddp, fsdp; without tensor or expert parallelism, and without offload of the
             state).
-        eight_bits: True to keep AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).
+        eight_bits: True to store AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).
 
     Raises ValueError for an unknown plugin, precision or offload, or one that the plugin does not support.
     """

@@ -1,5 +1,4 @@
-"""Engine of --plugin ddp: every rank has full weights. torch's DDP averages gradients; in a pipeline, the engine
-does."""
+"""Engine of --plugin ddp: full weights on every rank. torch's DDP averages gradients, or the engine in a pipeline."""
 
 import contextlib
 import math
@@ -17,8 +16,8 @@ from opendit.parallel.muon import Muon
 
 
 class DDPEngine(BoosterEngine):
-    """Engine with full fp32 weights and state on every rank, and autocast in the forward pass. ``layout`` presents the
-    state as even shards, which are views of the full tensors."""
+    """Engine with full fp32 weights and state on every rank, and autocast in the forward pass. ``layout`` describes
+    even shards of the state. These shards are views of the full tensors."""
 
     plugin = "ddp"
     copied = True
@@ -27,7 +26,8 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # This rank stores its complete slice of every parameter, but its shard in ``layout`` is an even part of it.
+        # This rank stores its complete slice of every parameter. Its shard in ``layout`` is an even division of the
+        # slice.
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
             self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}
@@ -45,8 +45,8 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # In DDP, a forward pass decides whether the next backward pass reduces gradients. In a pipeline, that backward
-        # pass may belong to another micro-batch, so _step reduces gradients itself.
+        # A forward pass of DDP decides whether the next backward pass reduces gradients. In a pipeline, the next
+        # backward pass may belong to another micro-batch, so _step reduces gradients.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 

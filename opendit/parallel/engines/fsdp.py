@@ -18,10 +18,9 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(OnePassEngine):
-    """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every trained parameter and of its gradient,
-    moments and averages, in fp32. Weights of a called unit are gathered in the precision of the forward pass. Each of
-    ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in full, as under
-    zero2."""
+    """Engine with FSDP2 (``fully_shard``). Each rank stores some rows of every trained parameter, gradient, moment and
+    average, in fp32. FSDP2 gathers weights in the precision of the forward pass. Each of ``dp_replicate`` groups of
+    ranks has a full copy of the model. A single rank stores full weights, as under zero2."""
 
     plugin = "fsdp"
     optimizer: ShardedOptimizer
@@ -43,7 +42,7 @@ class FSDPEngine(OnePassEngine):
             apply_shards(module, mesh, self._sharding)
             if self._sharding.hosted:
                 move_to_host(module, hosted_parameters(module, self._sharding.hosted), mesh.device)
-            # Allocate the other shards; ``set_master`` and ``_fill_frozen`` set the values.
+            # Allocate all other shards; ``set_master`` and ``_fill_frozen`` set the values.
             module._apply(lambda each: torch.empty_like(each, device=mesh.device) if each.is_meta else each)
             if self._sharding.gather_float8 and (names := float8_weights(module)):
                 float8 = Float8Shards(module, names, self.dtype, mesh.group("fsdp"))
@@ -58,7 +57,7 @@ class FSDPEngine(OnePassEngine):
             float8=float8,
             replicated=self.replicated,
         )
-        # Hide FSDP2's warning that an output that is a view must not be changed in place. No code here changes outputs.
+        # Hide FSDP2's warning about outputs that are views. No code here changes outputs in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         return module, optimizer, adam, name
@@ -104,8 +103,7 @@ class FSDPEngine(OnePassEngine):
         self.optimizer.masters_to_working()
 
     def _free_gathered(self) -> None:
-        """Free gathered weights. A forward pass without a backward pass leaves these in memory, and later passes would
-        use their old values."""
+        """Free gathered weights. A forward pass without a backward pass leaves stale weights in memory."""
         if not self.whole:
             for module in self._units:
                 module.reshard()
@@ -114,8 +112,8 @@ class FSDPEngine(OnePassEngine):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
-            # HSDP first reduces gradients over shards, then over copies of the model. Only the last micro-batch needs
-            # the second reduction.
+            # HSDP reduces gradients over shards, then over copies of the model. Only the last micro-batch needs the
+            # second step.
             self.model.set_requires_all_reduce(last)
             if self._sharding.keep_gradients:
                 self.model.set_requires_gradient_sync(last)

@@ -12,7 +12,7 @@ from opendit.parallel.layout import Cut, Layout
 
 class GeminiEngine(BoosterEngine):
     """Engine with ZeRO stage 3. Gemini joins parameters to chunks and divides every chunk among the ranks. This rank's
-    shard of a parameter is the overlap of the parameter with this rank's part of the chunk."""
+    shard of a parameter is the overlap between the parameter and this rank's chunk range."""
 
     plugin = "gemini"
     whole = False

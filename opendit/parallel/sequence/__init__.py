@@ -1,6 +1,4 @@
-"""Sequence parallelism: the ranks of a group divide the tokens of every sample among them; see
-docs/sequence_parallel.md.
-"""
+"""Sequence parallelism: the ranks of a group divide the tokens of every sample. See docs/sequence_parallel.md."""
 
 import functools
 import math
@@ -36,9 +34,10 @@ class SequenceParallel:
     """Sequence parallelism of a model: the argument of ``model.use(sequence=...)``. Build it with
     :func:`sequence_parallel`.
 
-    ``strategy`` computes attention to all tokens, and ``axial`` exchanges tokens for attention along the axes of their
-    grid; each is None if the model has no such attention. A strategy has the method ``attention(q, k, v, attend,
-    length)``, or, if its ``takes_projection`` is True, ``project_and_attend(x, qkv, heads, attend, length, float8)``.
+    strategy: attention to all tokens; None if the model has no such attention. If ``takes_projection`` is True, a
+    strategy has the method ``project_and_attend(x, qkv, heads, attend, length, float8)``, otherwise ``attention(q, k,
+    v, attend, length)``.
+    axial: exchange of tokens for attention along the axes of a grid; None if the model has no such attention.
     """
 
     group: Group
@@ -49,8 +48,8 @@ class SequenceParallel:
     shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
-        """Return this rank's shard of a sequence of ``length`` tokens. If the model attends along axes, ``sizes`` are
-        the sizes of the tokens' grid."""
+        """Return this rank's shard of a sequence of ``length`` tokens. sizes: sizes of the grid of tokens, for
+        attention along axes."""
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
@@ -65,8 +64,8 @@ class SequenceParallel:
 @dataclass(frozen=True)
 class SharedSequence:
     """This rank's shard of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
-    padding at the end, or only padding. Layers process padding tokens, with arbitrary values. Padding is removed before
-    every attention and from the result, and its gradient is exactly zero."""
+    padding, or only padding. Layers also process padding. Padding is removed before every attention and from the
+    result, so its gradient is zero."""
 
     sequence: SequenceParallel
     length: int
@@ -118,8 +117,7 @@ class SharedSequence:
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:
-    """Describe the attention in use: the strategy's attention, or without a strategy, the model's attention, which
-    ``note`` describes."""
+    """Describe the attention in use: the strategy's attention, or without a strategy, the model's (``note``)."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
     ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
@@ -135,12 +133,16 @@ def sequence_parallel(
     groups: int | None = None,
     direct: bool = True,
 ) -> SequenceParallel | None:
-    """Build the strategy ``kind`` for this rank's sequence group, on all ranks together. Return None for one rank.
+    """Build the strategy ``kind`` for this rank's sequence group. Call on all ranks. Return None if the group has one
+    rank.
 
-    ``auto`` chooses for sequences of ``shape``; sequences of other lengths work, too. keep_gathered:
-    see :class:`FastSeq`. groups: see :class:`DirectUlysses`; None to choose with the cost model. direct: use symmetric
-    memory if possible. Raises ValueError if this kind, or this number of groups, does not work with the model's number
-    of heads.
+    Args:
+        shape: ``auto`` chooses for sequences of this shape. Sequences of other lengths work, too.
+        keep_gathered: see :class:`FastSeq`.
+        groups: see :class:`DirectUlysses`; None to choose with the cost model.
+        direct: True to use symmetric memory if possible.
+
+    Raises ValueError if this kind, or this number of groups, does not work with the model's number of heads.
     """
     if mesh.sp_size == 1:
         return None
@@ -180,9 +182,8 @@ def sequence_shape(
     tensor_parallel: int = 1,
     lora: bool = False,
 ) -> Shape:
-    """Return the shape from which --sequence_parallel_type auto chooses a strategy, for ``samples`` samples in a
-    micro-batch with latents of ``size`` (None: the configuration's). Raises ValueError if the model does not support
-    the asked type."""
+    """Return the shape for --sequence_parallel_type auto. samples: number of samples in a micro-batch. size: size of
+    the latents; None for the configuration's. Raises ValueError if the model does not support the type."""
     if parallel.sequence_parallel_size > 1:
         config.check_sequence_parallel(parallel.sequence_parallel_type)
     return Shape(
@@ -199,9 +200,9 @@ def sequence_shape(
 
 # ------------------------------------------------------------------------------------------ captions in the sequence
 #
-# Sequences of two streams, caption tokens and media tokens. Each stream is divided evenly among the ranks, so every
-# rank has the same number of tokens of a stream. A stream's layers process only tokens of this stream. For attention,
-# the tokens of all ranks are arranged in the order of the sequence, without padding.
+# Sequences of two streams, caption tokens and media tokens. Each stream is divided evenly among the ranks. A stream's
+# layers process only tokens of this stream. For attention, the tokens of all ranks are arranged in the order of the
+# sequence, without padding.
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,8 @@ class SharedStreams:
     """This rank's shards of a sequence of several streams. ``parts`` has each stream's shard, ``lengths`` its total
     length.
 
-    ``exchange`` is the method of a strategy that computes attention. Its arguments are q, k, v (B, H, rows, d) of this
-    rank's tokens, ``attend``, and the number of tokens of all ranks, including padding. None if projections return the
-    tokens of all ranks.
+    ``exchange(q, k, v, attend, length)`` computes attention. q, k, v (B, H, rows, d) are this rank's tokens, and
+    ``length`` is the token count of all ranks with padding. None if projections return the tokens of all ranks.
     """
 
     parts: tuple[Any, ...]
@@ -237,8 +237,8 @@ class SharedStreams:
         return self.parts[number].gather(x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """Return the attention output of q, k, v (B, H, n, d). These hold the n tokens of this rank, or the tokens of
-        all ranks if the projections gather tokens."""
+        """Return the attention output for q, k, v (B, H, n, d) of this rank's tokens. If the projections gather tokens,
+        q, k, v have the tokens of all ranks."""
         order = self._order(q.device)
 
         def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class SharedStreams:
         return self.exchange(q, k, v, in_order, self.ranks * self.rows)
 
     def attention_of_streams(self, projected: Sequence[tuple[Tensor, ...]], attend: Attend) -> Sequence[Tensor]:
-        """Return the attention output (B, n, H d) of every stream from the q, k, v (B, n, H, d) of every stream."""
+        """Return every stream's attention output (B, n, H d) from every stream's q, k, v (B, n, H, d)."""
         if self.exchange is not None:
             q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
             return self.attention(q, k, v, attend).split(self.rows_of_streams, dim=1)
@@ -274,23 +274,22 @@ class SharedStreams:
 
 # ------------------------------------------------------------------------------------------ experts over several ranks
 #
-# Expert-choice routing (EC-DiT): experts choose tokens, which are sent to the experts' ranks. An expert takes the k
-# tokens of a sample with the highest affinity to the expert, regardless of the ranks that have these tokens. Ranks that
-# share a sequence gather the affinities (B x N x E numbers, without a gradient), so that every rank knows all choices.
-# The weight of a chosen token is its affinity, whose gradient is computed on the token's own rank. Only chosen tokens
+# Expert-choice routing (EC-DiT): an expert takes the k tokens of a sample with the highest affinities. Ranks that share
+# a sequence gather the affinities (B x N x E numbers, without a gradient), so that every rank knows all choices. A
+# chosen token is weighted by its affinity. The affinity's gradient is computed on the token's rank. Only chosen tokens
 # are sent:
 #
 #     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
 #
-# Every expert takes the same number of tokens of a sample. If each rank has whole samples, all sizes are therefore
-# known in advance. If ranks share a sequence, a rank may have any number of an expert's k tokens. In this case, the
-# host reads the number from the device while the device computes the shared MLP.
+# If every rank has complete samples, all sizes are known in advance. If ranks share a sequence, a rank may have any
+# number of an expert's k tokens. The host then reads this number from the device while the device computes the shared
+# MLP.
 
 
 class RoutingByRanks:
-    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D). ``experts`` is the
-    group of ranks that divide the experts evenly; None if ``mlp`` has all experts. ``shared`` is this rank's shard of
-    the sequence; None if y has all tokens of its samples."""
+    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D). experts: group of
+    ranks that divide the experts evenly; None if ``mlp`` has all experts. shared: this rank's shard of the sequence;
+    None if y has all tokens of its samples."""
 
     @not_compiled
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence | None = None, experts: Group | None = None):
@@ -316,8 +315,7 @@ class RoutingByRanks:
         return add_rows(self._back.finish(), self._chosen.weights, self._chosen.rows, self._y)
 
     def _send(self, chosen: "Chosen", counts: Sequence[Sequence[int]]) -> None:
-        """Start to send the chosen tokens to their experts. ``counts[r][e]`` is the number of rank r's tokens that
-        expert e takes."""
+        """Start to send the chosen tokens to their experts. Expert e takes ``counts[r][e]`` tokens of rank r."""
         share = len(chosen.counts) // self._group.size
         sent = tuple(sum(chosen.counts[first : first + share]) for first in range(0, len(chosen.counts), share))
         own = slice(self._group.rank * share, (self._group.rank + 1) * share)
@@ -332,7 +330,7 @@ class RoutingByRanks:
 @dataclass(frozen=True)
 class Chosen:
     """Tokens of this rank that experts have chosen, expert by expert. rows: (M,) indices among the flattened tokens (B
-    n). weights: (M,). counts: number of tokens that each expert has chosen."""
+    n). weights: (M,). counts: number of chosen tokens for each expert."""
 
     rows: Tensor
     weights: Tensor
@@ -346,7 +344,7 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices of experts among the tokens of several ranks, before the host knows how many chosen tokens are on this
+    """Choices of experts among the tokens of several ranks, before the host knows the number of chosen tokens on this
     rank."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence, group: Group):
@@ -367,8 +365,8 @@ class _Pending:
             self._copied.record()
 
     def chosen(self) -> tuple[Chosen, list[list[int]]]:
-        """Wait for the counts. Return this rank's chosen tokens, and the counts: for every rank of the group, the
-        number of its tokens that each expert has chosen."""
+        """Wait for the counts. Return this rank's chosen tokens, and the counts for every rank of the group and every
+        expert."""
         if self._copied is not None:
             self._copied.synchronize()
         counts = self._counts.tolist()
@@ -381,11 +379,10 @@ class _Pending:
 # ------------------------------------------------------------------------------------------------------ rows by expert
 
 
-@functools.lru_cache(maxsize=32)  # the arguments never change where no sample is split over ranks
+@functools.lru_cache(maxsize=32)  # the arguments never change if samples are not split over ranks
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
-    """Map the received rows to indices in a flattened stack (experts, rows). The rows arrive rank by rank, and expert
-    by expert for each rank. Return these indices and the stack's number of rows, which is the largest number of rows of
-    any expert."""
+    """Map the received rows to indices in a flattened stack (experts, rows). Received rows are sorted by rank, then by
+    expert. Return the indices and the stack's number of rows, the largest number of rows of any expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:
@@ -413,7 +410,7 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing would
-    accumulate rows, which is unnecessary for distinct places."""
+    also work for repeated places, and is slower."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor):

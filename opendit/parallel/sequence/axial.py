@@ -1,32 +1,28 @@
-"""Attention along the axes of a grid whose tokens are divided among ranks: Dynamic Sequence Parallelism (Zhao et al.
-2024, arXiv 2403.10266), for ST-DiT.
+"""Attention along the axes of a grid that ranks divide: Dynamic Sequence Parallelism (Zhao et al. 2024, arXiv
+2403.10266), for ST-DiT.
 
-A clip's tokens are a grid of T frames x S spatial positions. Attention within frames needs all positions of a frame;
-attention along time needs all frames of a position. P ranks can divide the grid in two layouts:
+A clip's tokens are a grid of T frames x S spatial positions. Attention within frames needs all positions of a frame.
+Attention along time needs all frames of a position. P ranks can divide the grid in two layouts:
 
     by frames      T / P of the frames with all positions    attention within frames needs no other rank
     by positions   all frames with S / P of the positions    attention along time needs no other rank
 
-An all-to-all turns one layout into the other. Most of the model has its tokens by frames, or by positions if that needs
-less padding; norms, MLPs and cross-attention work in both layouts. For the attention that needs the other layout, ranks
-exchange the attention's input before the projection to q, k, v, and its output afterwards. In the forward pass a rank
-receives 2 (P - 1) / P^2 x N D numbers per block, for any number of heads. Exchanging the residual stream between the
-two attentions instead would send as much, but would separate a projection, a residual connection and the next norm,
-which are fused.
+An all-to-all changes the layout. The home layout is by frames, or by positions if that needs less padding. Norms, MLPs
+and cross-attention work in both layouts. For attention that needs the second layout, ranks exchange the input before
+the projection to q, k, v, and the output after attention. In the forward pass, a rank receives 2 (P - 1) / P^2 x N D
+numbers per block, for any number of heads.
 
-If P does not divide the number of frames or positions, they are padded at the end. Padding frames are removed before
-attention along time, and padding positions before attention within frames. A frame or position of only padding attends
-to itself and is removed afterwards, so its gradient is exactly zero.
+If P does not divide the number of frames or positions, padding is appended. Padding is removed before attention along
+its axis. A frame or position of only padding attends to itself and is removed later, so its gradient is zero.
 
-:class:`AllToAll` exchanges tokens with collectives. In :class:`DirectExchange` every rank reads and writes the memory
-of the other ranks (peer_memory.py), as in Ulysses (ulysses.py), but for positions instead of heads, and with all
-features of a token instead of those of a head:
+:class:`AllToAll` uses collectives. With :class:`DirectExchange`, ranks access each other's memory (peer_memory.py), as
+in Ulysses (ulysses.py), but with positions instead of heads:
 
     x by frames in the input buffer ─barrier─▶ own positions of all frames read ─▶ q k v, attention along time
       ─▶ the output written to its owners' output buffers ─barrier─▶ own frames, all positions
 
 Positions are sent in parts. A kernel transfers the first incoming part and the last outgoing part. Copy engines
-transfer all other parts, during the products and attention of the parts that have arrived.
+transfer all other parts while arrived parts are processed.
 """
 
 import math
@@ -50,14 +46,14 @@ from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.parallel.sequence.ulysses import Collect, Depart, Layer, unread
 
 FRAMES, PLACES = 0, 1  # axes of the grid
-PARTS = 2  # number of parts of an exchange; the attention of one part overlaps with the exchange of the next part
+PARTS = 2  # number of parts of an exchange; attention of one part overlaps with the next part's exchange
 Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's shard of a grid of (T, S) = ``sizes`` tokens, ordered by frame. ``home`` is the axis that is divided in
-    most of the model. With FRAMES every rank has all positions of some frames, with PLACES all frames of some
+    """A rank's shard of a grid of (T, S) = ``sizes`` tokens, ordered by frame. ``home`` is the axis that ranks usually
+    divide. With FRAMES, every rank has all positions of some frames. With PLACES, every rank has all frames of some
     positions."""
 
     group: Group
@@ -69,42 +65,39 @@ class GridShare:
         return 1 - self.home
 
     def share(self, axis: int) -> int:
-        """Return the number of frames or positions, including padding, that a rank has along a divided axis."""
+        """Return a rank's number of frames or positions, with padding, along a divided axis."""
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
-        """Return (number of frames, number of positions) that a rank has when ``axis`` is divided."""
+        """Return a rank's (number of frames, number of positions) when ``axis`` is divided."""
         frames, places = (self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
         return frames, places
 
     def own(self, x: Tensor, axis: int) -> Tensor:
-        """Return this rank's shard (B, f, s, F) of all tokens (B, T S, F) when ``axis`` is divided, with zeros for
-        padding."""
+        """Return this rank's shard (B, f, s, F) of all tokens (B, T S, F) when ``axis`` is divided. Padding is zero."""
         x, n = x.unflatten(1, self.sizes), self.share(axis)
         start = min(self.group.rank * n, self.sizes[axis])
         return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
 
     def leave(self, x: Tensor, parts: int) -> list[Exchange]:
-        """Start to bring this rank's tokens (B, n, D) to the other layout, in at most ``parts`` exchanges."""
+        """Start to bring this rank's tokens (B, n, D) to the away layout, in at most ``parts`` exchanges."""
         dim, ranks = 1 + self.away, self.group.size
         x = padded(x.unflatten(1, self.local(self.home)), dim, ranks * self.share(self.away))
         x = x.unflatten(dim, (ranks, -1))
         return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
 
     def part(self, parts: int) -> int:
-        """Return the number of frames or positions in each of ``parts`` parts of a rank's shard in the other layout.
-        The last part may be smaller."""
+        """Return the number of frames or positions in one of ``parts`` exchanges to the away layout. The last exchange
+        may be smaller."""
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
-        """Wait for one exchange from :meth:`leave`. Return the received part (B, f, s, D) of this rank's shard in the
-        other layout."""
+        """Wait for one exchange from :meth:`leave`. Return the received tokens (B, f, s, D) in the away layout."""
         dim, received = 1 + self.home, exchange.finish()
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """Start to send one part (B, f, s, D) of this rank's shard back to the home layout. This inverts
-        :meth:`leave`."""
+        """Start to send tokens (B, f, s, D) of one exchange back to the home layout. Inverts :meth:`leave`."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
         return Exchange(self.group).start(x.movedim(dim, 0))
@@ -122,11 +115,11 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchange with collectives, in ``parts`` parts. While a rank computes q, k, v and attention of one part, or their
-    gradients, two other parts are in transit: the inputs of the next part and the outputs of the previous part.
+    """Exchange with collectives, in ``parts`` parts. Computation of one part overlaps with the next part's inputs and
+    the previous part's outputs.
 
-    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the other layout, calls ``attend(lines, which)`` there, and
-    brings the result (B, n, D') back. ``which`` is the slice of the divided axis that the tokens ``lines`` cover.
+    ``attend(grid, x, attend)`` brings tokens (B, n, D) to the away layout and calls ``attend(lines, which)``. ``which``
+    is the slice of the divided axis with the tokens ``lines``. The result (B, n, D') is brought back.
     """
 
     parts: int = PARTS
@@ -150,14 +143,14 @@ class AllToAll:
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
-    """Return (number of frames, number of positions) in a part of this rank's shard in the other layout."""
+    """Return (number of frames, number of positions) of the slice ``which`` in the away layout."""
     frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
     return frames, places
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the other layout, sending one byte per number. All ranks must have the same scale.
-    LayerNorm + modulate derives the scale from the modulation of the samples, which is the same on all ranks."""
+    """Bring float8 tokens to the away layout, with one byte per number. All ranks must use one scale. LayerNorm +
+    modulate derives the scale from the samples' modulation, and ranks have equal modulations."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -180,11 +173,11 @@ class _MoveQuantized(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedGrid:
-    """Tokens of a grid that is divided among ranks, for a model with attention along the grid's axes. Implements
+    """Tokens of a grid that ranks divide, for attention along the grid's axes. Implements
     :class:`opendit.models.attention.SequenceShards`.
 
-    ``exchange`` moves tokens from one division to the other, and back. ``full`` divides the same tokens as a plain
-    sequence, for attention to all tokens; None without it. With ``full``, ``grid`` must be divided by frames.
+    ``exchange`` moves tokens to the away layout and back. ``full`` divides the tokens as a plain sequence, for
+    attention to all tokens; None without such attention. With ``full``, ``grid`` must be divided by frames.
     """
 
     grid: GridShare
@@ -229,12 +222,12 @@ class SharedGrid:
         return self.exchange.attend(grid, x, attend_part)
 
     def _rotary(self, rotary: Tensor | None, axis: int, which: slice = slice(None)) -> Tensor | None:
-        """Return the rotations (n, d / 2, 2) of this rank's tokens when ``axis`` is divided, or of the part ``which``
-        of these tokens."""
+        """Return the rotations (n, d / 2, 2) of this rank's tokens when ``axis`` is divided, or only for the slice
+        ``which``."""
         if rotary is None:
             return None
         key = axis, which.start, which.stop
-        if key not in self._rotations:  # cached, because all blocks use the same rotations
+        if key not in self._rotations:  # all blocks use these rotations
             own = self.grid.own(rotary.flatten(1).unsqueeze(0), axis)[0]
             part = own[which] if axis == FRAMES else own[:, which]
             self._rotations[key] = part.flatten(0, 1).unflatten(1, (-1, 2))
@@ -259,7 +252,7 @@ def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: "AllToAll | DirectExchange", full: SequenceShards | None
 ) -> SharedGrid:
     """Return this rank's shard of a grid of frames, rows and columns. The grid is divided by frames, or by positions if
-    that needs less padding and the model has no attention to all tokens."""
+    that needs less padding. With attention to all tokens (``full``), it is always divided by frames."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
     return SharedGrid(GridShare(group, sizes, home), exchange, full)
@@ -267,8 +260,7 @@ def shared_grid(
 
 @dataclass(frozen=True)
 class DirectExchange:
-    """Exchange with symmetric memory. Inputs in float8, and tokens that are divided by positions, use the collectives
-    of :class:`AllToAll` instead."""
+    """Exchange with symmetric memory. Float8 inputs, and grids that are divided by positions, use :class:`AllToAll`."""
 
     memory: PeerMemory
     parts: int = PARTS
@@ -279,7 +271,7 @@ class DirectExchange:
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
-            # Even a frozen x gets a gradient, because all ranks must use the same buffers in the backward pass.
+            # A frozen x gets a gradient, too, because all ranks must use equal buffers in the backward pass.
             x = x.detach().requires_grad_()
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
         parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)
@@ -299,8 +291,8 @@ class DirectExchange:
 
 
 class _Enter(torch.autograd.Function):
-    """Sends this rank's tokens (B, frames, S * D) to the ranks that have their positions. Returns, for every part, this
-    rank's positions in all frames as a tensor (B, positions, T, D). Data may still be arriving in the tensors."""
+    """Sends this rank's tokens (B, frames, S * D) to the ranks with their positions. Returns, for every part, this
+    rank's positions in all frames (B, positions, T, D). Data may still be arriving in these tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Layer):
@@ -310,7 +302,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # Return a view of the buffer. The backward pass of the norm before x reads it before the next exchange.
+        # A view of the buffer. The backward pass of the norm before x reads the view before the next exchange.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

@@ -1,9 +1,12 @@
-"""Choose the strategy of a sequence group: the fastest according to a cost model.
+"""Choose the strategy of a sequence group with a cost model.
 
-The cost model covers one layer and one micro-batch, forward and backward. The cost is the time that a rank waits for
-communication, plus the time of computation that a single rank would not do. A rank receives these volumes in the
-forward pass, in units of N x D (tokens x width): FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3
-(P-1)/P^2 for q, k, v and (P-1)/P^2 for the output; ring attention 2 (P-1)/P.
+The cost model covers one layer and one micro-batch, forward and backward. The cost is a rank's waiting time for
+communication, plus computation that a single rank would not do. In the forward pass, a rank receives, in units of N x D
+(tokens x width):
+
+    FastSeq    (P-1)/P for the gather, (P-1)/P^2 for the heads
+    Ulysses    3 (P-1)/P^2 for q, k, v, (P-1)/P^2 for the output
+    ring       2 (P-1)/P
 """
 
 import math
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
-MOST_GROUPS = 6  # maximum number of groups of heads, because each group costs the host about 30 calls per layer
+MOST_GROUPS = 6  # maximum number of groups of heads; a group costs the host about 30 calls per layer
 
 
 @dataclass(frozen=True)
@@ -23,16 +26,16 @@ class Shape:
     hidden: int
     heads: int
     samples: int = 1
-    bytes: int = 2  # size of an element of the activations
-    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # strategies that the model supports, from which auto chooses
-    axial: bool = False  # True if layers also attend along the axes of the tokens' grid
-    plain: bool = True  # True if q, k, v are one product of a layer's weight and bias; False with --lora
+    bytes: int = 2  # bytes per element of the activations
+    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # strategies that the model supports; auto chooses one
+    axial: bool = False  # True if layers also attend along the axes of a grid
+    plain: bool = True  # True if one product with weight and bias computes q, k, v; False with --lora
 
 
 @dataclass(frozen=True)
 class StrategyChoice:
     """A chosen strategy, and the reason for it. groups: number of groups of heads (see :class:`DirectUlysses`).
-    heads_over: number of ranks that share the heads in usp. seconds: cost per layer."""
+    heads_over: number of ranks that divide the heads in usp. seconds: cost per layer."""
 
     kind: str
     reason: str
@@ -48,7 +51,7 @@ class StrategyChoice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Cost model: the time, in seconds, that each strategy costs in a layer on one of P ranks."""
+    """Cost model: the seconds that each strategy costs in a layer, on one of P ranks."""
 
     ranks: int
     shape: Shape
@@ -67,13 +70,13 @@ class _Costs:
         return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return how many seconds of a transfer remain visible if it overlaps with computation of ``work`` seconds.
-        Both run on the same card, so only a part of the transfer is hidden."""
+        """Return the seconds of a transfer that computation of ``work`` seconds does not hide. Both run on one card, so
+        the transfer is never hidden completely."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return the seconds of FastSeq with collectives: the exchange of heads, plus the time by which the gathers and
-        the sum of gradients exceed the computation that overlaps with them."""
+        """Return the seconds of FastSeq with collectives: the exchange of heads, and the exposed time of the gathers
+        and of the gradients' sum."""
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
@@ -88,10 +91,9 @@ class _Costs:
     def direct_fastseq(self) -> float:
         """Return the seconds of FastSeq with symmetric memory.
 
-        The sum has three parts: transfers of inputs and their gradients that concurrent products do not hide, the
-        exchange of heads, and passes over memory that a single rank would not make. The latter are copying and adding
-        rows of tokens, copying the weight's rows of this rank's heads, and writing zeros for other ranks' heads in the
-        weight's gradient.
+        The sum has three terms: exposed transfers of inputs and their gradients, the exchange of heads, and additional
+        passes over memory. These passes copy and add rows of tokens, copy weight rows of this rank's heads, and write
+        zeros for other heads in the weight's gradient.
         """
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
@@ -106,8 +108,8 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, ranks: int | None = None) -> float:
-        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward,
-        which do not overlap with computation."""
+        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward. They
+        do not overlap with computation."""
         m, P = self.hardware, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
@@ -117,9 +119,9 @@ class _Costs:
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """Return the seconds of Ulysses with symmetric memory. The transfers of one group (q, k, v, the attention
-        output, and their gradients) do not overlap with computation. Attention hides the transfers of the other groups.
-        The attention output is copied once more, and a group of few heads may leave multiprocessors idle."""
+        """Return the seconds of Ulysses with symmetric memory. Attention hides the transfers of all groups except one
+        (q, k, v, the attention output, and their gradients). The attention output is copied once more. A group of few
+        heads may leave multiprocessors idle."""
         s, m, P = self.shape, self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
@@ -129,26 +131,25 @@ class _Costs:
         return exchanged + copied + (groups - 1) * (m.group + m.tail * attention / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
-        """Return the seconds of ring attention over ``ranks`` ranks: the transfers of keys and values that attention
-        does not hide, the slower attention kernels, and merging the parts in fp32."""
+        """Return the seconds of ring attention over ``ranks`` ranks: the exposed transfers of keys and values, the
+        slower attention kernels, and merging in fp32."""
         s, m, P = self.shape, self.hardware, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
         slower = flop * (1 / m.partial - 1 / m.attention + 2.5 / m.partial_backward - 2.5 / m.attention_backward)
-        # 16 bytes per number, because fp32 values are read and written
+        # 16 bytes per number: fp32 values are read and written
         merging = 2 * (P - 1) * 16 * s.samples * s.tokens * s.hidden / self.ranks / m.memory
         return (P - 1) * (self.exposed(hop, forward) + self.exposed(2 * hop, backward)) + slower + merging
 
 
 def _usp_split(ranks: int, heads: int) -> int:
-    """Return the largest divisor of ``ranks``, except 1 and ``ranks`` itself, that divides the heads; 0 if there is
-    none."""
+    """Return the largest divisor of ``ranks``, except 1 and ``ranks``, that divides the heads; 0 if there is none."""
     return max((u for u in range(2, ranks) if ranks % u == 0 and heads % u == 0), default=0)
 
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
-    """List the strategies that the number of heads allows, with their costs. ``groups`` is the number of groups of
-    heads for direct Ulysses; None for the cheapest number."""
+    """List the strategies that the number of heads allows, with their costs. groups: number of groups of heads for
+    direct Ulysses; None for the cheapest number."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
@@ -171,11 +172,12 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """Choose how ``ranks`` ranks share sequences of ``shape``. groups: number of groups of heads of Ulysses; None to
+    """Choose how ``ranks`` ranks divide sequences of ``shape``. groups: number of groups of heads of Ulysses; None to
     choose. hardware: None for H200s.
 
-    Raises ValueError if this kind needs a number of heads that is divisible by the number of ranks, the groups don't
-    divide a rank's heads or need symmetric memory, or, for auto, no type of ``shape.types`` is possible.
+    Raises ValueError if the number of ranks does not divide the heads and ``kind`` needs this, or no type in
+    ``shape.types`` works for auto. Also raises ValueError if the groups don't divide a rank's heads or need symmetric
+    memory.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

@@ -1,24 +1,23 @@
-"""FastSeq, OpenDiT's own method: gather the input of attention, compute q, k and v only for this rank's heads, and
-exchange only the attention output.
+"""FastSeq, OpenDiT's own method: gather the input of attention, and exchange only the attention output.
 
     x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
 
-Each rank receives (P - 1)/P of the sequence (N x D numbers) while it computes q, k, v of the shards that have arrived,
-and (P - 1)/P^2 of the sequence after attention. The sum is less than the 4 (P - 1)/P^2 that Ulysses sends for P = 2,
-the same for P = 3, and more for P > 3.
+A rank receives (P - 1)/P of the sequence (N x D numbers) during the projection, and (P - 1)/P^2 after attention.
+Ulysses sends 4 (P - 1)/P^2: more for P = 2, equally much for P = 3, less for P > 3.
 
-:class:`FastSeq` uses collectives. :class:`DirectFastSeq` lets copy engines transfer inputs and their gradients during
-the matrix products:
+:class:`FastSeq` uses collectives. In :class:`DirectFastSeq`, copy engines transfer inputs and gradients during the
+matrix products:
 
     x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens first, other ranks' tokens as they arrive ─▶
     attention
       ─▶ the attention output goes back as in Ulysses (ulysses.py)
 
-In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all ranks once more, during
-attention (unless it was kept). Then this rank computes its part of the gradients of the other ranks' inputs, in the
-gradient buffer. After the barrier, copy engines fetch these parts to the owners of the inputs, during the product that
-computes the weight's gradient. Last, the rank computes its part of the gradient of its own input, and adds the parts
-that have arrived.
+The backward pass of :class:`DirectFastSeq`:
+
+1. During attention, copy engines send this rank's input to all ranks again, unless it was kept.
+2. This rank computes its terms of other ranks' input gradients, in the gradient buffer.
+3. After the barrier, copy engines fetch the terms to the inputs' owners, during the product for the weight's gradient.
+4. This rank computes its term of its input's gradient, and adds the terms that have arrived.
 """
 
 from collections.abc import Iterator
@@ -55,13 +54,13 @@ from opendit.parallel.sequence.ulysses import Collect, Depart, Layer
 
 @dataclass(frozen=True)
 class FastSeq:
-    """FastSeq with collectives. ``keep_gathered`` keeps the gathered input (N x D numbers per layer) for the backward
-    pass instead of gathering it again."""
+    """FastSeq with collectives. keep_gathered: True to keep the gathered input (N x D numbers per layer) for the
+    backward pass; False to gather it again."""
 
     group: Group
     keep_gathered: bool = False
 
-    # the strategy computes q, k, v itself, so that transfers of inputs overlap with the products
+    # the strategy computes q, k, v, so that transfers of inputs overlap with the products
     takes_projection: ClassVar[bool] = True
 
     def project_and_attend(
@@ -79,16 +78,15 @@ class FastSeq:
         return side_by_side(sent.finish())
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has only a few
-        numbers per token, instead of x (B, n, D)."""
+        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T instead of x (B, n,
+        D), because x A^T has only a few numbers per token."""
         thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
         own = low_rank._replace(b=own_rows(low_rank.b, self.group))
         return own.add_to(packed.flatten(3), thin).view(packed.shape)
 
 
 class _GatheredAgain:
-    """Holder of a gather in progress. One node of the backward pass starts the gather, and another node waits for
-    it."""
+    """Holder of a gather in progress. One node of the backward pass starts the gather, and another node waits."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -104,8 +102,8 @@ class _GatheredAgain:
 
 
 class _GatherAhead(torch.autograd.Function):
-    """Identity function. Its backward pass starts the gather that the backward pass of :func:`own_heads` needs, so that
-    the gather overlaps with the backward pass of attention."""
+    """Identity function. Its backward pass starts the gather for the backward pass of :func:`own_heads`. So the gather
+    overlaps with the backward pass of attention."""
 
     @staticmethod
     def forward(ctx, output: Tensor, shard: Tensor, gathered: _GatheredAgain):
@@ -129,11 +127,13 @@ def own_heads(
     ring: Ring,
     gathered: _GatheredAgain | None,
 ) -> Tensor:
-    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d). The arguments
-    from x (B, n, D) to ``products`` are the fields of :class:`Projected`. ``gathered`` provides the input of all ranks
-    in the backward pass; None to save it."""
+    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d).
+
+    x (B, n, D), weight, bias, sent and products are the fields of :class:`Projected`. ``gathered`` provides the input
+    of all ranks in the backward pass; None to save the input.
+    """
     if has_torch_function((weight, bias)):
-        # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
+        # Gemini fetches parameters only for one call, so parameters must be arguments of the call.
         return handle_torch_function(
             own_heads, (weight, bias), x, weight, bias, sent, products, num_heads, ring, gathered
         )
@@ -179,7 +179,7 @@ class DirectFastSeq:
     memory: PeerMemory
     keep_gathered: bool = False
 
-    # the strategy computes q, k, v itself, so that transfers of inputs overlap with the products
+    # the strategy computes q, k, v, so that transfers of inputs overlap with the products
     takes_projection: ClassVar[bool] = True
 
     @not_compiled  # a compiler can't see that other ranks read and write the buffers
@@ -199,12 +199,12 @@ class _Layer(Layer):
 
     @property
     def others(self) -> list[int]:
-        """All other ranks, in the order of the ring, beginning with the rank after this one."""
+        """All other ranks, in the order of the ring, beginning with the next rank."""
         rank, size = self.memory.group.rank, self.memory.group.size
         return [(rank + i) % size for i in range(1, size)]
 
     def tokens_of(self, rank: int) -> slice:
-        """Return the slice of the sequence that consists of a rank's tokens, without padding."""
+        """Return the slice of the sequence with a rank's tokens, without padding."""
         first = rank * self.shape[1]
         return slice(first, first + self.real(rank))
 
@@ -218,8 +218,8 @@ class _Layer(Layer):
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """In the backward pass, start to copy this rank's inputs to every rank, including this one. They go to
-        ``Buffer.EVERYONE``, which may be read only after the barrier of ``Buffer.GRADIENT``."""
+        """In the backward pass, start to copy this rank's inputs to ``Buffer.EVERYONE`` on every rank, including this
+        one. Read the buffer only after the barrier of ``Buffer.GRADIENT``."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)
@@ -230,8 +230,8 @@ class _Layer(Layer):
         return sample_by_sample(target, shard[:, : self.real(mine)])
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, inputs of the rank's tokens) for every rank: first this rank, then each other rank when its
-        inputs have arrived."""
+        """Yield (rank, inputs of the rank's tokens): first this rank, then every other rank when its inputs have
+        arrived."""
         rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
         for i, peer in enumerate(reversed(self.others)):  # the previous rank's inputs arrive first
@@ -240,14 +240,14 @@ class _Layer(Layer):
             yield peer, buffer[rank][:, self.tokens_of(peer)]
 
     def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
-        """Return a slot (B, tokens of ``owner``, D) in the gradient buffer of rank ``adder``. The slot is for the part
-        that ``adder`` contributes to the gradient of ``owner``'s input."""
+        """Return a slot (B, tokens of ``owner``, D) in the gradient buffer of rank ``adder``. The slot is for
+        ``adder``'s term of the gradient of ``owner``'s input."""
         slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
         return slots.of[adder][owner][:, : self.real(owner)]
 
     def fetch_gradients(self, like: Tensor) -> Tensor:
-        """Start to fetch the other ranks' parts of the gradient of this rank's input. Return the tensor (P - 1, B, n,
-        D) that will hold these parts."""
+        """Start to fetch the other ranks' terms of this rank's input gradient. Return the tensor (P - 1, B, n, D) that
+        receives the terms."""
         (B, n, D), rank = self.shape, self.memory.group.rank
         found, groups = like.new_empty(len(self.others), B, n, D), []
         found[:, :, self.real(rank) :].zero_()
@@ -261,31 +261,31 @@ class _Layer(Layer):
 def direct_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: _Layer, keep_gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks. The arguments x (B, n, D), weight,
-    bias, sent and products are the fields of :class:`Projected`. ``layer`` has the sizes and buffers of this call."""
+    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks. x (B, n, D), weight, bias, sent and
+    products are the fields of :class:`Projected`. ``layer`` has the sizes and buffers of this call."""
     if has_torch_function((weight, bias)):
-        # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
+        # Gemini fetches parameters only for one call, so parameters must be arguments of the call.
         return handle_torch_function(
             direct_heads, (weight, bias), x, weight, bias, sent, products, layer, keep_gathered
         )
     group = layer.memory.group
-    # The kernel that joins the gradients of q, k and v also sums them for the gradient of the bias.
+    # The kernel that joins the gradients of q, k and v also computes the bias's gradient.
     split = split_heads if kernels_available(x.device, x.dtype)[0] else split_heads_reference
     qkv, own_bias = _OwnProjection.apply(x, weight, bias, sent, products, layer, keep_gathered)
     return split(qkv, layer.num_heads // group.size, own_bias)
 
 
 class _OwnProjection(torch.autograd.Function):
-    """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added, and the bias (3 h d,) of
-    these heads. The bias is an output because :func:`split_heads` computes its gradient."""
+    """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added. Also returns the bias (3
+    h d,) of these heads, because :func:`split_heads` computes its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):
         group = layer.memory.group
         own_bias = None if bias is None else own_rows(bias, group)
         layer.gather(sent)
-        # A copy of the weight's rows, made during the transfer of inputs. Without the copy, the rows are three separate
-        # blocks (q, k, v). Three products on them have few tiles, which leave more multiprocessors idle at the end. One
+        # Copy the weight's rows for this rank's heads, during the transfer of inputs. Without the copy, the rows are
+        # three separate blocks (q, k, v). Three products with few tiles would leave more multiprocessors idle, and one
         # batched product can't add a bias.
         own_weight = products.factor(weight, group)
         qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
@@ -296,7 +296,7 @@ class _OwnProjection(torch.autograd.Function):
         if keep_gathered:
             everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
             everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
-        # Save the copied rows (3 D D / P numbers per layer), so that the backward pass need not copy them again.
+        # save the copied rows (3 D D / P numbers per layer) for the backward pass
         ctx.save_for_backward(everyone, *own_weight)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
         return qkv, own_bias
@@ -310,7 +310,7 @@ class _OwnProjection(torch.autograd.Function):
             out = layer.gradient_for(peer, group.rank, dqkv.dtype)
             _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
-        if ctx.needs_input_grad[2]:  # small kernels, which fill the time in which this rank may wait for others
+        if ctx.needs_input_grad[2]:  # small kernels that fill the time in which this rank may wait for others
             dbias = whole_rows(cast(Tensor, own_dbias), group)
         if ctx.needs_input_grad[1]:
             dweight = zeros_but_own(own_weight[0], weight, group)
@@ -332,12 +332,11 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
-    """Compute the term of the gradient (B, n, D) of a rank's input that this rank's heads contribute. Write it to
-    ``out``, or add it to ``out`` if ``add``. grad: the gradient (B, n, 3 h d) of q, k, v for the tokens of the rank
-    whose input it is.
+    """Compute this rank's term of the gradient (B, n, D) of a rank's input. Write the term to ``out``, or add it to
+    ``out`` if ``add``. grad: the gradient (B, n, 3 h d) of q, k, v for that rank's tokens.
 
-    The caller computes the gradient even if it is not needed, for example in the first block if everything before it is
-    frozen. Otherwise the gradient buffer would be skipped, and the input buffer would be used twice in a row.
+    Call this function even if the gradient is not needed. Otherwise the gradient buffer would be skipped, and the input
+    buffer would be used twice in a row.
     """
     for target, rows in zip(out, grad, strict=True):  # sample by sample
         products.input_gradient_into(target, rows, columns, add)

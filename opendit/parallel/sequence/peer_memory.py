@@ -7,16 +7,16 @@ Every rank has four buffers. Each use of a buffer, or each part that arrives in 
     everyone  like output without a barrier: written after the barrier of input, read after the barrier of gradient
     gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
-No buffer is used twice in a row, so that one barrier and one set of buffers suffice. A buffer is reused only after the
-barrier of another buffer, and a rank reaches that barrier only after it has finished with the first buffer. A layer's
-forward pass uses input, then output. Its backward pass does the same, or uses input, then gradient (FastSeq). A
-recorded graph begins with input and ends with another buffer, so that it can be replayed any number of times.
+No buffer is used twice in a row. A buffer is reused only after another buffer's barrier, when all ranks have finished
+with it. So one set of buffers and one barrier for each use suffice. A layer's forward pass uses input, then output. Its
+backward pass uses input, then output or gradient (FastSeq). A recorded graph begins with input and ends with another
+buffer, so it can be replayed repeatedly.
 
-A barrier may also be enqueued on the copy stream. It then overlaps with the caller's kernels until these need the data.
+A barrier on the copy stream overlaps with the caller's kernels until these need the data.
 
-Data is transferred either by a kernel on the caller's stream, at the full rate of the links, or by copy engines, which
-run concurrently with the caller's kernels. Copy engines are slower but occupy no multiprocessor. Measured on H200s:
-half of a layer's attention takes 107 us alone, 111 us during copies and 129 us during the kernel.
+Data is transferred by a kernel on the caller's stream, or by copy engines that run concurrently. The kernel uses the
+full rate of the links. Copy engines are slower but occupy no multiprocessor. On H200s, half of a layer's attention
+takes 107 us alone, 111 us during copies and 129 us during the kernel.
 """
 
 import functools
@@ -35,13 +35,13 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.exchange_heads import exchange_heads, send_rows
 from opendit.parallel.collectives import Group
 
-# (q, k, v or one tensor of heads, index that the first of these heads has among all H heads)
+# (q, k, v or one tensor of heads, index of the first of these heads among all H heads)
 Part = tuple[tuple[Tensor, ...], int]
 Pair = tuple[Tensor, Tensor]  # (target, source), each (rows, h, d) and contiguous within a row
 
 
 class Buffer(IntEnum):
-    """The buffers that a layer uses; see the module's docstring."""
+    """The buffers of a layer; see the module's docstring."""
 
     INPUT, OUTPUT, EVERYONE, GRADIENT = 0, 1, 2, 3
 
@@ -52,30 +52,30 @@ class PeerRows:
 
     of: list[Tensor]  # the view of each rank's buffer
     addresses: Tensor  # (P,) int64, the buffers' addresses for kernels
-    offset: int = 0  # bytes from the beginning of a buffer to the view
+    offset: int = 0  # bytes from the start of a buffer to the view
 
 
 def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor]:
-    """Allocate ``size`` bytes on every rank of the group. Return torch's handle for all ranks' memory, and this
-    rank's memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
+    """Allocate ``size`` bytes on every rank of the group. Return torch's handle for all ranks' memory, and this rank's
+    memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    # Disable multicast, which is not used here and is a scarce resource.
+    # multicast is a scarce resource, and is not used here
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    # torch zeroes the memory and the barrier's signals on the current stream, after all work enqueued there. Wait for
-    # this: zeroing later could erase what a faster rank has written by then (attention to 64k tokens takes 100 ms).
+    # torch zeroes the memory and the barrier's signals on the current stream. Wait, because later zeroing could erase
+    # data that a faster rank has written.
     torch.cuda.synchronize(device)
     return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
 
 
 class PeerMemory:
-    """The buffers of one group of ranks. They are as large as the largest shape requested so far. All ranks must make
-    the same calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
+    """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make equal
+    calls in one order. allocate: function that allocates a buffer, as :func:`allocate` does."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        # also keeps old buffers alive, for recorded graphs
+        # also preserves old buffers, for recorded graphs
         self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last: Buffer | None = Buffer.OUTPUT
@@ -107,24 +107,24 @@ class PeerMemory:
         return made[-1][:2]
 
     def begin(self, buffer: Buffer) -> None:
-        """Begin a use of ``buffer``. If it was also the last buffer that was used, first enqueue a barrier, after which
-        no rank needs its contents any more. Only callers that may use a buffer twice in a row need this."""
+        """Begin a use of ``buffer``. Only callers that may use a buffer twice in a row need this method. It then
+        enqueues a barrier, after which no rank needs the old contents."""
         self._note_recording()
         if self._last == buffer:
             self._made[buffer][-1][0].barrier(channel=0)
             self._last = None
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``. again: True for an additional barrier in the same use. Only the
-        device waits, not the host."""
+        """Enqueue the barrier of one use of ``buffer``. Only the device waits, not the host. again: True for an
+        additional barrier in one use."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
         """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end.
 
-        The barrier runs after all copies and all kernels that the current stream has so far, and concurrently with
-        later kernels of the current stream. Enqueue the barrier only when the copies are nearly done, because a kernel
-        that waits for a copy delays the caller's kernels.
+        The barrier runs after all copies and kernels enqueued so far, and concurrently with later kernels of the
+        current stream. Call this method when the copies are nearly done, because a waiting barrier delays the caller's
+        kernels.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -153,13 +153,11 @@ class PeerMemory:
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
         """Exchange heads with copy engines, one group after another.
 
-        The copies start after the kernels that the current stream has so far, and run concurrently with its later
-        kernels. Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory
-        until then.
+        The copies start after all kernels enqueued so far, and run concurrently with later kernels. Before using a
+        group, call :meth:`wait` with its event. Keep the group's heads in memory until then.
 
-        Kernels copy the heads that stay on this rank, because copies within one card use multiprocessors in any case.
-        These kernels run before any copy. If a kernel waited for a copy, it would delay the caller's kernels by the
-        time of the copy (seen in two traces of CUDA graphs).
+        Kernels copy the heads that stay on this rank, because a copy within one card uses multiprocessors in any case.
+        These kernels run before all copies. A kernel that waits for a copy would delay the caller's kernels.
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -169,8 +167,8 @@ class PeerMemory:
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
     def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
-        """Copy rows between the memories of this rank and other ranks, as :meth:`exchange_beside` does with heads.
-        ``own``: pairs whose target and source are both on this card. These are copied before the first group."""
+        """Copy rows between the memories of ranks, as :meth:`exchange_beside` does with heads. own: pairs of target and
+        source on this card. They are copied before the first group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in own:
@@ -198,7 +196,7 @@ class PeerMemory:
         return found
 
     def wait(self, event: torch.Event | torch.cuda.Event | None = None) -> None:
-        """Make the current stream wait for an event of an exchange or copy, or without an event, for all of these."""
+        """Make the current stream wait for an event of an exchange or copy. Without an event, wait for all."""
         event = event or self._copies
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -212,8 +210,8 @@ def sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) with a copy engine, where Tensor.copy_ would use a kernel. The tensors must be contiguous
-    within a row."""
+    """Copy (rows, h, d) with a copy engine. Tensor.copy_ would use a kernel. The tensors must be contiguous within a
+    row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
@@ -232,7 +230,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return (symmetric memory of the group or None, reason). All ranks must make the first call together."""
+    """Return (symmetric memory of the group or None, reason). Make the first call on all ranks."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)

@@ -1,13 +1,11 @@
 """Matrix products of the qkv projection in sequence parallelism, and conversions between layouts of tokens and heads.
 
-The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). A strategy
-determines when inputs and gradients are sent. This module determines which tensors are sent and how they are
-multiplied.
+The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). This module
+determines what ranks send. A strategy determines when.
 
-The *packed* layout of q, k, v is (P, B, n, 3, h, d): the n tokens of each of P ranks, with the h = H / P heads of one
-rank. An all-to-all delivers this layout, and FastSeq's projections write it. With one sample, q, k and v are views of
-the packed tensor that attention takes without a copy. The conversions in this module make no more passes over memory
-than the exchange needs.
+The *packed* layout of q, k, v is (P, B, n, 3, h, d): n tokens of each of P ranks, with the h = H / P heads of one rank.
+An all-to-all delivers this layout, and FastSeq's projections write it. With one sample, q, k and v are views of the
+packed tensor.
 """
 
 from typing import NamedTuple, cast
@@ -23,31 +21,30 @@ from opendit.models.attention import AnyProjection
 from opendit.models.layers import in_working_dtype
 from opendit.parallel.collectives import Group
 
-Saved = tuple[Tensor, ...]  # a weight in the form that the backward pass needs
+Saved = tuple[Tensor, ...]  # a weight in the form for the backward pass
 
 
 class Products:
     """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """Convert the weight to the form in which all products use it, to be saved for the backward pass. group: select
-        only the rows of this rank's heads in this group; None for all rows."""
+        """Convert the weight to the form for all products, to be saved for the backward pass. group: select only the
+        rows of this rank's heads in this group; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
-        """Write sent W^T + bias to ``out``, which is contiguous and has as many features as the factor has rows."""
+        """Write sent W^T + bias to ``out``. ``out`` is contiguous, with as many features as the factor has rows."""
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Convert the gradient (..., out) of the product to the form that the products of the backward pass use. The
-        shape is unchanged."""
+        """Convert the product's gradient (..., out) to the form for the backward pass. The shape is unchanged."""
         return grad
 
     def columns(self, factor: Saved) -> Saved:
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
-        """Return grad W (rows, D), where grad is some rows of the result of :meth:`gradient`."""
+        """Return grad W (rows, D), where grad has rows of the result of :meth:`gradient`."""
         return grad @ columns[0]
 
     def input_gradient_into(self, out: Tensor, grad: Tensor, columns: Saved, add: bool) -> None:
@@ -59,18 +56,18 @@ class Products:
         return grad.t() @ sent
 
     def own_weight_gradient(self, grad: Tensor, sent: Tensor, group: Group, whole: Tensor) -> Tensor:
-        """Compute the weight's gradient for the rows of this rank's heads, write it to these rows of ``whole``, and
-        return ``whole`` as (3 D, D): see :func:`weight_gradient`."""
+        """Compute the weight's gradient for the rows of this rank's heads, and write these rows of ``whole``. Return
+        ``whole`` as (3 D, D). See :func:`weight_gradient`."""
         return weight_gradient(grad, sent, group, whole)
 
 
 class Float8Products(Products):
-    """Products in float8. Ranks send inputs in float8, half the bytes of bf16. They send the gradients of inputs in the
-    dtype of the activations, because these gradients are summed.
+    """Products in float8. Ranks send inputs in float8, with half the bytes of bf16. Gradients of inputs are sent in the
+    dtype of the activations, because they are summed.
 
     Args:
         dtypes: (dtype of the activations, dtype of the weight).
-        descale: factor that converts the float8 input back to its values.
+        descale: factor from the float8 input to its values.
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, torch.dtype], descale: Tensor):
@@ -121,8 +118,8 @@ def _float8(sent: Tensor) -> Tensor:
 
 class Projected(NamedTuple):
     """Operands of a projection of x (B, n, D) that a strategy computes. x: tensor of the autograd graph, without values
-    in float8. weight, bias: the full weight (out, D), and (out,) or None. sent: the input as ranks send it to each
-    other, which only ``products`` can read."""
+    in float8. weight, bias: the full weight (out, D), and (out,) or None. sent: the input in the form that ranks send.
+    Only ``products`` can read it."""
 
     x: Tensor
     weight: Tensor
@@ -132,12 +129,11 @@ class Projected(NamedTuple):
 
 
 def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, float8: bool) -> Projected:
-    """Prepare the projection ``qkv`` of x (B, n, D). float8: use products in float8; x must be an output of LayerNorm +
-    modulate.
+    """Prepare the projection ``qkv`` of x (B, n, D). float8: True for products in float8; x must then be an output of
+    LayerNorm + modulate.
 
-    In float8 all ranks must use the same scale, because ranks multiply each other's inputs, and the weight's gradient
-    is one product over the tokens of all ranks. LayerNorm + modulate computes its scale from a bound that depends only
-    on the modulation of the samples, which is the same on all ranks. The amax of the tensor itself would differ.
+    In float8 all ranks must use one scale, because one product reads the inputs of all ranks. LayerNorm + modulate
+    computes the scale from the samples' modulation, and ranks have equal modulations.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
@@ -164,7 +160,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
     """Select the rows (3 h d, ...) of this rank's heads from the rows (3 D, ...) of q, k and v."""
-    # torch.cat copies contiguous blocks, which torch does three times as fast as copying a view with gaps.
+    # torch.cat copies contiguous blocks, three times as fast as torch copies a view with gaps
     return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
 
 
@@ -176,26 +172,25 @@ def whole_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Allocate the gradient (3, P, h d, D) of a weight, in ``dtype``, with zeros in the rows of other ranks' heads and
-    uninitialised rows for this rank's heads. ``own_weight``: this rank's rows of the weight, (3 h d, D)."""
+    """Allocate a weight's gradient (3, P, h d, D) in ``dtype``. The rows of other ranks' heads are zero, and the rows
+    of this rank's heads are uninitialised. own_weight: this rank's rows of the weight, (3 h d, D)."""
     whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
     if others:
-        torch._foreach_zero_(others)  # zeroes all of these contiguous parts with one kernel
+        torch._foreach_zero_(others)  # zeroes all these contiguous slices with one kernel
     return whole
 
 
 def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
-    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight, from the inputs x (tokens, D) and
-    the gradients grad (tokens, 3 h d) of this rank's heads. A batched product writes the rows of q, k and v directly to
-    ``whole``, which :func:`zeros_but_own` has allocated."""
+    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight. x: inputs (tokens, D). grad:
+    gradients (tokens, 3 h d) of this rank's heads. whole: allocated by :func:`zeros_but_own`; a batched product writes
+    q, k and v to it."""
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
     return whole.flatten(0, 2)
 
 
 class _Unpack(torch.autograd.Function):
-    """:func:`unpack` with a backward pass that makes one pass over memory. Autograd would make three: stack dq, dk, dv,
-    pad the stack, and copy it into the packed order."""
+    """:func:`unpack` with a faster backward pass: one pass over memory instead of three with autograd."""
 
     @staticmethod
     def forward(ctx, packed: Tensor, length: int):
@@ -224,8 +219,8 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has rank p's heads, which
-    are p h to (p + 1) h - 1."""
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has rank p's heads: p h to
+    (p + 1) h - 1."""
     return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
 
 

@@ -1,18 +1,17 @@
 """Ulysses sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", 2023), alone or combined with ring attention.
 
-An all-to-all turns all heads of this rank's tokens into this rank's heads of all tokens. Attention is then local, and
-another all-to-all reverses the exchange for the result. :class:`UlyssesRing` sends q, k and v in one packed exchange.
-With a ring, the ranks of a sequence are a grid: ``heads.size`` neighbouring ranks exchange heads, so that each has some
-of the heads for all tokens of these ranks. Ring attention connects the ranks along the other dimension of the grid.
+An all-to-all sends heads, so that a rank has some heads for all tokens. Attention is then local. A second all-to-all
+returns the result. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, the ranks of a sequence
+are a grid. Neighbouring ranks (``heads.size``) exchange heads. Ring attention connects the ranks along the second
+dimension of the grid.
 
-:class:`DirectUlysses` needs no collectives: every rank reads and writes the memory of the other ranks (peer_memory.py).
+:class:`DirectUlysses` needs no collectives: ranks access each other's memory (peer_memory.py).
 
     x ─▶ q k v of own tokens in the input buffer ─barrier─▶ own heads read ─▶ attention
       ─▶ the attention output written to the others' output buffers ─barrier─▶ all heads, own tokens
 
-The backward pass sends gradients in the opposite direction in the same way. Heads are sent in groups. A kernel
-transfers the first group that attention reads and the last group that attention writes. Copy engines transfer all other
-groups, during the attention of the groups that have arrived.
+The backward pass sends gradients in the opposite direction. Heads are sent in groups. A kernel transfers the first
+incoming group and the last outgoing group. Copy engines transfer all other groups during attention.
 """
 
 import math
@@ -42,14 +41,16 @@ from opendit.parallel.sequence.products import (
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d). q, k, v have
-    this rank's tokens without padding. If k and v have fewer heads, neighbouring query heads share them, and only they
-    are sent. ``lengths`` holds n of every rank; the first rank's is the largest, and n may be 0."""
+    """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d).
+
+    q, k, v have this rank's tokens without padding. k and v may have fewer heads, shared by neighbouring query heads;
+    only these heads are sent. ``lengths`` has the n of every rank. The first is the largest, and n may be 0.
+    """
     return _RingAttention.apply(q, k, v, ring, lengths)
 
 
 def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), which has the same shape on all ranks. Rows after the n-th are
+    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), with equal shapes on all ranks. Rows after the n-th are
     uninitialised and never read."""
     B, H, n, d = k.shape
     packed = k.new_empty(2, B, rows, H, d)
@@ -64,8 +65,7 @@ def _unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_shared(grad: Tensor, heads: int) -> Tensor:
-    """Add up the gradients of keys or values (B, H, n, d), one for each query head, over the query heads that share a
-    key-value head."""
+    """Sum the gradients (B, H, n, d) of keys or values over the query heads that share a key-value head."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -92,7 +92,7 @@ class _RingAttention(torch.autograd.Function):
         arriving = ring.arriving(kv)
 
         def next_part() -> tuple[int, Tensor]:
-            """Return (the rank whose keys have arrived, the gradients of these keys and values from this rank's
+            """Return (the rank whose keys have arrived, gradients of these keys and values from this rank's
             queries)."""
             source, block = next(arriving)
             if not lengths[source] or not q.shape[2]:
@@ -139,7 +139,7 @@ def _flash(q: Tensor) -> bool:
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention output (B, H, N, d) of q (B, H, N, d) over k, v (B, H, M, d), and the log-sum-exp of the
-    scores (B, H, N), which is fp32 for inputs of half precision."""
+    scores (B, H, N). The log-sum-exp is fp32 for half-precision inputs."""
     if _flash(q):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
         return out, lse
@@ -152,10 +152,10 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of attention to these keys. dq is only the term of q's gradient that comes from these keys.
-    ``out`` (B, H, N, d) and ``lse`` (B, H, N) must be the results over all keys."""
+    """Return (dq, dk, dv) of attention to these keys. dq is only these keys' term of the gradient. ``out`` (B, H, N, d)
+    and ``lse`` (B, H, N) must be the results over all keys."""
     if _flash(q):
-        # These are the forward pass's seed and offset for dropout. Without dropout, they are not read.
+        # seed and offset of dropout, which are not read without dropout
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -169,17 +169,19 @@ def attend_part_backward(
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the results of attention to two parts of the keys. ``out`` (B, H, N, d), which is changed in place, and
-    ``lse`` (B, H, N) are fp32 or wider. Return the merged out and lse. out' = (e^lse out + e^part_lse part) / (e^lse +
-    e^part_lse), computed as an interpolation between out and part."""
+    """Merge the results of attention to two sets of keys. ``out`` (B, H, N, d) and ``lse`` (B, H, N) are fp32 or wider.
+    ``out`` is changed in place. Return the merged out and lse.
+
+    out' = (e^lse out + e^part_lse part) / (e^lse + e^part_lse), computed as an interpolation between out and part.
+    """
     weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     return out.lerp_(part.to(out.dtype), weight), torch.logaddexp(lse, part_lse)
 
 
 @dataclass(frozen=True)
 class UlyssesRing:
-    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. With a group of one rank,
-    the corresponding part does nothing."""
+    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank
+    switches its method off."""
 
     heads: Group
     ring: Group
@@ -200,8 +202,8 @@ class UlyssesRing:
         return side_by_side(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)).finish())
 
     def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:
-        """Return a function for attention to the keys of all ranks of the ring. ``first`` is the index of this rank's
-        first token in the sequence; ``lengths`` holds the number of tokens of every rank of the ring."""
+        """Return a function for attention to the keys of all ranks of the ring. first: index of this rank's first token
+        in the sequence. lengths: token count of every rank of the ring."""
 
         def attend_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ring_attention(*attend.prepare(q, k, v, first), ring=Ring(self.ring), lengths=lengths)
@@ -215,13 +217,13 @@ class DirectUlysses:
 
     Attributes:
         memory: symmetric memory of the ranks that share sequences.
-        groups: number of groups into which a rank's heads are divided. Groups are exchanged one after the other.
+        groups: number of groups of a rank's heads. Groups are exchanged one after another.
     """
 
     memory: PeerMemory
     groups: int = 1
 
-    # the strategy writes q, k, v directly to the buffers from which the other ranks read
+    # the strategy writes q, k, v directly to buffers that other ranks read
     takes_projection: ClassVar[bool] = True
 
     @not_compiled  # a compiler can't see that other ranks read and write the buffers
@@ -239,11 +241,11 @@ class DirectUlysses:
 
 @dataclass
 class Layer:
-    """Sizes of one attention call, and the state that its autograd nodes share until the exchanges are complete.
+    """Sizes of one attention call, and the state of its exchanges.
 
     groups: number of groups of a rank's heads. length: number of tokens of all ranks, without padding. shape: (B, n, D)
-    of this rank's tokens. held: tensors that copy engines read. arriving: for each group, the event at which its heads
-    have arrived. doutput: for each group, the gradient of its output, which may still be arriving.
+    of this rank's tokens. held: tensors that copy engines read. arriving: each group's event, after which its heads
+    have arrived. doutput: each group's output gradient, which may still be arriving.
     """
 
     memory: PeerMemory
@@ -256,7 +258,7 @@ class Layer:
     doutput: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> PeerRows:
-        """Return views of every rank's buffer as rows (B, n, parts, H, d): that rank's tokens with all heads."""
+        """Return views of every rank's buffer as rows (B, n, parts, H, d): the rank's tokens with all heads."""
         B, n, D = self.shape
         return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
 
@@ -266,9 +268,9 @@ class Layer:
         return (self.memory.group.rank * self.groups + group) * number, number
 
     def pull(self, parts: int, like: Tensor, first_to_arrive: int) -> list[tuple[Tensor, ...]]:
-        """Read this rank's heads from all ranks' input buffers. Return the tensors of every group. A kernel reads the
-        group ``first_to_arrive`` at once, which delays attention. Copy engines read the other groups during attention,
-        in the order of their distance from that group."""
+        """Read this rank's heads from all ranks' input buffers, and return every group's tensors. A kernel reads the
+        group ``first_to_arrive`` at once. Copy engines read all other groups during attention, those nearest to the
+        first group first."""
         rows, (B, _, D) = self.rows(Buffer.INPUT, parts, like.dtype), self.shape
         self.memory.ready(Buffer.INPUT)
         firsts, number = zip(*map(self.heads_of, range(self.groups)), strict=True)
@@ -281,7 +283,7 @@ class Layer:
         return found
 
     def send_gradient(self, grad: Tensor) -> None:
-        """Send the gradient (B, n, D) of this rank's attention output to the ranks that have the heads."""
+        """Send the gradient (B, n, D) of this rank's attention output to the ranks with the heads."""
         if self.groups > 1:
             self.rows(Buffer.INPUT, 1, grad.dtype).of[self.memory.group.rank].view(grad.shape).copy_(grad)
             found = [heads[0] for heads in self.pull(1, grad, self.groups - 1)]
@@ -304,8 +306,8 @@ class Layer:
             self.memory.wait(self.arriving.pop(group))
 
     def push(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, beside: bool) -> None:
-        """Write a group's heads to all ranks' output buffers: with copy engines that overlap with the following kernels
-        if ``beside``, otherwise at once with a kernel."""
+        """Write a group's heads to all ranks' output buffers. ``beside``: with copy engines, concurrently with later
+        kernels; otherwise at once with a kernel."""
         heads = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads)
         if beside:
             self.memory.exchange_beside([(heads, first)], rows, push=True)
@@ -327,9 +329,9 @@ class Layer:
         return own
 
     def push_output(self, output: Tensor, group: int) -> None:
-        """Write the attention output of a group of heads to the slot of this rank and group in the buffers of all ranks
-        that own tokens. A later pass over memory, which is needed anyway, joins the slots. Slots are used because
-        contiguous rows are sent faster than rows with gaps: 29 us instead of 41 us, in a loop of 20 on 4 H200s."""
+        """Write a group's attention output to the owners of the tokens, in the slot of this rank and group.
+        :meth:`output` joins the slots. Contiguous slots are sent faster than rows with gaps: 29 us instead of 41 us on
+        4 H200s."""
         slot = self._slots(output.dtype)[self.memory.group.rank * self.groups + group]
         self.push((output,), slot, 0, beside=group < self.groups - 1)
 
@@ -353,19 +355,18 @@ class Layer:
 
 
 def unread(like: Tensor) -> Tensor:
-    """Return a placeholder with the shape of ``like``. The next autograd node reads the ranks' buffers instead of the
-    placeholder."""
+    """Return a placeholder with the shape of ``like``. The next autograd node reads the ranks' buffers instead."""
     return like.new_empty(1).expand(like.shape)
 
 
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
 ) -> tuple[Tensor, ...]:
-    """Return q, k, v (B, h, N, d) of the first group of this rank's heads, then of the second, and so on. They may
-    still be arriving. The arguments from x (B, n, D) to ``products`` are the fields of :class:`Projected`."""
+    """Return q, k, v (B, h, N, d) of each group of this rank's heads, group after group. They may still be arriving. x
+    (B, n, D), weight, bias, sent and products are the fields of :class:`Projected`."""
     parameters = (weight, bias)
     if has_torch_function(parameters):
-        # Gemini fetches its parameters into memory only for one call, so all parameters must be arguments of the call.
+        # Gemini fetches parameters only for one call, so parameters must be arguments of the call.
         return handle_torch_function(project, parameters, x, *parameters, sent, products, layer)
     return _Project.apply(x, weight, bias, sent, products, layer)
 
@@ -406,8 +407,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Depart(torch.autograd.Function):
-    """Sends the attention output of a group of heads to the owners of the tokens. The backward pass returns the
-    gradient that the backward pass of :class:`Collect` has fetched."""
+    """Sends a group's attention output to the owners of the tokens. The backward pass returns the gradient fetched by
+    :class:`Collect`."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layer: Layer, group: int) -> Tensor:
