@@ -52,7 +52,7 @@ from opendit.data.files import (
     retried_disk,
     spread,
 )
-from opendit.data.picture_file import fill_crop, opened_picture, picture_size, picture_suffixes, read_picture, to_tensor
+from opendit.data.picture_file import fill_crop, picture_size, picture_suffixes, read_picture, to_tensor
 from opendit.data.row_arrays import TextTable, kept_array
 from opendit.data.sources import Request
 from opendit.data.video_files import Timeline, choose_reader
@@ -359,24 +359,27 @@ def _why_unreadable(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _open_header(path: str) -> None:
-    with opened_picture(path):
-        pass
+def _why_no_picture(path: str) -> str | None:
+    return _why_unreadable(lambda: picture_size(path))
 
 
-def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
-    """Read the headers of up to 2,000 evenly spaced pictures.
+def _why_missing(path: str) -> str | None:
+    return None if (why := problem(path)) is None else f"{printable(path)}: {why}"
 
-    Raises ValueError, naming a few bad files, if more than the fraction ``max_bad`` can't be opened."""
+
+def check_files(
+    data_path: str, paths: Sequence[str], max_bad: float, why_not: Callable[[str], str | None], fix: str
+) -> None:
+    """Check up to 2,000 evenly spaced files by ``why_not``, which returns "path: reason" for a bad one.
+
+    Raises ValueError, naming a few of them and the ``fix``, if more than the fraction ``max_bad`` is bad."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about large and odd files even if they are usable
-        rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: _why_unreadable(partial(_open_header, paths[row])))
+        rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: why_not(paths[row]))
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
-        raise ValueError(
-            f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share} "
-            f"({name_few([*bad.values()])}); remove or repair them"
-        )
+        shown = f"--data_path {printable(data_path)}"
+        raise ValueError(f"{shown}: of {len(rows):,} files checked {share} ({name_few([*bad.values()])}); {fix}")
 
 
 class MediaFiles(PicturesAndClips):
@@ -429,7 +432,7 @@ class FolderDataset(MediaFiles):
     def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
         super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
         self.class_names, paths, labels, self.ignored = find_pictures(folder)
-        check_headers(folder, paths, self.max_bad)
+        check_files(folder, paths, self.max_bad, _why_no_picture, "remove or repair them")
         self.folder, self.paths, self.labels = folder, TextTable.of(paths), np.array(labels, dtype=np.int64)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
@@ -487,7 +490,8 @@ class CaptionedDataset(MediaFiles):
         sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
         self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
         if found is None:
-            check_files(self.path, self.paths, self.max_bad)
+            fix = "remove or restore them; paths are relative to the table's folder, $HOME and \\ are not replaced"
+            check_files(self.path, self.paths, self.max_bad, _why_missing, fix)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
         return super().read(row, view)._replace(text=self.texts[row])
@@ -553,30 +557,6 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
     among = "" if len(tried) == len(rows) else f" among {len(tried):,} that were tried"
     lines = [f"left out {len(bad):,} files that can't be read{among}: {name_few([*bad.values()])}"] if bad else []
     return [row for at, row in enumerate(rows) if at not in bad], lines
-
-
-def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
-    """Check that up to 2,000 evenly spaced files exist and are regular files, without opening them.
-
-    Raises FileNotFoundError if none exists, and ValueError if more than the fraction ``max_bad`` is missing."""
-    rows, bad = _try_some(len(paths), CHECKED_FILES, lambda row: problem(paths[row]))
-    missing = [f"{printable(paths[row])} ({why})" for row, why in bad.items()]
-    name = f"--data_path {printable(csv_path)}"
-    hints = "".join(
-        hint
-        for sign, hint in (("$", " Variables such as $HOME are not replaced."), ("\\", " Folders end with /, not \\."))
-        if any(sign in paths[row] for row in bad)
-    )
-    if len(missing) == len(rows):
-        raise FileNotFoundError(
-            f"{name}: none of the {len(rows):,} files checked exists: {name_few(missing)}. Paths are absolute or "
-            f"relative to the CSV's folder.{hints}"
-        )
-    if len(missing) > max_bad * len(rows):
-        raise ValueError(
-            f"{name}: of {len(rows):,} files checked {len(missing):,} are missing, more than {max_bad:.0%}: "
-            f"{name_few(missing)}. Restore them or remove their rows.{hints}"
-        )
 
 
 def open_source(asked: Request) -> CaptionedDataset | FolderDataset | None:
