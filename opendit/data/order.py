@@ -90,26 +90,22 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 # ------------------------------------------------------------------------------------------ pools of rows
 
 
-class Pool:
-    """An endless sequence of rows: in every epoch, a new keyed permutation of the same ``size`` rows. select: maps
-    numbers (n,) below ``size`` to rows (n,) of the data set."""
+class Pool(NamedTuple):
+    """An endless sequence of rows: in every epoch, a new keyed permutation of the same ``size`` rows."""
 
-    def __init__(self, size: int, seed: int, domain: int, select: Callable[[np.ndarray], np.ndarray]):
-        self.size, self.seed, self.domain, self.select = size, seed, domain, select
-
-    def rows(self, positions: np.ndarray) -> np.ndarray:
-        """Return the data set's rows at ``positions`` (n,) int64 of the sequence; (n,) int64."""
-        return rows_of([self], np.zeros(len(positions), dtype=np.int64), positions)
+    size: int
+    domain: int  # see :func:`permuted`
+    select: Callable[[np.ndarray], np.ndarray]  # maps numbers (n,) below ``size`` to rows (n,) of the data set
 
 
-def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the data set's rows at ``positions[i]`` of the sequence ``pools[of[i]]``. The pools have one seed."""
+def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray, seed: int) -> np.ndarray:
+    """Return the data set's rows at ``positions[i]`` of the sequence ``pools[of[i]]``; all arrays are (n,) int64."""
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
     sizes, domains = np.array([(pool.size, pool.domain) for pool in chosen], dtype=np.int64).reshape(-1, 2)[number].T
     epochs, places = np.divmod(positions, sizes)
-    places = permuted_each(places, sizes, pools[0].seed, domains, epochs)
+    places = permuted_each(places, sizes, seed, domains, epochs)
     for each, pool in enumerate(chosen):
         here = number == each
         rows[here] = pool.select(places[here])
@@ -137,9 +133,6 @@ class RowsByKey:
         table = np.concatenate(counts).reshape(len(self.values), blocks) if counts else np.zeros((0, 0), np.int64)
         self._ends = np.cumsum(table, axis=1)  # (values, blocks): number of rows of each key up to each block's end
         self.totals = [int(ends[-1]) for ends in self._ends]
-
-    def selector(self, value: int) -> Callable[[np.ndarray], np.ndarray]:
-        return partial(self.select, value)
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
         """Return the rows at positions ``numbers`` (n,) of the list of rows whose key is ``values[value]``."""
@@ -383,8 +376,8 @@ class BatchSchedule:
     def rows_between(self, start: int, stop: int) -> np.ndarray:
         """Return the rows of samples ``start`` to ``stop`` - 1 of the run, counted across all steps, int64. Only for
         schedules whose units are single samples."""
-        pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
-        return pool.rows(np.arange(start, stop))
+        places = np.arange(start, stop)
+        return rows_of([Pool(self.dataset_size, POOLS, np.asarray)], np.zeros_like(places), places, self.seed)
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (:meth:`rows_between`, source of each row, index of the pass over that source), int64."""
@@ -436,7 +429,7 @@ class BucketSchedule(BatchSchedule):
         self._micro_batches, units = micro_batches, units_of_part(global_batch, micro_batches)
         self._samples = [1] * len(shapes.totals) if samples is None else list(samples)
         self._part = [units * count for count in self._samples]  # samples of a part, for each shape
-        self._pools = [Pool(total, seed, POOLS + i, shapes.selector(i)) for i, total in enumerate(shapes.totals)]
+        self._pools = [Pool(total, POOLS + i, partial(shapes.select, i)) for i, total in enumerate(shapes.totals)]
         rates = [Fraction(total, part) for total, part in zip(shapes.totals, self._part, strict=True)]
         self._parts = Mixture([(0, rates)], seed, PARTS, in_order=False)
         if (parts := self._parts.length(1)) < micro_batches:
@@ -473,7 +466,7 @@ class BucketSchedule(BatchSchedule):
         sizes = np.array(self._part)[shapes]
         ends = np.cumsum(sizes)
         places = np.repeat(ranks * sizes - (ends - sizes), sizes) + np.arange(ends[-1])
-        rows = rows_of(self._pools, np.repeat(shapes, sizes), places).tolist()
+        rows = rows_of(self._pools, np.repeat(shapes, sizes), places, self.seed).tolist()
         parts = [rows[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._micro_batches)
 
@@ -593,10 +586,10 @@ class BlendSchedule(BatchSchedule):
             found = {0: size} if shapes is None else dict(zip(shapes.values.tolist(), shapes.totals, strict=True))
             self._shares.append([Fraction(found.get(value, 0), size) for value in values])
             for place, value in enumerate(found):
-                select = partial(_select, start, None if shapes is None else shapes.selector(place))
+                select = partial(_select, start, None if shapes is None else partial(shapes.select, place))
                 shape = values.index(value)
                 self._place[shape, number] = len(self._pools)
-                self._pools.append(Pool(found[value], seed, POOLS + shape * _MOST + number, select))
+                self._pools.append(Pool(found[value], POOLS + shape * _MOST + number, select))
         cells = [(step, self._of_cells(weights)) for step, weights in sources.stages]
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
@@ -654,13 +647,13 @@ class BlendSchedule(BatchSchedule):
         return cast(np.ndarray, sum(mixture.counts(count * part) for mixture, count, part in of_shapes))
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        return rows_of(self._pools, *self._of_shape(0, start, stop))
+        return rows_of(self._pools, *self._of_shape(0, start, stop), self.seed)
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Implement ``BatchSchedule.passes_between`` for samples of one shape."""
         sources, numbers = self._of_shape(0, start, stop)
         sizes = np.array(self.sources.sizes, dtype=np.int64)
-        return rows_of(self._pools, sources, numbers), sources, numbers // sizes[sources]
+        return rows_of(self._pools, sources, numbers, self.seed), sources, numbers // sizes[sources]
 
     def _steps(self, steps: range) -> list[StepRows]:
         if not self._shaped:
@@ -675,7 +668,7 @@ class BlendSchedule(BatchSchedule):
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
         pools, numbers = (np.concatenate(each) for each in zip(*found, strict=True))
-        rows = rows_of(self._pools, pools, numbers).tolist()
+        rows = rows_of(self._pools, pools, numbers, self.seed).tolist()
         parts = [rows[begin : begin + size] for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
