@@ -74,17 +74,15 @@ def old(request, tmp_path, pictures, codec, csv, clip_codec):  # noqa: F811
     )
 
 
-@pytest.mark.parametrize("size", [1, 25_000, 10**9])
-def test_nothing_is_lost(old, tmp_path, size):
+def test_nothing_is_lost(old, tmp_path):
     made, files, how = old
-    make_shards(str(files), str(tmp_path / "new"), shard_size=size, num_workers=2)
+    make_shards(str(files), str(tmp_path / "new"), num_workers=2)
     found, expected = (build_dataset(str(folder), 16, seed=0, **how) for folder in (tmp_path / "new", made))
     names = "conditioning class_names sample_shape random_flip vae scaling_factor shift_factor text_encoder max_tokens"
     for name in names.split():
         assert getattr(found.describe(), name) == getattr(expected.describe(), name)
     assert found.index["skipped"] == expected.index["skipped"] and len(found) == len(expected)
-    tars, before = len(found.shards), len(list(files.glob("latents-*.safetensors")))
-    assert tars == before if size == 1 else 1 < tars < before if size == 25_000 else tars == (2 if how else 1)
+    assert len(found.shards) == len(list(files.glob("latents-*.safetensors")))
     for row in range(len(found)):
         one, other = (data[SampleKey(row, 5, row)] for data in (found, expected))
         assert torch.equal(one.x, other.x) and (one.y, one.text) == (other.y, other.text)
@@ -95,12 +93,12 @@ def test_nothing_is_lost(old, tmp_path, size):
 
 def test_a_stopped_conversion_goes_on_to_the_same_bytes(old, tmp_path):
     _, files, _ = old
-    make_shards(str(files), str(tmp_path / "new"), shard_size=10_000, num_workers=1)
+    make_shards(str(files), str(tmp_path / "new"), num_workers=1)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
     assert len(list((tmp_path / "new").glob("*.tar"))) > 1
     for name in sorted(expected)[2:]:
         (tmp_path / "new" / name).unlink()  # as a kill after the first tar leaves it
-    make_shards(str(files), str(tmp_path / "new"), shard_size=10_000, num_workers=2)
+    make_shards(str(files), str(tmp_path / "new"), num_workers=2)
     assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == expected
     with pytest.raises(ValueError, match="these latents lie in tars already; train with them"):
         make_shards(str(tmp_path / "new"), str(tmp_path / "again"))

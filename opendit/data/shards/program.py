@@ -204,7 +204,7 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     Complete tars are kept. Raises ValueError, OSError or DataError."""
     path = Path(data_path)
     if path.is_dir() and holds_old_latents(path):
-        return convert_latents(path, Path(output), shard_size=shard_size, num_workers=num_workers)
+        return convert_latents(path, Path(output), num_workers=num_workers)
     if path.is_dir() and read_indexes(path) is not None:
         raise ValueError(f"--data_path {printable(data_path)}: these latents lie in tars already; train with them")
     entries, class_names, left_out = find_entries(data_path)
@@ -449,17 +449,13 @@ LATENTS_INDEX = FileKind(LatentsIndex, 32 * MIB)
 
 @dataclass(frozen=True)
 class LatentsTar:
-    """A tar of converted latents to write."""
+    """A tar to write, with the latents of one safetensors file."""
 
     path: Path
-    files: tuple[dict[str, Any], ...]  # index entries of the safetensors files to pack, all of one shape
+    file: dict[str, Any]  # index entry of the safetensors file
     # Contents of the tar's first member.
     settings: dict[str, Any]
-    skipped: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        return sum(file["count"] for file in self.files)
+    skipped: list[str]
 
 
 def holds_old_latents(folder: Path) -> bool:
@@ -470,48 +466,34 @@ def holds_old_latents(folder: Path) -> bool:
     return isinstance(index, dict) and (index.get("format"), index.get("version")) == (FORMAT, FILES_VERSION)
 
 
-def convert_latents(folder: Path, output: Path, *, shard_size: int, num_workers: int) -> None:
-    """Pack the latents of a folder into tars in ``output``. Each tar takes whole files of up to ``shard_size`` bytes in
-    total, or one larger file. Existing tars are kept, so the same command continues an interrupted conversion. Raises
-    ValueError for an invalid index or an ``output`` with other tars, and DataError for damaged files."""
+def convert_latents(folder: Path, output: Path, *, num_workers: int) -> None:
+    """Write every file of a folder's latents as a tar in ``output``. Existing tars are kept, so the same command
+    continues an interrupted conversion. Raises ValueError for an invalid index or an ``output`` with other tars, and
+    DataError for damaged files."""
     index = checked(read_json(folder / INDEX, LATENTS_INDEX.most_bytes), LATENTS_INDEX, folder / INDEX)
     check_index(index, folder / INDEX)
     del index["format"], index["version"]
-    plans = _plan(folder, index, output, shard_size)
+    files, plans = sorted(index["shards"], key=lambda file: file.get("shape_key", 0)), []
+    for number, file in enumerate(files):
+        header, name = _header(folder / file["file"]), tar_name(index["image_size"], number, len(files))
+        plans.append(LatentsTar(output / name, file, header["settings"] | {"version": VERSION}, header["skipped"]))
     make_folder(output)
     claim_output(output, [plan.path.name for plan in plans], [INDEX, EMPTY])
     done = [plan for plan in plans if (found := read_header(plan.path)) is not None and found[1] == plan.settings]
     todo = [plan for plan in plans if plan not in done]
-    with Progress(index["count"], "samples", initial=sum(plan.count for plan in done), title="packing") as bar:
+    with Progress(index["count"], "samples", initial=sum(plan.file["count"] for plan in done), title="packing") as bar:
         for count in in_processes(partial(_write, folder=folder), todo, num_workers):
             bar.update(count)
     if "text" in index:
         with replacing(output / EMPTY) as new, open(folder / EMPTY, "rb") as old:
             shutil.copyfileobj(old, new)
         index["checksums"] = {EMPTY: sha256_of(output / EMPTY)}
-    shards = [_entry(plan) for plan in plans]
+    shards = [
+        {**plan.file, "file": plan.path.name, "bytes": plan.path.stat().st_size, "sha256": sha256_of(plan.path)}
+        for plan in plans
+    ]
     write_latents_index(output, [{**index, "settings": plans[0].settings, "shards": shards}])
     print(f"{index['count']:,} latents in {len(plans):,} tars: train with --data_path {printable(output)}")
-
-
-def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int) -> list[LatentsTar]:
-    """Group the files by shape, in order, into tars of up to ``shard_size`` bytes or one larger file."""
-    headers = [_header(folder / file["file"]) for file in index["shards"]]
-    settings = {**headers[0]["settings"], "version": VERSION, "shard_size": shard_size}
-    skipped = tuple(file for header in headers for file in header["skipped"])
-    groups: list[list[dict[str, Any]]] = []
-    for file in sorted(index["shards"], key=lambda file: file.get("shape_key", 0)):
-        before = groups[-1] if groups else []
-        together = sum(each["bytes"] for each in before) + file["bytes"] <= shard_size
-        if before and together and before[0].get("shape_key", 0) == file.get("shape_key", 0):
-            before.append(file)
-        else:
-            groups.append([file])
-    names = [tar_name(index["image_size"], number, len(groups)) for number in range(len(groups))]
-    return [
-        LatentsTar(output / name, tuple(group), settings, () if number else skipped)
-        for number, (name, group) in enumerate(zip(names, groups, strict=True))
-    ]
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -524,21 +506,18 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _write(plan: LatentsTar, folder: Path) -> int:
-    samples: list[CachedSample] = []
-    for entry in plan.files:
-        path = folder / entry["file"]
-        if "sha256" in entry and sha256_of(path) != entry["sha256"]:
-            raise DataError(f"{path} is damaged: its checksum is not the index's; {REPAIR}")
-        try:
-            with open_safetensors(path) as file:
-                found = list(_samples({name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
-            if len(found) != entry["count"]:
-                raise ValueError(f"{len(found):,} samples, {INDEX} says {entry['count']:,}")
-        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-            raise DataError(f"{path} is damaged: {type(error).__name__}: {error}; {REPAIR}") from error
-        samples += found
-    write_shard(plan.path, samples, plan.settings, list(plan.skipped))
-    return plan.count
+    path, count = folder / plan.file["file"], plan.file["count"]
+    if "sha256" in plan.file and sha256_of(path) != plan.file["sha256"]:
+        raise DataError(f"{path} is damaged: its checksum is not the index's; {REPAIR}")
+    try:
+        with open_safetensors(path) as file:
+            samples = list(_samples({name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
+        if len(samples) != count:
+            raise ValueError(f"{len(samples):,} samples, {INDEX} says {count:,}")
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}; {REPAIR}") from error
+    write_shard(plan.path, samples, plan.settings, plan.skipped)
+    return count
 
 
 def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
@@ -560,9 +539,3 @@ def _samples(tensors: dict[str, Tensor]) -> Iterator[CachedSample]:
 def _cut(joined: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Split a tensor into consecutive pieces that end at ``ends``."""
     return joined.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-
-
-def _entry(plan: LatentsTar) -> dict[str, Any]:
-    entry = {"file": plan.path.name, "count": plan.count, "bytes": plan.path.stat().st_size}
-    entry["sha256"] = sha256_of(plan.path)
-    return entry | ({"shape_key": plan.files[0]["shape_key"]} if "shape_key" in plan.files[0] else {})
