@@ -76,6 +76,7 @@ class PicturesAndClips(MediaDataset):
     Raises ValueError, naming the flag, for invalid settings of clips and for a reader that does not work."""
 
     rated = 32  # number of clips whose frame rate is read
+    size_threads = 8  # number of threads that read media sizes
 
     def __init__(
         self,
@@ -144,11 +145,43 @@ class PicturesAndClips(MediaDataset):
         ``short_clips="interval"`` a clip that is too short is read at a higher rate, so all its frames count."""
         if self.fps is None:
             return None
-        return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")
+        fps, all_count = self.fps, self.short_clips == "interval"
+        return lambda timeline: max(timeline.count(fps), len(timeline.seconds) if all_count else 0)
 
-    def media_shapes(self, keys: np.ndarray | int, media: Callable[[], np.ndarray]) -> Shapes:
+    def media_size(self, row: int) -> Size:
+        """Return the size of a row's file. Several threads may call this method. Raises BadSample."""
+        raise NotImplementedError
+
+    def media_sizes(self) -> np.ndarray:
+        """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one, cached on the
+        machine."""
+
+        def name() -> str:
+            known = self.fingerprint()
+            return hash_parts(SIZES, known.identity, known.contents or "", self.shapes().read_as)
+
+        return kept_array(len(self), name, self._find_sizes, least=0)
+
+    def _find_sizes(self) -> np.ndarray:
+        picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
+        rows = len(self)
+        found = np.zeros((rows, 3), dtype=np.int32)
+
+        def find(row: int) -> None:
+            with suppress(BadSample):
+                found[row] = self.media_size(row)
+
+        few = rows <= _ROWS
+        with ThreadPoolExecutor(self.size_threads) as pool, Progress(rows, "files", title="sizes", disable=few) as bar:
+            for first in range(0, rows, _ROWS):
+                part = range(first, min(rows, first + _ROWS))
+                list(pool.map(find, part))
+                bar.update(len(part))
+        return found
+
+    def media_shapes(self, keys: np.ndarray | int) -> Shapes:
         read_as = "" if self.fps is None else f"{self.fps!r} {self.short_clips}"
-        return Shapes(keys=keys, media=media, read_as=read_as, frame_rates=partial(self._frame_rates, keys))
+        return Shapes(keys=keys, media=self.media_sizes, read_as=read_as, frame_rates=partial(self._frame_rates, keys))
 
     def _frame_rates(self, keys: np.ndarray | int) -> list[float]:
         if not self.use_video:
@@ -173,46 +206,10 @@ class PicturesAndClips(MediaDataset):
         return f"{interval}, read by {self.video_reader} ({self.why_reader})"
 
 
-def _frames_at(timeline: Timeline, fps: float, at_least_all: bool) -> int:
-    return max(timeline.count(fps), len(timeline.seconds) if at_least_all else 0)
-
-
 SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it if the definition of sizes changes
 HEAD = 1 << 16  # bytes that nearly always contain a picture's whole header
 _WHOLE = 4 * HEAD  # bytes; smaller clips are read completely
 _ROWS = 4096  # rows between two updates of the progress bar
-
-
-def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium; see :func:`known_sizes`."""
-    known = dataset.fingerprint()
-    name = hash_parts(SIZES, known.identity, known.contents or "", dataset.shapes().read_as)
-    return known_sizes(name, len(dataset), look)
-
-
-def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium, or zeros for an unreadable one, cached on the machine.
-
-    identity: hash of the data set and its files. look: returns the size of a row's medium or raises BadSample;
-    ``threads`` threads call it."""
-
-    def make() -> np.ndarray:
-        picture_suffixes()  # register Pillow's formats once, because the threads below would race to do it
-        found = np.zeros((rows, 3), dtype=np.int32)
-
-        def one(row: int) -> None:
-            with suppress(BadSample):
-                found[row] = look(row)
-
-        few = rows <= _ROWS
-        with ThreadPoolExecutor(threads) as pool, Progress(rows, "files", title="sizes", disable=few) as shown:
-            for first in range(0, rows, _ROWS):
-                part = range(first, min(rows, first + _ROWS))
-                list(pool.map(one, part))
-                shown.update(len(part))
-        return found
-
-    return kept_array(rows, lambda: f"{identity}-{rows}", make, least=0)
 
 
 def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | None = None) -> Size:
@@ -417,7 +414,7 @@ class MediaFiles(PicturesAndClips):
         return clip_rate(self.paths[row])
 
     def shapes(self) -> Shapes:
-        return self.media_shapes(self.keys, lambda: sizes_of(self, self.media_size))
+        return self.media_shapes(self.keys)
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self._identity, lambda: hash_files(self.paths))

@@ -28,7 +28,7 @@ from opendit.data.base import (
 from opendit.data.clips import Crop, clip_window, fitting_interval, resize_and_crop
 from opendit.data.files import spread
 from opendit.data.picture_file import as_rgb
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, sizes_of
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.sources import Request
 
 HASHED = 32  # number of samples hashed if a data set has no fingerprint
@@ -139,13 +139,13 @@ class PythonDataset(PicturesAndClips):
         places = sorted({0, len(medium) // 2, len(medium) - 1})
         return Medium(*medium.shape[:3]), medium[places].numpy()
 
-    def _media_size(self, row: int) -> Size:
+    def media_size(self, row: int) -> Size:
         medium = self._sample(row)[0]
         return (1, medium.height, medium.width) if self.medium == "image" else tuple(medium.shape[:3])
 
     def shapes(self) -> Shapes:
         kind = PICTURE if self.medium == "image" else CLIP
-        return Shapes(keys=kind, media=lambda: sizes_of(self, self._media_size))
+        return Shapes(keys=kind, media=self.media_sizes)
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self._identity)

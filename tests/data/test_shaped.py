@@ -15,7 +15,7 @@ from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.loader import build_schedule
 from opendit.data.picture_file import fill_crop, picture_size
-from opendit.data.pictures_and_clips import known_sizes
+from opendit.data.pictures_and_clips import PicturesAndClips
 from opendit.data.row_arrays import FOLDER
 from opendit.data.shaped import TokenSize, shape_latents, shape_media, shape_table
 from opendit.data.shards.program import make_shards
@@ -80,17 +80,27 @@ def test_sizes_are_those_of_the_files(media, tmp_path):
 def test_sizes_are_looked_up_once(cache):
     looked = []
 
-    def look(row):
-        looked.append(row)
-        return 1, row + 1, 7
+    class Pictures(PicturesAndClips):
+        rows = 5
+
+        def __len__(self):
+            return self.rows
+
+        def fingerprint(self):
+            return Fingerprint(lambda: f"of {self.rows}")
+
+        def media_size(self, row):
+            looked.append(row)
+            return 1, row + 1, 7
 
     for _ in range(2):
-        found = known_sizes("abc", 5, look)
-        assert found[:, 1].tolist() == [1, 2, 3, 4, 5]
+        assert Pictures(8).media_sizes()[:, 1].tolist() == [1, 2, 3, 4, 5]
     assert sorted(looked) == [0, 1, 2, 3, 4]
-    (cache / "abc-5.arrays/array.npy").write_bytes(b"damaged")
-    assert known_sizes("abc", 5, look)[4].tolist() == [1, 5, 7] and len(looked) == 10
-    assert len(known_sizes("abc", 6, look)) == 6
+    (path,) = cache.glob("*.arrays/array.npy")
+    path.write_bytes(b"damaged")
+    assert Pictures(8).media_sizes()[4].tolist() == [1, 5, 7] and len(looked) == 10
+    Pictures.rows = 6
+    assert len(Pictures(8).media_sizes()) == 6
 
 
 def test_a_table_may_tell_the_sizes(media):
@@ -259,7 +269,7 @@ def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatc
     assert in_memory.fingerprint().identity == whole
     monkeypatch.setattr(row_arrays, "LARGE", 1)
     same(shape_media(data, table, 1, 1.25, "--bucket_tokens"), in_memory)
-    monkeypatch.setattr("opendit.data.pictures_and_clips.sizes_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("opendit.data.pictures_and_clips.PicturesAndClips.media_sizes", lambda _: 1 / 0)
     again = shape_media(data, table, 1, 1.25, "--bucket_tokens")
     same(again, in_memory)
     assert isinstance(again.rows, np.memmap) and isinstance(again.keys, np.memmap)

@@ -38,9 +38,7 @@ from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, picture_suff
 from opendit.data.pictures_and_clips import (
     CLIP,
     PICTURE,
-    SIZES,
     PicturesAndClips,
-    known_sizes,
     stored_clip_size,
     stored_picture_size,
 )
@@ -119,7 +117,6 @@ class ShardDataset(PicturesAndClips):
     but not samples with captions, because captions may mention left and right. Raises ValueError if the tars can't be
     used; the message names the flag and the fix."""
 
-    size_threads = 8  # number of threads that read media sizes
     names_file = CLASS_NAMES  # file of the class names, for messages
     empty_captions = False  # True if a caption may be empty
     counted_captions = USUALLY_COUNTED
@@ -269,10 +266,6 @@ class ShardDataset(PicturesAndClips):
         with as_file([(0, content)], len(content)) as path:
             return clip_size(path, count=self.frames_of)
 
-    def _media_sizes(self) -> np.ndarray:
-        identity = hash_parts(SIZES, self.fingerprint().identity, self.shapes().read_as)
-        return known_sizes(identity, len(self), self.media_size, threads=self.size_threads)
-
     def _picture(self, row: int, content: bytes, view: View) -> Item:
         if self.use_video and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
@@ -322,7 +315,7 @@ class ShardDataset(PicturesAndClips):
             keys: np.ndarray | int = PICTURE
         else:
             keys = self._shapes() if self.pictures else CLIP
-        return self.media_shapes(keys, self._media_sizes)
+        return self.media_shapes(keys)
 
     def _contents(self) -> list[str]:
         """Return strings that identify the tars and the used samples."""
