@@ -36,6 +36,7 @@ from opendit.data.row_arrays import kept_array, stream_of
 from opendit.data.sources import Recaptioned, Request, build_dataset
 
 SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens first_frames".split()
+RANDOM = "random_flip random_window random_crop random_tags".split()
 WHAT_TO_DO = {
     "kind": "train on pixels or on cached latents alone: make latents of all sources by preprocess.py latents",
     "conditioning": "train on classes or on captions alone: give the sources with classes a CSV of path,text",
@@ -205,10 +206,7 @@ class BlendedDataset(MediaDataset):
             abouts[0],
             text=f"{self.shown}: {len(self):,} samples of {len(self.parts)} sources by weight ({blend}). {sources}",
             class_names=self.class_names,
-            random_flip=any(about.random_flip for about in abouts),
-            random_window=any(about.random_window for about in abouts),
-            random_crop=any(about.random_crop for about in abouts),
-            random_tags=any(about.random_tags for about in abouts),
+            **{name: any(getattr(about, name) for about in abouts) for name in RANDOM},
             max_bad=max(about.max_bad for about in abouts),
             cut_captions=self._named("cut_captions"),
             notes=self._named("notes"),
@@ -320,7 +318,8 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         require(not blend, shown, f"can't hold another blend, {printable(path)}: list its sources here")
         cooker = asked.energon_cooker if is_prepared(Path(path)) else None
         own = {key: source[key] for key in OF_CAPTIONS if key in source}
-        parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker, **own))))
+        options = vars(replace(asked, data_path=path, energon_cooker=cooker, **own))
+        parts.append(build_dataset(**{name: value for name, value in options.items() if name != "path"}))
         require(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
     if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
         raise ValueError(
@@ -335,10 +334,6 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         classes=[source.get("classes", {}) for source in sources],
         union=union == "union",
     )
-
-
-def _options(asked: Request) -> dict[str, Any]:
-    return {name: value for name, value in vars(asked).items() if name != "path"}
 
 
 def _changes(changes: list[Any], names: list[str], shown: str) -> list[tuple[int, list[Fraction]]]:

@@ -145,8 +145,6 @@ def read_clip(
     Raises BadSample if the clip is too short, can't be decoded, or takes, or once took, more than ``time_limit`` s."""
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
-    if (limit := _hung.get(name)) is not None:
-        raise BadSample(name, _too_long(*limit))  # the first message again, so that it is logged only once
     shortened = False
 
     def choose(timeline: Timeline) -> list[int]:
@@ -164,15 +162,15 @@ def read_clip(
             raise BadSample(path, too_short if fps is None else _too_short_at(timeline, num_frames, fps))
         return indices
 
-    try:
-        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
-    except TimeoutError:
-        _hung[name] = (time_limit,)
-        raise BadSample(name, _too_long(time_limit)) from None
-    except BadSample as bad:
-        if name == path:
-            raise
-        raise BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
+    def decode(stop: threading.Event) -> np.ndarray:
+        try:
+            return decode_frames(path, choose, stop, size, reader)
+        except BadSample as bad:
+            if name == path:
+                raise
+            raise BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
+
+    frames = _within(name, time_limit, decode)
     return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge), shortened)
 
 
@@ -196,10 +194,6 @@ def _too_short_at(timeline: Timeline, num_frames: int, fps: float) -> str:
     return f"{found}; --short_clips interval reads it at a higher rate"
 
 
-def _too_long(seconds: float) -> str:
-    return f"not read within {seconds:g} seconds; not tried again"
-
-
 def clip_size(
     path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True, count: Callable[[Timeline], int] | None = None
 ) -> tuple[int, int, int]:
@@ -217,10 +211,7 @@ def clip_size(
         finally:
             del reader
 
-    try:
-        return _within(time_limit, look)
-    except TimeoutError:
-        raise BadSample(path, _too_long(time_limit)) from None
+    return _within(path, time_limit, look)
 
 
 def colours_in(path: str) -> str:
@@ -233,10 +224,7 @@ def colours_in(path: str) -> str:
 
 def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
     """Return a clip's frames per second, from the times of its frames; 0 for a single frame. Raises BadSample."""
-    try:
-        return _within(time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
-    except TimeoutError:
-        raise BadSample(path, _too_long(time_limit)) from None
+    return _within(path, time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
@@ -285,11 +273,13 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
 _helpers = threading.local()  # has a ``_Helper`` per calling thread, so that no thread waits for another one's file
 
 
-def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
-    """Return ``work(stop)``. Raises TimeoutError, and sets the event ``stop``, if it takes longer than ``seconds``.
-    ``work`` runs in a separate thread, because decoders and stalled disks hang inside C code, where Python can't run
-    signal handlers. A slow ``work`` should return once ``stop`` is set. A thread that hangs remains until the process
-    ends, and the next call uses a new thread."""
+def _within(name: str, seconds: float, work: Callable[[threading.Event], Result]) -> Result:
+    """Return ``work(stop)``. Raises BadSample, and sets the event ``stop``, if it takes longer than ``seconds``, and at
+    once if reading the file ``name`` took too long before. ``work`` runs in a separate thread, because decoders and
+    stalled disks hang inside C code, where Python can't run signal handlers. A slow ``work`` should return once
+    ``stop`` is set. A thread that hangs remains until the process ends, and the next call uses a new thread."""
+    if (limit := _hung.get(name)) is not None:  # the first message again, so that it is logged only once
+        raise BadSample(name, f"not read within {limit[0]:g} seconds; not tried again")
     helper = getattr(_helpers, "helper", None)
     if helper is None or not helper.thread.is_alive():  # a forked process has the object without its thread
         helper = _helpers.helper = _Helper()
@@ -301,7 +291,8 @@ def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result
         stop.set()
         helper.jobs.put(None)
         del _helpers.helper
-        raise TimeoutError from None
+        _hung[name] = (seconds,)
+        raise BadSample(name, f"not read within {seconds:g} seconds; not tried again") from None
     try:
         if error is not None:
             raise error

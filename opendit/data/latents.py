@@ -320,26 +320,18 @@ class LatentDataset(ShardDataset):
     def describe(self) -> Description:
         of_tars = zip(self.shards, self._keys, self._latent_shapes, strict=True)
         clips = sum(len(tar) for tar, key, own in of_tars if (own[1] > 1 if own else key == max(self._keys)))
+        names = (
+            "conditioning class_names sample_shape random_flip seed max_bad vae scaling_factor shift_factor "
+            "text_encoder max_tokens empty_caption features"
+        ).split()
         return Description(
             text=self._text_of(clips),
             kind="latents",
-            conditioning=self.conditioning,
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            random_flip=self.random_flip,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            vae=self.vae,
-            scaling_factor=self.scaling_factor,
-            shift_factor=self.shift_factor,
-            text_encoder=self.text_encoder,
-            max_tokens=self.max_tokens,
-            empty_caption=self.empty_caption,
-            features=self.features,
             first_frames=self.index.get("first_frames"),
             cut_captions=self._cut_captions(),
             counted_captions=((len(self), self.counted_captions),),
             largest_label=self._find_largest_label,
+            **{name: getattr(self, name) for name in names},
         )
 
     def _text_of(self, clips: int) -> str:

@@ -69,6 +69,12 @@ def state_of(pid: int) -> str:
     return ""
 
 
+def _context() -> Any:
+    # Forking takes no time. A spawned process imports torch for seconds, and again after every crash.
+    methods = multiprocessing.get_all_start_methods()
+    return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+
+
 def _begin_process() -> None:
     leave_inherited_garbage()
     end_with_parent()
@@ -80,9 +86,7 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-    with ProcessPoolExecutor(min(count, len(jobs)), context, _begin_process) as pool:
+    with ProcessPoolExecutor(min(count, len(jobs)), _context(), _begin_process) as pool:
         try:
             with collection_paused():
                 futures = [pool.submit(work, job) for job in jobs]
@@ -146,9 +150,7 @@ def run_apart(
 
 
 def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiprocessing.Process]:
-    # Forking takes no time. A spawned process imports torch for seconds, and again after every crash.
-    methods = multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    context = _context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
     with collection_paused():
