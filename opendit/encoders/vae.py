@@ -169,15 +169,20 @@ class Codec(ABC):
         """Hash all values that latents depend on."""
 
 
+def latent_sides(vae: str, downscale: int, height: int, width: int) -> tuple[int, int]:
+    """Return (h, w) of a latent. Raises ValueError if a side of the frame is not a multiple of ``downscale``."""
+    for side in (height, width):
+        if side < 1 or side % downscale:
+            raise ValueError(f"--image_size {side}: no multiple of {downscale}; --vae {vae} needs one")
+    return height // downscale, width // downscale
+
+
 class ImageCodec(Codec):
     """A codec of pictures."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, h, w) of a picture's latent. Raises ValueError if a side is not a multiple of ``downscale``."""
-        for side in (height, width):
-            if side < 1 or side % self.downscale:
-                raise ValueError(f"--image_size {side}: no multiple of {self.downscale}; --vae {self.name} needs one")
-        return self.latent_channels, height // self.downscale, width // self.downscale
+        return self.latent_channels, *latent_sides(self.name, self.downscale, height, width)
 
 
 class PixelCodec(ImageCodec):

@@ -24,6 +24,7 @@ from opendit.encoders.vae import (
     PerChannel,
     Tiles,
     codec_geometry,
+    latent_sides,
     load_codec,
     load_vae,
     read_vae_config,
@@ -59,10 +60,7 @@ class VideoCodec(Codec):
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return (C, t, h, w) of a clip's latent. Raises ValueError for a size that the VAE can't encode."""
         count = latent_frames(frames, self.temporal_downscale, f"--vae {self.name}")
-        for side in (height, width):
-            if side < 1 or side % self.downscale:
-                raise ValueError(f"--image_size {side}: no multiple of {self.downscale}; --vae {self.name} needs one")
-        return self.latent_channels, count, height // self.downscale, width // self.downscale
+        return self.latent_channels, count, *latent_sides(self.name, self.downscale, height, width)
 
     @abstractmethod
     def moments(self, pixels: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ from opendit.data.shards.index import (
     tar_blocks,
     write_index,
 )
-from opendit.encoders.vae import HUB, PerChannel
+from opendit.encoders.vae import HUB, PerChannel, latent_sides
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry
 
 _READ = 4 << 20
@@ -400,13 +400,11 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
     """Return (2C, [t,] h, w), the scaling factor and the shift factor. Raises ValueError or FileNotFoundError."""
     scale, shift = codec_scale(vae)
     channels, downscale, temporal = video_geometry(vae, 3)
-    if image_size % downscale:
-        raise ValueError(f"--image_size {image_size}: no multiple of {downscale}; --vae {vae} needs one")
+    sides = latent_sides(vae, downscale, image_size, image_size)
     if frames is None and temporal > 1:
         raise ValueError(f"--vae {vae}: is of clips; add --use_video")
     length = () if frames is None else (latent_frames(frames, temporal, f"--vae {vae}"),)
-    side = image_size // downscale
-    return (2 * channels, *length, side, side), scale, shift
+    return (2 * channels, *length, *sides), scale, shift
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:
