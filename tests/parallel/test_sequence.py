@@ -40,6 +40,7 @@ TYPES = {
     "fastseq": {"kind": "fastseq"},
     "fastseq, kept": {"kind": "fastseq", "keep_gathered": True},
     "ulysses": {"kind": "ulysses"},
+    "ulysses in groups": {"kind": "ulysses", "groups": 3},
     "ring": {"kind": "ring"},
     "usp": {"kind": "usp"},
 }
@@ -153,8 +154,8 @@ def possible(ranks: int, config: DiTConfig) -> list[str]:
     """The types that this many ranks and heads allow."""
     names = ["ring"]
     if config.num_heads % ranks == 0:
-        names += ["fastseq", "fastseq, kept", "ulysses"]
-        names += [name for name in DIRECT if "in groups" not in name or config.num_heads // ranks % 3 == 0]
+        names += ["fastseq", "fastseq, kept", "ulysses", "ulysses in groups", *DIRECT]
+        names = [name for name in names if "in groups" not in name or config.num_heads // ranks % 3 == 0]
     return names + ["usp"] * (ranks == 4 and config.num_heads % 2 == 0)
 
 

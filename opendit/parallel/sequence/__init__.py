@@ -139,7 +139,7 @@ def sequence_parallel(
     Args:
         shape: ``auto`` chooses for sequences of this shape. Sequences of other lengths work, too.
         keep_gathered: see :class:`FastSeq`.
-        groups: see :class:`DirectUlysses`; None to choose with the cost model.
+        groups: number of groups into which Ulysses divides a rank's heads; None to choose with the cost model.
         direct: True to use symmetric memory if possible.
 
     Raises ValueError if this kind, or this number of groups, does not work with the model's number of heads.
@@ -156,13 +156,14 @@ def sequence_parallel(
     elif plan.kind == "fastseq":
         strategy = FastSeq(group, keep_gathered) if memory is None else DirectFastSeq(memory, keep_gathered)
     elif plan.kind == "usp":
-        strategy = UlyssesRing(*map(Group.of, mesh.split_sequence(plan.heads_over)))
+        heads, ring = map(Group.of, mesh.split_sequence(plan.heads_over))
+        strategy = UlyssesRing(heads, ring)
     elif plan.kind == "ring":
         strategy = UlyssesRing(Group(None, 0, 1), group)
     elif memory is not None:
         strategy = DirectUlysses(memory, plan.groups)
     else:
-        strategy = UlyssesRing(group, Group(None, 0, 1))
+        strategy = UlyssesRing(group, Group(None, 0, 1), plan.groups)
     axial = None
     if shape.axial:
         axial = AllToAll() if memory is None else DirectExchange(memory)

@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A chosen strategy, and the reason for it. groups: number of groups of heads (see :class:`DirectUlysses`).
+    """A chosen strategy, and the reason for it. groups: number of groups into which Ulysses divides a rank's heads.
     heads_over: number of ranks that divide the heads in usp. seconds: cost per layer."""
 
     kind: str
@@ -68,6 +68,11 @@ class _Costs:
         """Return the FLOPs of a rank's attention, divided by the size of a head."""
         s = self.shape
         return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
+
+    @property
+    def attention_seconds(self) -> float:
+        """Return the seconds of a rank's attention, forward and backward."""
+        return self.attention_flop * (1 / self.hardware.attention + 2.5 / self.hardware.attention_backward)
 
     def exposed(self, transfer: float, work: float) -> float:
         """Return the seconds of a transfer that computation of ``work`` seconds does not hide. Both run on one card, so
@@ -107,11 +112,14 @@ class _Costs:
         weights = (1 + 1 / P) * 3 * s.hidden**2
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
-    def ulysses(self, ranks: int | None = None) -> float:
-        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward. They
-        do not overlap with computation."""
+    def ulysses(self, groups: int = 1, ranks: int | None = None) -> float:
+        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward.
+        Attention hides a part of all groups' transfers but the first."""
         m, P = self.hardware, ranks or self.ranks
-        return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
+        exchanged = 2 * 4 * self.whole * P / self.ranks * (P - 1) / P**2
+        others = (groups - 1) / groups
+        visible = exchanged / groups + self.exposed(exchanged * others, self.attention_seconds * others)
+        return visible + 2 * (groups + 1) * m.latency + self.in_groups(groups, P)
 
     def waves(self, heads: int) -> int:
         """Return the number of waves of thread blocks in which a card computes attention for this number of heads."""
@@ -122,13 +130,18 @@ class _Costs:
         """Return the seconds of Ulysses with symmetric memory. Attention hides the transfers of all groups except one
         (q, k, v, the attention output, and their gradients). The attention output is copied once more. A group of few
         heads may leave multiprocessors idle."""
-        s, m, P = self.shape, self.hardware, self.ranks
+        m, P = self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
-        attention = self.attention_flop * (1 / m.attention + 2.5 / m.attention_backward)
-        together = self.waves(s.heads // P)
-        idle = attention * (groups * self.waves(s.heads // P // groups) / together - 1)
-        return exchanged + copied + (groups - 1) * (m.group + m.tail * attention / together) + idle
+        return exchanged + copied + self.in_groups(groups, P)
+
+    def in_groups(self, groups: int, ranks: int) -> float:
+        """Return the seconds that attention takes longer for groups of a rank's heads than for all of them at once, if
+        ``ranks`` divide the heads."""
+        m, heads = self.hardware, self.shape.heads // ranks
+        together = self.waves(heads)
+        idle = self.attention_seconds * (groups * self.waves(heads // groups) / together - 1)
+        return (groups - 1) * (m.group + m.tail * self.attention_seconds / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
         """Return the seconds of ring attention over ``ranks`` ranks: the exposed transfers of keys and values, the
@@ -148,23 +161,19 @@ def _usp_split(ranks: int, heads: int) -> int:
 
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
-    """List the strategies that the number of heads allows, with their costs. groups: number of groups of heads for
-    direct Ulysses; None for the cheapest number."""
+    """List the strategies that the number of heads allows, with their costs. ``groups`` is the number of groups of
+    heads for Ulysses; None for the cheapest number."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
             StrategyChoice("fastseq", "", seconds=costs.direct_fastseq() if hardware.direct else costs.fastseq())
         )
-        if hardware.direct:
-            local = shape.heads // ranks
-            several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]
-            direct = [StrategyChoice("ulysses", "", g, seconds=costs.direct_ulysses(g)) for g in several]
-            plans.append(min(direct, key=lambda plan: plan.seconds))
-        else:
-            plans.append(StrategyChoice("ulysses", "", seconds=costs.ulysses()))
+        local, cost = shape.heads // ranks, costs.direct_ulysses if hardware.direct else costs.ulysses
+        several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]
+        plans.append(min((StrategyChoice("ulysses", "", g, seconds=cost(g)) for g in several), key=lambda p: p.seconds))
     plans.append(StrategyChoice("ring", "", seconds=costs.ring()))
     if inner := _usp_split(ranks, shape.heads):
-        seconds = costs.ulysses(inner) + costs.ring(ranks // inner)
+        seconds = costs.ulysses(ranks=inner) + costs.ring(ranks // inner)
         plans.append(StrategyChoice("usp", "", heads_over=inner, seconds=seconds))
     return plans
 
@@ -175,9 +184,8 @@ def make_plan(
     """Choose how ``ranks`` ranks divide sequences of ``shape``. groups: number of groups of heads of Ulysses; None to
     choose. hardware: None for H200s.
 
-    Raises ValueError if the number of ranks does not divide the heads and ``kind`` needs this, or no type in
-    ``shape.types`` works for auto. Also raises ValueError if the groups don't divide a rank's heads or need symmetric
-    memory.
+    Raises ValueError if this kind needs a number of heads that is divisible by the number of ranks, the groups don't
+    divide a rank's heads, or, for auto, no type of ``shape.types`` is possible.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:
@@ -196,8 +204,6 @@ def make_plan(
         raise ValueError(f"--sequence_parallel_type {kind}: {why}; use {way_out}")
     if groups and shape.heads // inner % groups:
         raise ValueError(f"{shape.heads // inner} heads a rank can't be exchanged in {groups} groups")
-    if groups and groups > 1 and not hardware.direct:
-        raise ValueError("heads are exchanged in groups only where GPUs reach each other's memory")
     plans = {plan.kind: plan for plan in _plans(ranks, shape, hardware, groups)}
     if kind != "auto":
         return replace(plans[kind], reason="asked for")

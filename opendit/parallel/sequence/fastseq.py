@@ -75,7 +75,7 @@ class FastSeq:
         if gathered is not None and not frozen:
             output = _GatherAhead.apply(output, projected.sent, gathered)
         sent = Exchange(self.group).start(tokens_by_rank(output, x.shape[1], self.group.size))
-        return side_by_side(sent.finish())
+        return side_by_side([sent.finish()])
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
         """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T instead of x (B, n,

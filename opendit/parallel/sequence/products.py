@@ -8,6 +8,7 @@ An all-to-all delivers this layout, and FastSeq's projections write it. With one
 packed tensor.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -218,10 +219,13 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return _Unpack.apply(packed, length)
 
 
-def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has rank p's heads: p h to
-    (p + 1) h - 1."""
-    return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
+def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int, groups: int = 1, group: int = 0) -> Tensor:
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send.
+
+    Row p has heads of rank p. Rank p owns H/P consecutive heads, which are divided into ``groups``; this packs one.
+    """
+    parts = (part.unflatten(1, (ranks, groups, -1))[:, :, group] for part in (q, k, v))
+    return torch.stack([part.permute(1, 0, 3, 2, 4) for part in parts], dim=3)
 
 
 def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
@@ -233,6 +237,7 @@ def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
     return by_token.unflatten(1, (ranks, rows)).transpose(0, 1).contiguous()
 
 
-def side_by_side(received: Tensor) -> Tensor:
-    """Join the heads of all ranks: return (B, n, D) from the received tensor (P, B, n, h, d)."""
-    return received.permute(1, 2, 0, 3, 4).flatten(2)
+def side_by_side(received: Sequence[Tensor]) -> Tensor:
+    """Join the heads of all ranks: return (B, n, D) from the received tensors (P, B, n, h, d), one for each group of
+    heads."""
+    return torch.cat([part.permute(1, 2, 0, 3, 4) for part in received], dim=3).flatten(2)

@@ -181,10 +181,14 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 @dataclass(frozen=True)
 class UlyssesRing:
     """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank
-    switches its method off."""
+    switches its method off.
+
+    A rank's heads are divided into ``groups``, so that one group is exchanged while attention runs for another.
+    """
 
     heads: Group
     ring: Group
+    groups: int = 1
 
     takes_projection: ClassVar[bool] = False
 
@@ -196,10 +200,13 @@ class UlyssesRing:
         if self.heads.size == 1:
             output = around(*(part[:, :, :mine] for part in (q, k, v))).transpose(1, 2).flatten(2)
             return F.pad(output, (0, 0, 0, rows - mine)) if mine < rows else output
-        ranks = self.heads.size
-        arrived = Exchange(self.heads).start(pack(q, *for_every_head(q, k, v), ranks)).finish()
-        output = around(*unpack(arrived, mine))
-        return side_by_side(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)).finish())
+        ranks, heads = self.heads.size, (q, *for_every_head(q, k, v))
+        arriving = [Exchange(self.heads).start(pack(*heads, ranks, self.groups, group)) for group in range(self.groups)]
+        leaving = []
+        for exchange in arriving:
+            output = around(*unpack(exchange.finish(), mine))
+            leaving.append(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)))
+        return side_by_side([exchange.finish() for exchange in leaving])
 
     def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:
         """Return a function for attention to the keys of all ranks of the ring. first: index of this rank's first token
