@@ -129,8 +129,9 @@ def convert(
 
     notes, told = [], f"wrote {output}"
     if to == "lora":
-        notes = conversion.export_lora(ckpt, output, base, form)
-        told += f"; {READERS[form]}diffusers reads it by pipeline.load_lora_weights({str(output)!r})"
+        notes, reader = conversion.export_lora(ckpt, output, base, form)
+        how = f"reads it by pipeline.{reader}({str(output)!r})" if reader else "needs --format diffusers instead"
+        told += f"; {READERS[form]}diffusers {how}"
     elif base is not None:
         notes = conversion.export_run(ckpt, output, base, most_bytes)
     elif to == "diffusers":

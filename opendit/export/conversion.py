@@ -455,10 +455,10 @@ def export_lora(
     output: Path,
     base: str | None,
     form: str = "diffusers",
-) -> list[str]:
-    """Write the LoRA of a run as one file, and return messages for the user. base: the public model's folder, whose
-    headers are read; None for the folder that the checkpoint names. form: the names in the file: diffusers, comfyui or
-    kohya.
+) -> tuple[list[str], str]:
+    """Write the LoRA of a run as one file. Return messages for the user, and the call of diffusers' pipeline that reads
+    the file, "" for none. base: the public model's folder, whose headers are read; None for the folder that the
+    checkpoint names. form: the names in the file: diffusers, comfyui or kohya.
 
     Raises ValueError or FileNotFoundError, with one line, if a file is missing or ``ckpt`` is not a LoRA of a public
     model, and OSError if the file can't be written."""
@@ -476,13 +476,16 @@ def export_lora(
     if full:
         raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
     opened, notes = open_published(network_of(base or lora.base, weights.config)), []
+    reader = "transformer.load_lora_adapter" if form == "diffusers" else ""
+    if form in opened.family.loadable:
+        reader = "load_lora_weights"
     try:
         state = _named(products, opened, form)
         metadata = _metadata(lora, opened, form, output.stem) | caption_length(weights, opened.family, notes)
     finally:
         opened.close()
     write_weights(output, state, metadata, LARGEST)
-    return notes
+    return notes, reader
 
 
 def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:

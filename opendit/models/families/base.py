@@ -277,6 +277,7 @@ class Family:
             that are missing here have the same name in both naming schemes.
         exchanged: The layers of ``original`` whose two halves of rows are in reversed order.
         comfyui: Naming scheme of ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
+        loadable: Formats of LoRA files that ``load_lora_weights`` of diffusers' pipeline reads.
         architecture: Name of the model in the metadata of a LoRA file.
         variants: Models of other sizes.
         distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
@@ -304,6 +305,7 @@ class Family:
     original: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     exchanged: frozenset[str] = frozenset()
     comfyui: Literal["original", "published"] = "original"
+    loadable: tuple[str, ...] = ("diffusers", "comfyui", "kohya")
     architecture: str = ""
     variants: tuple[Variant, ...] = ()
     distilled: tuple[int, float] | None = None

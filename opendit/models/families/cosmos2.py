@@ -156,5 +156,6 @@ FAMILY = Family(
     image_size=(768, 1360),
     license="nvidia-open-model-license",
     original=ORIGINAL,
+    loadable=(),
     architecture="cosmos-predict2",
 )

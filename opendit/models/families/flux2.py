@@ -154,6 +154,7 @@ FAMILY = Family(
     original=ORIGINAL,
     # diffusers stores scale, shift; the original file shift, scale
     exchanged=frozenset({"final_layer.adaLN_modulation.1"}),
+    loadable=("diffusers", "kohya"),
     architecture="flux-2",
     when={"guidance_embeds": True},
     shift="empirical",

@@ -129,5 +129,6 @@ FAMILY = Family(
         "adaln_single.emb.timestep_embedder.linear_2": "time_embed.emb.timestep_embedder.linear_2",
         "adaln_single.linear": "time_embed.linear",
     },
+    loadable=("diffusers",),
     architecture="ltx-video",
 )

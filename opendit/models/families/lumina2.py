@@ -144,5 +144,6 @@ FAMILY = Family(
     steps=30,
     license="apache-2.0",
     original=ORIGINAL,
+    loadable=("diffusers",),
     architecture="lumina-2",
 )

@@ -135,5 +135,6 @@ FAMILY = Family(
     original=ORIGINAL,
     # diffusers stores scale, shift; the original file shift, scale
     exchanged=frozenset({"final_layer.adaLN_modulation.1"}),
+    loadable=("diffusers",),
     architecture="stable-diffusion-v3.5-large",
 )

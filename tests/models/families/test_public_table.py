@@ -1,12 +1,14 @@
 """Compare what flags know of public models without torch with the families' own words."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 import opendit
 from opendit.config.architectures import PUBLIC, UNSUPPORTED, Public
-from opendit.models.families import FAMILIES
+from opendit.models.families import FAMILIES, MODULES
 from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE, networks
 
 VALUES = {
@@ -30,6 +32,16 @@ def test_flags_know_the_families_as_they_are():
         shorter = side if isinstance(side, int) else min(side)
         found[name] = Public(family.network, patch[0] if len(patch) == 2 else patch, shorter, *family.when.values())
     assert found == PUBLIC
+
+
+def test_the_page_counts_the_lines_of_every_family_to_ten():
+    """A family is about a page of data; what did not fit the grammar stands beside its count."""
+    page = Path("docs/public_models.md").read_text()
+    told = {
+        name: int(lines) for name, lines in re.findall(r"^\|[^|]+\| `(\w+)`, (\d+) \| [^|]+ \|$", page, re.MULTILINE)
+    }
+    lines = {module.__name__.split(".")[-1]: Path(str(module.__file__)).read_text().count("\n") for module in MODULES}
+    assert told == {name: round(count, -1) for name, count in lines.items()} and max(told.values()) <= 180
 
 
 # Beginning of the name of a pipeline -> the supported family that has the same network.
