@@ -250,6 +250,8 @@ class TrainConfig(
             of_both = self.expert == "both" and (folder / "low").is_dir()  # folder of a run that trains both
             if self.expert is not None and not of_both and folder.name not in ("transformer", "transformer_2"):
                 raise ValueError(f"--expert {self.expert}: {folder} has one network; leave the flag out")
+            if (self.expert, folder.name) in (("high", inside["low"].name), ("low", inside["high"].name)):
+                raise ValueError(f"--expert {self.expert}: {folder} is the other network; give {folder.parent}")
             return str(self.pretrained)
         if self.expert is None:
             raise ValueError(f"--expert: {folder} has two networks; say which to train, high, low or both")

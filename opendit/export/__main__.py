@@ -130,7 +130,7 @@ def convert(
     notes, told = [], f"wrote {output}"
     if to == "lora":
         notes, reader = conversion.export_lora(ckpt, output, base, form)
-        how = f"reads it by pipeline.{reader}({str(output)!r})" if reader else "needs --format diffusers instead"
+        how = f"reads it by pipeline.{reader}" if reader else "needs --format diffusers instead"
         told += f"; {READERS[form]}diffusers {how}"
     elif base is not None:
         notes = conversion.export_run(ckpt, output, base, most_bytes)

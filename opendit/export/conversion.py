@@ -476,9 +476,10 @@ def export_lora(
     if full:
         raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
     opened, notes = open_published(network_of(base or lora.base, weights.config)), []
-    reader = "transformer.load_lora_adapter" if form == "diffusers" else ""
+    reader = f"transformer.load_lora_adapter({str(output)!r})" if form == "diffusers" else ""
     if form in opened.family.loadable:
-        reader = "load_lora_weights"
+        low = isinstance(weights.config, PublicConfig) and weights.config.expert == "low"
+        reader = f"load_lora_weights({str(output)!r}{', load_into_transformer_2=True' * low})"
     try:
         state = _named(products, opened, form)
         metadata = _metadata(lora, opened, form, output.stem) | caption_length(weights, opened.family, notes)

@@ -131,6 +131,8 @@ def test_lora_of_each_is_merged_and_exported(root, tmp_path, capsys):
         argv.append(run)
         assert f"sample.py --use_video --ckpt {root}/wan --lora {run} " in capsys.readouterr().out
         export(f"lora --ckpt {run} --output {tmp_path}/{expert}.safetensors".split())
+        where = ", load_into_transformer_2=True" if expert == "low" else ""
+        assert capsys.readouterr().out.endswith(f"load_lora_weights('{tmp_path}/{expert}.safetensors'{where})\n")
     found = drawn(opendit.load(root / "wan", lora=argv))
     files = [tmp_path / f"{expert}.safetensors" for expert in ("low", "high")]  # which say themselves whose they are
     with safe_open(files[0], "pt") as opened:
@@ -172,6 +174,9 @@ def test_times_of_a_range_are_those_of_all_that_lie_in_it(mode):
 
 def test_what_does_not_work_is_refused_in_one_line(root, runs, refusal, tmp_path, capsys):
     assert "wan has two networks; say which to train, high, low or both" in refusal(flags_of(root, tmp_path, None))
+    for expert, other in (("high", "transformer_2"), ("low", "transformer")):
+        told = refusal(flags_of(root, tmp_path, expert, "--pretrained", f"{root}/wan/{other}"))
+        assert told.endswith(f"--expert {expert}: {root}/wan/{other} is the other network; give {root}/wan")
     assert "--evaluate_every: a run of wan/wan is of one network of two" in refusal(
         flags_of(root, tmp_path, "low", "--evaluate_every", "1")
     )
