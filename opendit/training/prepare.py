@@ -95,6 +95,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> Run:
     plan = plan_model(flags, dataset, resume)
     flags, notes = plan.flags, notes + plan.notes
     config, objective, vae = plan.config, plan.objective, plan.vae
+    if config.given_beside and isinstance(dataset, MockDataset):
+        raise ValueError(f"--data_path mock: has no first frames, which {flags.model} takes; give clips")
     dataset = shape_samples(flags, dataset, config)
     validation = None if validation is None else shape_samples(flags, validation, config)
     samples = samples_at_once(flags, config)
