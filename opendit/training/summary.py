@@ -19,7 +19,7 @@ from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.models.configuration import DiTConfig
-from opendit.models.families.public_config import PublicConfig
+from opendit.models.families.public_config import PublicConfig, family_of
 from opendit.parallel.engines import Engine
 from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline import stages_of
@@ -280,6 +280,7 @@ def announce(run: Run, failures: WriteFailures) -> None:
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
         f"{training_flops(config, run.lora, flags.token_route) / 1e9:.2f} GFLOP a training sample",
+        **({"licence": family_of(config.family).license} if isinstance(config, PublicConfig) else {}),
         "data": run.dataset.describe().text,
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {run.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
