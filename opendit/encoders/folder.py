@@ -22,7 +22,7 @@ from opendit.common.hub import probe_hub
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
-from opendit.config.architectures import unsupported
+from opendit.config.architectures import UNSUPPORTED
 from opendit.kernels.base_precision import base_layers, row_bytes, store_base
 from opendit.models.families.base import Family
 
@@ -256,10 +256,10 @@ def check_index(folder: Path, family: Family) -> dict[str, Any]:
 
     path = folder / PIPELINE_INDEX
     index = read_json_of(path, PRETRAINED, f"a folder of diffusers' {family.pipelines[0]} has one")
-    if why := unsupported(folder):
-        raise ValueError(why)
     if index.get("_class_name") not in family.pipelines:
         found = shown(index.get("_class_name"))
+        if (why := UNSUPPORTED.get(str(index.get("_class_name")))) is not None:
+            raise ValueError(f"{path}: {index['_class_name']} is not supported: {why}")
         raise ValueError(
             f"{path}: _class_name is {found}, not {' or '.join(family.pipelines)}; other pipelines of {family.name}, "
             "such as those that are given pictures, are not known"
