@@ -60,7 +60,7 @@ setup(
     packages=find_packages(include=["opendit", "opendit.*"]),
     package_data={"opendit": ["py.typed"]},
     cmdclass={"build_py": BuildWithScripts},
-    entry_points={"console_scripts": ["opendit = opendit.cli.command:main"]},
+    entry_points={"console_scripts": ["opendit = opendit.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

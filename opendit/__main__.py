@@ -1,8 +1,16 @@
-"""``python -m opendit``: the console command, for torchrun's ``-m`` and where no script is installed."""
+"""The console command, also for torchrun's ``-m opendit``."""
 
 import sys
 
-from opendit.cli.command import main
+from opendit.config.console import answer_interrupts
+
+
+def main() -> int:
+    answer_interrupts()  # Ctrl-C prints one line, even during the import below
+    from opendit.cli.command import main as run
+
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

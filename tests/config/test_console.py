@@ -80,7 +80,7 @@ def test_ctrl_c_during_imports_is_one_line():
     assert done.returncode == -signal.SIGINT and done.stderr == "\nerror: interrupted\n"
 
 
-@pytest.mark.parametrize("program", ("train.py", "sample.py", "preprocess.py"))
+@pytest.mark.parametrize("program", ("train.py", "sample.py", "preprocess.py", "opendit/__main__.py"))
 def test_ctrl_c_during_a_program_s_first_imports_is_one_line(program):
     """The interrupt comes with the first module after the one that answers it."""
     code = f"""
