@@ -163,18 +163,20 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """Return a list with one message, if :func:`infer_config` has assumed that the label table's last row is the null
-    class. It is empty if the number of classes is known, or the table has ImageNet's 1000 rows or 1001."""
+    """Return a list with one message, if :func:`infer_config` has assumed what the label table's last row is. The list
+    is empty if the number of classes is known, or the table has 1001 rows, as in Meta's checkpoints."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
-    if (
-        weights.config is not None
-        or weights.num_classes is not None
-        or rows in (IMAGENET_CLASSES, IMAGENET_CLASSES + 1)
-    ):
+    if weights.config is not None or weights.num_classes is not None or rows == IMAGENET_CLASSES + 1:
         return []
+    unknown = f"{weights.path} does not say how many classes it has: "
+    if rows == IMAGENET_CLASSES:
+        return [
+            f"{unknown}its {rows} rows are taken for the classes of ImageNet, without a null class for guidance; if it "
+            f"was trained on {rows - 1} classes with class dropout, sample.py needs --num_classes {rows - 1}"
+        ]
     return [
-        f"{weights.path} does not say how many classes it has: the last of its {rows} rows is taken for the null class "
-        f"of guidance; if it was trained without class dropout, sample.py needs --num_classes {rows}"
+        f"{unknown}the last of its {rows} rows is taken for the null class of guidance; if it was trained without "
+        f"class dropout, sample.py needs --num_classes {rows}"
     ]
 
 

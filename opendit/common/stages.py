@@ -98,9 +98,12 @@ class Background(Generic[T]):
             self._error = error
         self.seconds = time.perf_counter() - began
 
-    def result(self) -> T:
-        """Wait for the work. Return its result or raise its exception."""
-        self._thread.join()
+    def result(self, seconds: float | None = None) -> T:
+        """Wait for the work. Return its result or raise its exception. Raises TimeoutError if the work takes longer
+        than ``seconds`` from now; its thread is not stopped."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"no answer in {seconds:g} seconds")
         if self._error is not None:
             raise self._error
         return self._result

@@ -47,6 +47,20 @@ def test_every_run_of_one_model_begins_with_a_whole_step():
     assert blocks == [ALL if start else FIRST for start in starts]
 
 
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_an_interval_of_guidance_adds_at_most_two_evaluations(every):
+    levels = [math.exp(3 - i / 8) for i in range(50)]
+    cache = Approximations(cache=TaylorCache(every, 2))
+    for first, last in ((1, 49), (10, 30), (17, 34), (25, 26)):
+        plan = plan_steps(cache, [i in (0, first, last) for i in range(50)], levels)
+        evaluated = [i for i, step in enumerate(plan) if step.mode.blocks == ALL]
+        assert {0, first, last, last - 1 if last - first > every else first} <= {*evaluated}
+        assert len(evaluated) <= math.ceil(50 / every) + 2
+        for i, step in enumerate(plan):  # no step uses an evaluation from the other side of an interval's border
+            begin = max(start for start in (0, first, last) if start <= i)
+            assert step.mode.blocks == ALL or step.mode.blocks <= sum(begin <= k < i for k in evaluated)
+
+
 @pytest.mark.parametrize("every", [2, 3, 5])
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp"])
 def test_evaluations_are_even_in_the_steps_number_and_the_log_level(every, sampler):

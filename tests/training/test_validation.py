@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObject
 from opendit.diffusion.objectives.ddpm import DDPM, training_loss
 from opendit.diffusion.random import Stream, normal
 from opendit.models.zoo import build_model, model_config
+from opendit.training.monitor import StepLog
 from opendit.training.validation import LossHistory, draw_losses, noise_levels
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
@@ -168,6 +170,29 @@ def test_the_best_checkpoint_is_kept_and_found_again(tmp_path, no_ranks, capsys)
     train.main([*how, "--validate_share", "0.1", "--max_steps", "10", "--load", "latest", "--outputs", str(tmp_path)])
     assert os.readlink(run / "checkpoints" / "best") == "step_0000010"
     assert "other data (1366 samples there, 1,294 here)" in capsys.readouterr().out
+
+
+def test_a_save_after_a_signal_has_no_loss_and_leaves_the_best(tmp_path, no_ranks, monkeypatch):
+    """The signal comes in step 3, between the saves of steps 2 and 4."""
+    how = [*TINY, *"--ema_decay 0 --batch_size 8 --sample_every 0 --ckpt_every 2 --max_steps 8".split()]
+    how += "--validate_share 0.05 --validate_every 0 --ckpt_best val_loss".split()
+    kept, write = tmp_path / "000-DiT-Ti-2" / "checkpoints", StepLog.write
+
+    def stop_in_step_3(log, done, *rest):
+        if done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)  # the next step is the last
+        return write(log, done, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepLog, "write", stop_in_step_3)
+        train.main([*how, "--outputs", str(tmp_path)])
+    assert os.readlink(kept / "latest") == "step_0000003" and os.readlink(kept / "best") == "step_0000002"
+    states = [json.loads((kept / name / "state.json").read_text()) for name in ("best", "latest")]
+    assert ["val_loss" in state for state in states] == [True, False]
+    train.main([*how, "--load", "latest", "--outputs", str(tmp_path)])
+    validated = {line["step"]: line["val_loss"] for line in log_of(kept.parent) if "val_loss" in line}
+    assert list(validated) == [2, 4, 6, 8]
+    assert os.readlink(kept / "best") == f"step_{min(validated, key=validated.__getitem__):07}"
 
 
 def test_the_picture_and_the_curves_of_tensorboard(runs):

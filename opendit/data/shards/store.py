@@ -488,9 +488,14 @@ class Remote:
         if start is None and ((size := self.call("info", address).get("size")) is None or size > most):
             raise _RefusedAnswer(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
         options = {} if start is None else {"start": start, "end": end}
+        return self._limited(TIME_LIMIT + most / SLOWEST, "cat_file", address, **options)
+
+    def _limited(self, seconds: float, name: str, *args: Any, **options: Any) -> Any:
+        """Call the fsspec method ``name`` with a time limit. If it is not asynchronous, it runs in its own thread."""
+        system = self.system
         if system.async_impl:
-            return self._sync(TIME_LIMIT + most / SLOWEST, system._cat_file, address, **options)
-        return system.cat_file(address, **options)
+            return self._sync(seconds, getattr(system, f"_{name}"), *args, **options)
+        return Background(partial(getattr(system, name), *args, **options), "fsspec").result(seconds)
 
     def _sync(self, timeout: float | None, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         from fsspec.asyn import sync
@@ -498,13 +503,10 @@ class Remote:
         return sync(self.system.loop, function, *args, timeout=timeout, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call the fsspec method ``name``, with a time limit if it is asynchronous. ``cat_file`` has a size limit."""
+        """Call the fsspec method ``name`` with a time limit. ``cat_file`` also has a size limit."""
         if name == "cat_file":
             return self._cat(*args, **options)
-        system = self.system
-        if system.async_impl:
-            return self._sync(TIME_LIMIT, getattr(system, f"_{name}"), *args, **options)
-        return getattr(system, name)(*args, **options)
+        return self._limited(TIME_LIMIT, name, *args, **options)
 
 
 class RemoteTars:

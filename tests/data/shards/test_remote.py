@@ -115,6 +115,32 @@ def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, f
         data[SampleKey(1, 0, 0)]
 
 
+def test_a_file_system_without_asyncio_has_the_same_time_limit(tmp_path, monkeypatch):
+    """fsspec's local file system is one. Its first two reads wait for longer than the limit."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    (tmp_path / "tar").write_bytes(b"0123456789")
+    hanging, released, read = [True, True], threading.Event(), LocalFileSystem.cat_file
+
+    def cat_file(*args, **options):
+        if hanging:
+            hanging.pop()
+            released.wait(60)
+        return read(*args, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(store, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,) * 4)
+    address = f"file://{tmp_path}/tar"
+    try:
+        assert store.Remote(address).read(address, 2, 5) == b"23456" and not hanging
+        hanging[:] = [True] * 50
+        with pytest.raises(DataError, match=rf"^{address} can't be read, 5 attempts: no answer in 0.2"):
+            store.Remote(address).read(address, 2, 5)
+    finally:
+        released.set()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_is_fetched_at_once_and_is_the_same(server, tmp_path, workers):
     local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
