@@ -52,7 +52,7 @@ from opendit.data.files import (
     retried_disk,
     spread,
 )
-from opendit.data.picture_file import fill_crop, picture_size, picture_suffixes, read_picture, to_tensor
+from opendit.data.picture_file import fill_crop, opened_picture, picture_size, picture_suffixes, read_picture, to_tensor
 from opendit.data.row_arrays import TextTable, kept_array
 from opendit.data.sources import Request
 from opendit.data.video_files import Timeline, choose_reader
@@ -348,16 +348,12 @@ def _try_some(count: int, most: int, why_not: Callable[[int], str | None]) -> tu
     return rows, {row: why for row, why in zip(rows, found, strict=True) if why is not None}
 
 
-def _why_unreadable(work: Callable[[], object]) -> str | None:
+def _why_no_picture(path: str) -> str | None:
     try:
-        work()
+        with opened_picture(path):  # reads the header alone
+            return None
     except BadSample as bad:
         return str(bad)
-    return None
-
-
-def _why_no_picture(path: str) -> str | None:
-    return _why_unreadable(lambda: picture_size(path))
 
 
 def _why_missing(path: str) -> str | None:
@@ -542,7 +538,11 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
         name = str(row.path)
         whole = is_picture and len(rows) <= DECODED_FILES
         work = partial(read_picture, name) if whole else partial(file_size, name, is_picture)
-        return _why_unreadable(partial(retried_disk, name, work))
+        try:
+            retried_disk(name, work)
+        except BadSample as bad:
+            return str(bad)
+        return None
 
     most = CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS
     tried, bad = _try_some(len(rows), most, why_not)
