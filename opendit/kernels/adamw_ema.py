@@ -1,16 +1,16 @@
 """An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), and working weights.
 
 Working weights are copies of the masters in the forward pass's dtype. With one average and bf16 gradients and weights,
-a ZeRO step moves 36 bytes per parameter; separate operations move twice as much. The gradients' norm, the clipping
-factor and the decision to skip the step are computed on the device, so that the host never waits.
+a ZeRO step moves 36 bytes per parameter, half as many as separate operations. The gradients' norm, the clipping factor
+and the decision to skip the step stay on the device, so the host never waits.
 
     step = FusedStep(masters, exp_avgs, exp_avg_sqs, working, count=count)
     total = step.square_sum(gradients)                            # several ranks add up their totals here
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
-Tensors without second moments are updated by Muon. Between ``decide`` and ``update``, :meth:`FusedStep.momentum` and
-then opendit.parallel.muon replace the gradient of such a tensor by the direction of its update.
+Muon updates tensors without second moments. Between ``decide`` and ``update``, :meth:`FusedStep.momentum` and
+opendit.parallel.muon replace the gradient of such a tensor by its update direction.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,11 +61,11 @@ def adamw_ema_reference(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Apply torch's AdamW to ``coefficient * gradient`` as step ``count``; then update averages and working weights, in
+    """Apply torch's AdamW to ``coefficient * gradient`` as step ``count``. Then update averages and working weights, in
     place.
 
-    A tensor without a gradient (None) keeps its master and moments. A tensor without second moments is updated along
-    its gradient: master = (1 - lr * weight_decay) * master - lr * gradient.
+    Without a gradient (None), master and moments do not change. A tensor without second moments is updated along its
+    gradient: master = (1 - lr * weight_decay) * master - lr * gradient.
     """
     used = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is not None]
     directed = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is None]
@@ -100,7 +100,7 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
         exp_avg = momentum * exp_avg + (1 - momentum) * g
         gradient = ((1 - momentum) * g + momentum * exp_avg) / coefficient
 
-    The division keeps the gradient in the range of its dtype; Muon needs only the gradient's direction.
+    The division restores the gradient's scale. Muon needs only the gradient's direction.
     """
     own = coefficient * gradient.float()
     exp_avg.lerp_(own, 1.0 - momentum)
@@ -108,7 +108,7 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """If ``dtype`` is fp16, clamp values to its range, which the momentum of large gradients can exceed."""
+    """Clamp values to the range of fp16 if ``dtype`` is fp16. Momentum of large gradients can exceed this range."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
@@ -149,7 +149,7 @@ def _update_block(
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, DIRECTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Update one block. ``table`` points to the column of the block's tensor. ``rest1`` and ``rest2`` are 1 - beta, and
-    ``shrink`` is lr * weight_decay. The host computes these in double precision, because 1 - 0.999 in fp32 has a
+    ``shrink`` is lr * weight_decay. The host computes them in double precision, because 1 - 0.999 in fp32 has a
     relative error of 1e-5. DIRECTED: the gradient is Muon's update direction."""
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
@@ -193,8 +193,8 @@ def _update_kernel(
 ):  # fmt: skip
     """Update moments, masters, averages and working weights of block ``first`` + program, unless scalars[0] is 0.
 
-    The first moments lie ``shift`` bytes after their addresses in the table, the second moments ``shift`` + ``stride``
-    bytes. MIXED: some tensors have no second moments, and this launch updates only these (DIRECTED) or only the others.
+    First moments are ``shift`` bytes after their addresses in the table, second moments ``shift`` + ``stride`` bytes.
+    MIXED: some tensors have no second moments. A MIXED launch updates only these if DIRECTED, otherwise only the rest.
     One kernel for both would spill registers.
     """
     block = first + tl.program_id(0)
@@ -209,7 +209,7 @@ def _update_kernel(
         low_bits = tl.load(table + GRADIENT * tensors)
         for row in tl.static_range(WORKING_COPY, AVERAGE + AVERAGES):
             low_bits |= tl.load(table + row * tensors)
-        # Most blocks are complete and aligned, so that they need no mask.
+        # most blocks are complete and aligned, and need no mask
         if (start + BLOCK <= size) & (low_bits % 16 == 0):
             everything = tl.full((BLOCK,), 1, tl.int1)
             _update_block(
@@ -281,17 +281,16 @@ class FusedStep:
     Triton kernels run the step where they are available. Elsewhere torch runs it, with equal results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. If one
-            master is on a GPU, moments, averages, and other masters and their gradients may be in pinned host memory. A
-            tensor that Muon updates has None in exp_avg_sqs. Moments may be in 8 bits, but not together with Muon or
-            host memory.
-        working: copies of the masters in the forward pass's dtype, which every step rewrites.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i has the same size in all three. A
+            tensor that Muon updates has None in exp_avg_sqs. If one master is on a GPU, moments, averages, gradients
+            and other masters may be in pinned host memory. Moments may be in 8 bits, but not with Muon or host memory.
+        working: copies of the masters in the forward pass's dtype. Every step rewrites them.
         count: 0-dim fp32 tensor on the masters' device: number of steps that were not skipped; changed in place.
         counted: for each gradient, False if another rank includes it in :meth:`square_sum`. None: True for all.
 
     Attributes:
         scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1, or 0 to skip the step; the factor of
-            the gradients; two bias corrections; 1 - decay of each of the K averages.
+            the gradients; two bias corrections; 1 - decay for K averages.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices don't fit.
@@ -336,7 +335,7 @@ class FusedStep:
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
         self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
-        # For each block, 1 if this rank counts its squares, else 0. None: this rank counts all blocks.
+        # 1 for blocks that this rank counts, else 0. None: this rank counts all blocks.
         self._block_counts = None
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)
@@ -344,13 +343,13 @@ class FusedStep:
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
-        """Make every later step that is not skipped compute average += (1 - decay) * (master - average).
+        """Let later steps also compute average += (1 - decay) * (master - average), unless a step is skipped.
 
         Args:
-            averages: for each average, its fp32 tensors, in the masters' sizes and order. May be empty although there
-                are decays, if :class:`opendit.kernels.averages.SeparateAverages` updates the averages.
-            decays: function from the number of updates so far (0-dim, on the device) to the decay of each average, (K,)
-                float64 on the device. The function must not wait for the device.
+            averages: for each average, its fp32 tensors, in the masters' sizes and order. May be empty despite decays,
+                if :class:`opendit.kernels.averages.SeparateAverages` updates the averages.
+            decays: function from the number of updates so far (0-dim, on the device) to the decays (K,), float64 on the
+                device. The function must not wait for the device.
             updates: 0-dim tensor on the device that counts updates; changed in place.
         """
         self.averages = [check_tensors_fit(shards, "averages", self.masters) for shards in averages]
@@ -362,7 +361,7 @@ class FusedStep:
         summation order, and thus the result's bits, are the same in every run.
 
         Args:
-            gradients: for each master, a gradient of the same size or None; all bf16, all fp16 or all fp32. This object
+            gradients: for each master, a gradient of its size or None; all bf16, all fp16 or all fp32. This object
                 holds the gradients until :meth:`update`.
         """
         self._gradients = [None if g is None else g.detach().contiguous() for g in gradients]
@@ -390,16 +389,17 @@ class FusedStep:
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Decide on the device whether to take or skip the step, compute the step's factors, and count a taken step.
+        """Decide on the device whether to skip the step, compute the step's factors, and count the step unless
+        skipped.
 
         Args:
             square_sum: sum of the squared gradients of all ranks.
-            scale: factor that the loss was multiplied by; a tensor of one element, or a number.
+            scale: factor of the loss; a tensor of one element, or a number.
             clip: largest norm of the unscaled gradients; 0: no limit.
 
         Returns:
             The norm of the unscaled gradients before clipping (0-dim float64, with infinity instead of NaN), and True
-                if the norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
+            if the norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
         """
         scale = scale.double().view(()) if isinstance(scale, Tensor) else scale
         norm = square_sum.sqrt() / scale
@@ -417,12 +417,10 @@ class FusedStep:
 
     @torch.no_grad()
     def momentum(self, momentum: float) -> list[Tensor | None]:
-        """Apply momentum to the gradients of tensors without second moments, which Muon updates. Call this after
-        :meth:`decide`.
+        """Apply momentum to the gradients of Muon's tensors. Call after :meth:`decide`.
 
-        The first moments of these tensors are updated, and their gradients become the matrices that Muon
-        orthogonalises. Returns all gradients. Muon changes its tensors' gradients in place, and :meth:`update` uses
-        them as update directions.
+        The first moments of these tensors are updated, and their gradients become the matrices to orthogonalise.
+        Returns all gradients. Muon then writes update directions into the gradients, for :meth:`update`.
         """
         if self.kernels:
             blocks = self._blocks.blocks
@@ -440,8 +438,8 @@ class FusedStep:
 
     @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
-        """Update tensors ``start`` to ``stop`` - 1. Call this after :meth:`square_sum` and :meth:`decide`. Several
-        calls may each update a part of the tensors; the last call must include the last tensor."""
+        """Update tensors ``start`` to ``stop`` - 1. Call after :meth:`square_sum` and :meth:`decide`. Several calls may
+        divide the tensors; the last call must include the last tensor."""
         stop = len(self.masters) if stop is None else stop
         if self._decoded is None:
             self._update(lr, weight_decay, start, stop)
@@ -474,7 +472,7 @@ class FusedStep:
             )  # fmt: skip
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """Access the moments, which must be views of ``rows``, through the ring buffer of :class:`Staged`."""
+        """Access the moments through the ring buffer of :class:`Staged`. The moments must be views of ``rows``."""
         squares = [square for square in self.exp_avg_sqs if square is not None]
         self.access = Staged(rows, [self.exp_avgs, squares], self._blocks, self.device, **options)
 

@@ -31,7 +31,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-# Head size -> (number of tokens from which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
+# Head size -> (token count from which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
 FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
@@ -77,9 +77,8 @@ def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: in
 
     The size is ``head_dim`` or the next multiple of 32; None if neither gives correct results on this device.
 
-    The sizes are tested on a few tokens, because some versions of the package have errors. On Hopper, flash-attn-4
-    4.0.0b36 rounds the head size up to a multiple of 16 inside its kernel, and to a multiple of 32 outside. If the two
-    differ, its dq is wrong (H200, head size 72: relative error 1.1; correct at 64 and 128).
+    The sizes are tested on a few tokens, because some versions of the package have errors. For example, on Hopper
+    flash-attn-4 4.0.0b36 returns a wrong dq for head size 72 (relative error 1.1). Sizes 64 and 128 are correct.
     """
     return _tried_head_size(torch.device(device).type, dtype, head_dim, _installed())
 
@@ -135,7 +134,7 @@ class LocalAttention:
         if self.backend == "auto":
             return local_attention(q, k, v)
         backend = self.backend
-        # cuDNN refuses one key, which packs have for a sample of one token
+        # cuDNN refuses one key; a sample in a pack may have one token
         if backend in ("cudnn", PACKAGE) and (k.shape[-2] == 1 or torch.compiler.is_compiling()):
             backend = "flash"
         if backend == PACKAGE:
@@ -156,7 +155,7 @@ def resolve_attention(
 
     Args:
         requested: auto, or one of the kernels (``--attention``).
-        tiled: True to exclude math, which builds the N x N matrix (``--enable_flashattn``).
+        tiled: True to exclude math, because math builds the N x N matrix (``--enable_flashattn``).
 
     Raises:
         ValueError: the requested backend can't run, or ``tiled`` excludes every backend that can run.
@@ -198,8 +197,8 @@ def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 
 
 def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
-    """Return (backend, reason) pairs, the fastest backend first, as measured on an H200 (docs/kernels.md). ``card``:
-    compute capability. Other GPUs get the same order without FlashAttention 4, which was measured only on Hopper."""
+    """Return (backend, reason) pairs, the fastest backend first, as measured on an H200 (docs/kernels.md). card:
+    compute capability. FlashAttention 4 is listed only on Hopper, because it was measured only there."""
     order = torch_preferences(card, dtype)
     shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
     if dtype in HALF and card == (9, 0) and length >= shortest:
@@ -209,7 +208,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
 
 
 def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Return the pairs of :func:`preferences` for torch's own kernels only."""
+    """Return the pairs of :func:`preferences` for torch's kernels only."""
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
@@ -221,8 +220,7 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
     """Return True if a backend can run, forward and backward, on q, k and v (1, 1, length, head_dim).
 
-    torch reports this for its own backends without running them. flash_attn must be documented to support the shape,
-    and pass a test run.
+    torch can tell for its backends without a run. flash_attn must be documented for the shape, and pass a test run.
     """
     if backend == "math":
         return True
@@ -244,8 +242,8 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
 # -------------------------------------------------------------------------------------------- samples of unequal length
 
-# With torch's varlen kernel, a run (see resolve_varlen) gets a dense call if each segment has at least LONG tokens, or
-# at least two segments have TOGETHER tokens in all. On an H200, the dense kernel is then faster by a third to a half.
+# torch's varlen kernel leaves a run (see resolve_varlen) to a dense call if its segments have at least LONG tokens, or
+# if two or more segments have TOGETHER tokens in all. The dense kernel is then faster by a third to a half (H200).
 LONG, TOGETHER = 1024, 4096
 
 
@@ -305,10 +303,10 @@ def resolve_varlen(
 ) -> tuple[VarlenAttention | None, str]:
     """Return (kernel for the segments of a pack, reason). If the kernel is None, each run is one dense call.
 
-    A run is several neighbouring samples of equal length. FlashAttention 4 is as fast on unequal lengths as on equal
-    ones, and gets complete packs. torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length measured
-    on an H200, 256 to 32,768. But cuDNN plans for 50 ms for each new number of samples or length, and calls for many
-    short runs cost the host more time than the GPU. So ``varlen_attn`` gets short runs only.
+    A run is several neighbouring samples of equal length. FlashAttention 4 gets complete packs, because unequal lengths
+    do not slow it down. torch's ``varlen_attn`` gets only short runs. It is slower than cuDNN's dense kernel from 256
+    to 32,768 tokens on an H200. But cuDNN plans for 50 ms for each new size, and many short calls would occupy the
+    host.
 
     asked: value of ``--attention``. If it names a kernel, that kernel gets all runs, in dense calls.
     """
@@ -337,7 +335,7 @@ def resolve_varlen(
 
 @functools.cache
 def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """Return the size to which heads must be padded for correct results of ``package`` on this device; None if no size
+    """Return the size to which heads must be padded for correct results of ``package`` on this device. None if no size
     gives correct results, or the package is not installed."""
     return next((size for size in _padded_sizes(head_dim) if _right(package, device, dtype, head_dim, size)), None)
 

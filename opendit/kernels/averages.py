@@ -1,8 +1,8 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-The step does not need the averages. So averages in host memory are updated later, during the next forward and backward
-passes. The kernel runs in few programs. They saturate the slow link to the host and leave most multiprocessors free.
-The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`.
+Averages in host memory are updated during the next forward and backward passes. The kernel runs in few programs: enough
+to saturate the slow link to the host, with most multiprocessors left free. Results equal those of
+:class:`opendit.kernels.adamw_ema.FusedStep` bit for bit.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.language import tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, InPlace, Staged, at, check_tensors_fit, device_of
 
-# Elements that a program processes at a time, warps per program, and number of programs.
+# elements that a program processes at a time, warps per program, and number of programs
 BLOCK, WARPS, PROGRAMS = 2048, 4, 32
 
 # ------------------------------------------------------------------------------------------ reference
@@ -44,9 +44,9 @@ def _averages_block(row, tensors, offsets, mask, scalars, shift, stride, AVERAGE
 def _averages_kernel(
     table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
 ):
-    """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0. The blocks are distributed over
-    the programs. The table's rows are size, master, and the averages. Average k lies ``shift`` + k * ``stride`` bytes
-    after its address."""
+    """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0. Each program updates some
+    blocks. The table's rows are size, master, and the averages. Average k is ``shift`` + k * ``stride`` bytes after its
+    address."""
     if tl.load(scalars) != 0.0:
         for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
             row = table + tl.load(blocks + 2 * block)
@@ -56,7 +56,7 @@ def _averages_kernel(
             low_bits = tl.load(row + tensors)
             for k in tl.static_range(AVERAGES):
                 low_bits |= tl.load(row + (2 + k) * tensors)
-            # Most blocks are complete and aligned, so that they need no mask.
+            # most blocks are complete and aligned, and need no mask
             if (start + BLOCK <= size) & (low_bits % 16 == 0):
                 everything = tl.full((BLOCK,), 1, tl.int1)
                 _averages_block(row, tensors, offsets, everything, scalars, shift, stride, AVERAGES, True)
@@ -70,8 +70,8 @@ def _averages_kernel(
 class SeparateAverages:
     """Averages of ``masters`` that the optimizer's step does not update.
 
-    Masters are fp32, contiguous, and on a GPU (some may be in pinned host memory) or all on a CPU. ``averages`` has the
-    fp32 tensors of each average, in the masters' sizes and order, on their device or in pinned host memory. Raises
+    Masters are fp32, contiguous, and on a GPU (some may be in pinned host memory) or all on a CPU. ``averages`` has
+    every average's fp32 tensors, in the masters' sizes and order, on their device or in pinned host memory. Raises
     ValueError if sizes, dtypes, layouts or devices don't fit.
     """
 
@@ -90,8 +90,7 @@ class SeparateAverages:
     def move(self, scalars: Tensor) -> None:
         """Update all averages on the current stream, unless the step was skipped.
 
-        scalars: see :attr:`opendit.kernels.adamw_ema.FusedStep.scalars`. They and the masters must not change
-        meanwhile.
+        scalars: see :attr:`opendit.kernels.adamw_ema.FusedStep.scalars`. Scalars and masters must not change meanwhile.
         """
         if not self.kernels:
             finite, _, _, _, *weights = scalars.tolist()
@@ -109,5 +108,5 @@ class SeparateAverages:
         )  # fmt: skip
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """Access the averages, which must be views of ``rows``, through the ring buffer of :class:`Staged`."""
+        """Access the averages through the ring buffer of :class:`Staged`. The averages must be views of ``rows``."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

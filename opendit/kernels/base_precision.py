@@ -5,11 +5,11 @@
     nf4    16 levels, scaled by the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023,
            app. E)
 
-A row of a weight (out, in) is stored as a row of bytes: its codes, then its scales in fp32, each padded to a multiple
-of ROW bytes. So code that shards a weight by rows, as FSDP2 does, also shards the stored bytes correctly. To the rest
-of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision; copies, gathers and casts to this
-precision preserve them. The values don't depend on how ranks shard a weight: only fp8's scale spans several rows, and
-for this scale the ranks take the maximum over all ranks.
+A row of a weight (out, in) is stored as a row of bytes: its codes, then its fp32 scales, each padded to a multiple of
+ROW bytes. FSDP2 shards weights by rows, so the stored bytes are sharded correctly, too. All other code sees a tensor
+(out, bytes / itemsize) of the run's precision. Copies, gathers and casts to this precision preserve the bytes.
+
+Values don't depend on how ranks shard a weight. For fp8's scale, the ranks take the maximum over all ranks.
 """
 
 import functools
@@ -27,7 +27,7 @@ from opendit.models.layers import Projection, StoredWeight, multiply
 ROW = 16  # alignment of every row, in bytes
 NEIGHBOURS = 64  # weights that share a scale in nf4
 STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # modules whose linear layers are stored in fewer bits
-# Levels of NF4, as in bitsandbytes: quantiles of the normal distribution, among which are -1, 0 and 1.
+# Levels of NF4, as in bitsandbytes: quantiles of the normal distribution, with -1, 0 and 1.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -40,12 +40,12 @@ def _padded(size: int) -> int:
 
 
 def code_bytes(kind: str, inputs: int) -> int:
-    """Return the bytes that the quantised values (codes) of a row of ``inputs`` weights take, with padding."""
+    """Return the bytes of the quantised values (codes) in a row of ``inputs`` weights, with padding."""
     return _padded(-(-inputs // 2) if kind == "nf4" else inputs)
 
 
 def row_bytes(kind: str, inputs: int) -> int:
-    """Return the bytes that the codes and scales of a row of ``inputs`` weights take, with padding."""
+    """Return the bytes of codes and scales in a row of ``inputs`` weights, with padding."""
     scales = {"fp8": 0, "int8": 1, "nf4": -(-inputs // NEIGHBOURS)}[kind]
     return code_bytes(kind, inputs) + _padded(4 * scales)
 
@@ -64,7 +64,7 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def _joined(codes: Tensor, scales: Tensor) -> Tensor:
-    """Join codes (rows, n) and fp32 scales (rows, m) to rows of bytes, each part padded to a multiple of ROW."""
+    """Join codes (rows, n) and fp32 scales (rows, m) to rows of bytes. Both are padded to a multiple of ROW."""
     parts = codes.view(torch.uint8), scales.float().contiguous().view(torch.uint8)
     return torch.cat([nn.functional.pad(part, (0, -part.shape[1] % ROW)) for part in parts], dim=1)
 
@@ -74,7 +74,7 @@ def quantise(weight: Tensor, kind: str) -> Tensor:
     weight, inputs = weight.float(), weight.shape[1]
     if kind == "int8":
         largest = weight.abs().amax(1, keepdim=True)
-        # Divide by a tensor. For a plain number, a GPU would multiply by the reciprocal, which rounds differently.
+        # Divide by a tensor. For a plain number, a GPU would multiply by the reciprocal, and round differently.
         scales = largest / torch.full_like(largest, 127)
         return _joined((weight / _not_zero(scales)).round().to(torch.int8), scales)
     rows = nn.functional.pad(weight, (0, -inputs % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
@@ -186,14 +186,14 @@ class BaseWeight(StoredWeight):
 
 
 class BaseLayer(nn.Linear):
-    """A linear layer whose weight is a :class:`BaseWeight`. The parameter ``weight`` holds the stored bytes."""
+    """A linear layer with a :class:`BaseWeight`. The parameter ``weight`` holds the stored bytes."""
 
     kind: str
     descale: Tensor
 
     @property
     def matrix(self) -> BaseWeight:
-        """The weight (out, in) as a :class:`BaseWeight`, which products take."""
+        """The weight (out, in) as a :class:`BaseWeight`, for products."""
         return BaseWeight(self.weight, self.kind, self.in_features, self.descale)
 
     @property
@@ -204,7 +204,7 @@ class BaseLayer(nn.Linear):
     def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
         """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
 
-        maximum: for fp8, function that returns the maximum of a number over all ranks that hold rows of the weight.
+        maximum: for fp8, function that returns the maximum of a number over all ranks with rows of the weight.
         """
         values = values.to(part.dtype)
         if self.kind == "fp8":
@@ -220,14 +220,14 @@ class BaseLayer(nn.Linear):
 
 
 class BaseLinear(BaseLayer):
-    """A frozen linear layer whose weight is stored in fewer bits."""
+    """A frozen linear layer with its weight in fewer bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.matrix, self.bias)
 
 
 class BaseProjection(BaseLayer, Projection):
-    """A frozen projection whose weight is stored in fewer bits. LoRA's matrices are not quantised."""
+    """A frozen projection with its weight in fewer bits. LoRA's matrices are not quantised."""
 
 
 def store_base(
@@ -240,7 +240,7 @@ def store_base(
     """Give frozen linear layers of ``model`` weights in fewer bits, on the meta device and without values yet.
 
     kind: fp8, int8 or nf4. dtype: dtype in which the model computes. device: device on which the model will run.
-    chosen: function of a weight's name and shape that returns True if the weight is replaced.
+    chosen: function of a weight's name and shape; True if the weight is replaced.
     """
     kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The MLP's activation with the bias of the layer before it: y = GELU(x + bias), tanh form, x (..., D), bias (D,).
+"""The MLP's activation with the previous layer's bias: y = GELU(x + bias), tanh form, x (..., D), bias (D,).
 
 The linear layer runs without its bias. The computation is fp32, and y has x's dtype. One backward pass reads x and dy
 once, writes dx once, and also sums the bias's gradient:

@@ -2,13 +2,12 @@
 
 A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In the (B, N, D) form, all rows of a
 chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and ``sample_of_row`` (rows,),
-non-decreasing, holds the sample of each row. Program p processes rows [p * chunk, (p + 1) * chunk), sample by sample.
+non-decreasing, has the sample of each row. Program p processes rows [p * chunk, (p + 1) * chunk), sample by sample.
 
-For the gradients of shift, scale and gate, each (program, sample) pair adds up its rows in registers, in row order, and
-writes one fp32 partial sum to a separate slot. ``finish_sums`` adds a sample's slots, and ``finish_total``, for a
-bias's gradient, all slots, both in slot order. There are no atomics, so two runs give the same bits. Program p uses
-slot p in the (B, N, D) form and slot p + sample in the packed form. From one pair to the next, p + sample grows, so
-that no two pairs share a slot, and rows / chunk + B slots are enough.
+For gradients of shift, scale and gate, each (program, sample) pair sums its rows in row order and writes an fp32
+partial sum to its slot. ``finish_sums`` adds a sample's slots, and ``finish_total`` adds all slots, for a bias's
+gradient. Both add in slot order, without atomics, so two runs give the same bits. The slot is p in the (B, N, D) form,
+and p + sample in the packed form. p + sample grows from pair to pair, so rows / chunk + B slots suffice.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ GENERATIONS = {(7, 0): "Volta", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper
 class Feature:
     """The compute capabilities that a feature supports: ``oldest`` to ``newest``, or without an upper bound.
 
-    needs: beginning of the message for other GPUs.
+    needs: start of the message for other GPUs.
     """
 
     needs: str
@@ -40,7 +39,7 @@ class Feature:
 FEATURES = {
     "kernels": Feature("kernels need", (8, 0)),
     "float8": Feature("FP8 needs", (9, 0)),
-    # torch runs cuDNN's attention from Ampere on, but it was measured only on Hopper. So older GPUs don't use it.
+    # torch runs cuDNN's attention from Ampere on. It was measured only on Hopper, so older GPUs don't use it.
     "cudnn": Feature("cuDNN's attention is taken with", (9, 0)),
     # The tiles need 128 KiB of shared memory, and Ada has only 99. The kernel was measured only on Hopper.
     "short_attention": Feature("attention to few and short samples is taken with", (9, 0), (9, 0)),
@@ -126,9 +125,9 @@ def block_width(width: int) -> int:
 def split_width(width: int) -> tuple[int, int]:
     """Return the widths of the main and the tail block that cover a row: powers of two, as Triton requires.
 
-    The tail is 0 if one block is enough. One block for 1152 columns would be 2048 wide, with 44 % of the lanes and
-    registers idle; 1024 + 128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision), and
-    masked if it extends beyond the end of the row.
+    The tail is 0 if one block is enough. For 1152 columns, one block of 2048 would leave 44 % of the lanes idle; 1024 +
+    128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision), and masked beyond the end of
+    the row.
     """
     whole = next_power_of_2(width)
     main = whole // 2
@@ -147,7 +146,7 @@ class Launch:
     tiles: int  # tiles per program
     warps: int
     stages: int = 1  # tiles in flight; if more than 1, tiles are copied to shared memory ahead of use
-    hold: bool = True  # keep shift, scale and gate in registers; otherwise every tile reads them from the L1 cache
+    hold: bool = True  # True: hold shift, scale and gate in registers; False: every tile reads them from the L1 cache
     registers: int | None = None  # maximum number of registers per thread; None: the assembler chooses
 
     @property
@@ -166,12 +165,11 @@ class Launch:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# Kernel arguments that change with the batch. Triton must not specialise on them: separate compilations for the value 1
-# or for multiples of 16 would gain nothing.
+# Kernel arguments that change with the batch. Triton must not specialise on them: more compilations would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
-# Number of programs to aim for: about 8 for each of the 132 multiprocessors of an H100 or H200. With fewer, some
-# multiprocessors would idle. With more, the backward pass would write and read more partial sums.
+# Number of programs to aim for: about 8 for each of the 132 multiprocessors of an H100 or H200. Fewer would leave
+# multiprocessors idle. More would cost more partial sums in the backward pass.
 PROGRAMS = 1024
 
 _forced: dict[str, Launch] = {}
@@ -179,7 +177,7 @@ _forced: dict[str, Launch] = {}
 
 def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
     """Return the number of tiles in flight: up to three, if the prefetched tiles fit into 24 KiB of shared memory.
-    ``width``: values of a tile in each tensor. Prefetching hides the memory's latency without using registers."""
+    width: values of a tile in each tensor."""
     return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
 
 
@@ -198,8 +196,8 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
     """Return ``default``, with fewer rows per program if ``rows`` would not fill the GPU or the samples are short.
 
-    ``longest``: rows of the longest sample. ``columns``: number of programs that share a row. The result depends on
-    shapes only, so that the order of every sum is the same in each run.
+    longest: rows of the longest sample. columns: number of programs that share a row. The result depends on shapes
+    only, so that sums have the same order in all runs.
     """
     if kernel in _forced:
         return _forced[kernel]
@@ -214,13 +212,13 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 
 @triton.jit
 def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
-    """Return the first row that belongs to ``sample`` or to a later sample; ``rows`` if no such row exists. Rows are
-    sorted by sample. Comparing WAYS positions at a time takes two or three dependent reads; bisection would take 16."""
+    """Return the first row of ``sample`` or of a later sample; ``rows`` if there is none. Rows are sorted by sample.
+    Comparing WAYS positions at a time takes two or three dependent reads; bisection would take 16."""
     low = 0
     width = rows
     while width > 0:
         step = (width + WAYS - 1) // WAYS
-        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each of the WAYS intervals of ``step`` rows
+        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each of WAYS intervals of ``step`` rows
         before = tl.load(sample_ptr + last, mask=last < low + width, other=2147483647) < sample
         found = low + step * tl.sum(before.to(tl.int32), axis=0)
         width = tl.minimum(step - 1, low + width - found)
@@ -289,13 +287,13 @@ class Rows:
     @property
     def shape_arguments(self) -> tuple[Any, ...]:
         """The values of the kernel arguments from sample_ptr to chunks_per_sample."""
-        # In the (B, N, D) form, the kernel does not read sample_of_row, so any pointer will do.
+        # in the (B, N, D) form, the kernel does not read sample_of_row, so any pointer will do
         pointer = self.sample_of_row if self.packed else self.x
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums. The
-        outputs serve as slots if one program processes all rows of a sample, or ``like`` is empty."""
+        """Allocate outputs (B, D) in the dtypes of ``like``, and fp32 slots for the kernel's sums. The outputs serve as
+        slots if one program processes all rows of a sample, or ``like`` is empty."""
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
         if not like or (not self.packed and self.chunks_per_sample == 1):
@@ -315,7 +313,8 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for a sum over all samples; zeros in the packed form, in which some stay unused."""
+        """Allocate fp32 slots for a sum over all samples. In the packed form some slots stay unused, so all are
+        zero."""
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -325,10 +324,10 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Add up fp32 slots, numbered as in the packed form if there is ``sample_of_row``, and write the sums to
-    ``outputs``."""
+    """Add up fp32 slots and write the sums to ``outputs``. With ``sample_of_row``, slots are numbered as in the packed
+    form."""
     (slots, width), count = partial.shape, len(outputs)
-    # Tiles have 4,096 numbers. With many slots, tiles are narrow, so that few samples still make enough programs.
+    # Tiles have 4,096 numbers. Many slots make narrow tiles, so that few samples still fill enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
     block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
     out = [outputs[min(i, count - 1)] for i in range(3)]
@@ -379,8 +378,8 @@ def cut_rows(
 
 
 def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str, Any]]:
-    """Divide x (..., D) into chunks of rows and blocks of columns, for the kernel of an activation function. All rows
-    count as one sample. Returns the rows and the kernel's launch arguments."""
+    """Divide x (..., D) into chunks of rows and blocks of columns, for an activation kernel. All rows count as one
+    sample. Returns the rows and the kernel's launch arguments."""
     width = x.shape[-1]
     block = block_width(width)
     blocks = -(-width // block)
@@ -392,8 +391,8 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
 
 
 def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocate fp32 mean and rstd, a value for each row of x. Without ``normalize``, both are empty; without ``center``
-    (RMSNorm), the mean."""
+    """Allocate fp32 mean and rstd, a value for each row of x. Without ``normalize``, both are empty. Without ``center``
+    (RMSNorm), the mean is empty."""
     rows = x.numel() // x.shape[-1]
     counts = rows if normalize and center else 0, rows if normalize else 0
     mean, rstd = (torch.empty(count, dtype=torch.float32, device=x.device) for count in counts)
@@ -401,7 +400,8 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return vectors (B, D) with unit column stride. Copies only if needed: not for chunks of a (B, 6 D) tensor."""
+    """Return vectors (B, D) with unit column stride. Copies only if needed: chunks of a (B, 6 D) tensor are not
+    copied."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 

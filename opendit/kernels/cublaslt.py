@@ -1,12 +1,12 @@
-"""Compute x W^T with the fastest cuBLAS kernel that gives the same bits as torch's.
+"""Compute x W^T with the fastest cuBLAS kernel that gives torch's bits.
 
-torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
-fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with
-the first. This module times all proposals for a shape once, on random numbers. It keeps the fastest proposal whose
-results equal torch's bit for bit, so the choice changes no number.
+torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows, another may be faster. On an
+H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with the first. This
+module times all proposals for a shape once, on random numbers. It uses the fastest proposal with torch's exact bits, so
+the choice changes no number.
 
-cuBLASLt, as loaded by torch, is called through ctypes. The entry points and constants below belong to its public C
-interface and are the same in CUDA 12 and 13.
+ctypes calls the cuBLASLt that torch has loaded. The entry points and constants below belong to its public C interface
+and are the same in CUDA 12 and 13.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias,
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 ALIGNMENT = 256  # bytes; the alignment that cuBLASLt's proposals assume
 PROPOSALS = 16
-# Timing cycles through copies of the weight, so that a copy is not in the cache, as in a model. COLD: total bytes of
-# the copies. MOST_COPIES: their maximum number.
+# Timing cycles through copies of the weight, so that the weight is not in the cache, as in a model. COLD: total bytes
+# of the copies. MOST_COPIES: their maximum number.
 COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
-GAIN = 0.98  # a proposal is used only if its time is less than this fraction of torch's
+GAIN = 0.98  # a proposal is used only if it takes less than this fraction of torch's time
 
 
 class Proposal(ctypes.Structure):
@@ -97,10 +97,10 @@ class ProductShape:
 
 
 class Product:
-    """A product of one shape, which any of cuBLASLt's proposals can compute.
+    """A product of one shape. Any of cuBLASLt's proposals can compute it.
 
-    Only proposals without a workspace are requested, because calls on several streams would have to share a workspace.
-    Row-major y = x W^T is cuBLASLt's column-major y^T = W x^T.
+    Only proposals without a workspace are requested, because several streams can't share a workspace. Row-major y = x
+    W^T is cuBLASLt's column-major y^T = W x^T.
     """
 
     def __init__(self, library: Library, shape: ProductShape):
@@ -133,7 +133,7 @@ class Product:
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
         w_place, x_place, y_place = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y))
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        with self._lock:  # threads share the descriptor, which holds the pointer to the bias
+        with self._lock:  # threads share the descriptor with the pointer to the bias
             if bias is not None:
                 self._set(BIAS_POINTER, ctypes.c_uint64(bias.data_ptr()))
             self._library.call(
@@ -148,8 +148,8 @@ Multiply = Callable[..., Tensor]  # function of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:
-    """Return the index of the fastest algorithm that gives torch's bits and takes less than ``GAIN`` of torch's time;
-    None if there is none. Arguments: see :class:`Measured`."""
+    """Return the index of the fastest proposal with torch's bits and less than ``GAIN`` of torch's time; None if there
+    is none. Arguments: see :class:`Measured`."""
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
 
@@ -166,8 +166,7 @@ class Measured(NamedTuple):
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
-    """Time torch's call and the algorithms that cuBLASLt proposes for a product, in turn, on random numbers. Compare
-    their results."""
+    """Time torch's call and cuBLASLt's proposals for a product, in turn, on random numbers. Compare the results."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -217,9 +216,9 @@ class FastestProducts:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """Return a tensor equal to ``torchs(x, weight, bias)`` (..., out) bit for bit, without gradients.
 
-        ``torchs`` is torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster, if
-        gradients or torch.compile are on, for dtypes other than bf16 and fp16, for unaligned operands, and for new
-        shapes in a CUDA graph capture.
+        ``torchs`` is torch's call, with GELU if ``gelu`` is true. It computes the product if no proposal is faster. It
+        is also used with gradients, torch.compile, unaligned operands, dtypes other than bf16 and fp16, and for new
+        shapes during the capture of a CUDA graph.
         """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):

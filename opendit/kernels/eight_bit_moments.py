@@ -1,8 +1,8 @@
-"""AdamW's moments in 8 bits: an 8-bit code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
+"""AdamW's moments in 8 bits: a code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
 
-The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A step decodes one
+The format is from T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A step decodes one
 group of tensors at a time into fp32 memory, updates the group, and encodes it again. Between steps, a moment takes 1 +
-4 / 256 bytes per number. Levels, scales and codes have the same bits as torchao 0.18's, on CPUs and GPUs.
+4 / 256 bytes per number. Levels, scales and codes equal torchao 0.18's bit for bit, on CPUs and GPUs.
 """
 
 import functools
@@ -20,17 +20,17 @@ from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable
 
 UNIT = 256  # numbers that share a scale
-LEAST = 4096  # smaller tensors keep their moments in fp32, as in torchao
+LEAST = 4096  # smaller tensors have moments in fp32, as in torchao
 LEAST_SCALE = 1e-12
-ELEMENTS = 2**24  # minimum number of elements in a group of tensors that is decoded together
+ELEMENTS = 2**24  # minimum number of elements in a group of tensors
 
 
 @functools.cache
 def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """Return the levels that codes represent, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
+    """Return the levels of the codes, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
 
-    The levels are 0, 1, the midpoints of equal intervals in each of seven decades, and with ``signed`` the negatives of
-    these midpoints. Each decade has twice as many levels as the decade below.
+    The levels are 0, 1, and the midpoints of equal intervals in each of seven decades. With ``signed``, the negative
+    midpoints are included. Each decade has twice as many levels as the decade below.
     """
     found = [0.0, 1.0]
     for decade in range(7):
@@ -74,11 +74,10 @@ class EightBits:
         self.codes.copy_(torch.where(rises, above, below))
 
     def saved(self) -> Tensor:
-        """Return (numel,) fp32 values for a checkpoint, which :meth:`encode` turns into the same codes and scales.
+        """Return fp32 values (numel,) for a checkpoint. :meth:`encode` restores codes and scales from these values.
 
-        The values equal the result of :meth:`decode`, except for the lowest code of a signed moment. :meth:`encode`
-        maps -1 * scale to this code, but :meth:`decode` maps the code to -0.993 * scale, so that the scale would be
-        lost.
+        The values equal :meth:`decode`, except for the lowest code of a signed moment. :meth:`decode` would return
+        -0.993 * scale for this code, and the scale would be lost. So the value is -1 * scale.
         """
         numbers = levels(self.signed, self.codes.device)
         return self.decode(torch.cat([-numbers[-1:], numbers[1:]])) if self.signed else self.decode()
@@ -111,7 +110,7 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
     if isinstance(moment, EightBits):
         moment.encode(values)
     else:
-        # Values from a checkpoint of other ranks may be a non-contiguous view.
+        # values from a checkpoint of other ranks may be a non-contiguous view
         moment.copy_(values.reshape(moment.shape))
 
 
@@ -129,7 +128,7 @@ def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------ kernels
 
 _constant = tl.constexpr if TRITON else int
-# Rows of the address table. Codes, scales and values each have two rows, one for each moment.
+# Rows of the address table. Codes, scales and values have two rows each, one for each moment.
 SIZE, CODES, SCALES, VALUES = map(_constant, (0, 1, 3, 5))
 
 
@@ -138,8 +137,8 @@ def _moments_kernel(
     table, blocks, numbers, scalars, tensors, first, ENCODE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0, which means that the step is
-    skipped. A skipped step does not encode, because decoded values may encode to other codes."""
+    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0 (the step is skipped). A skipped
+    step does not encode, because decoded values may encode to other codes."""
     block = tl.program_id(0) + first
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
     table += tl.load(blocks + 2 * block)
@@ -183,7 +182,7 @@ class DecodedMoments:
         kernels: True to use kernels; None: use them where they are available.
 
     Attributes:
-        views: both moments of each tensor in fp32. Groups share their memory, so only the last decoded group is valid.
+        views: both moments of each tensor in fp32. All groups use one memory, so only the last decoded group is valid.
     """
 
     def __init__(self, moments: Sequence[Sequence[Tensor | EightBits]], block: int, kernels: bool | None = None):
@@ -218,7 +217,7 @@ class DecodedMoments:
         self._addresses.refresh([*codes, *scales, *([pair[i] for pair in self.views] for i in range(2))])
 
     def groups(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Divide tensors ``start`` to ``stop`` at the groups' borders, and yield (start, stop) of each part."""
+        """Divide tensors ``start`` to ``stop`` at the groups' borders, and yield (start, stop) of each range."""
         for first, last in self._groups:
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop)

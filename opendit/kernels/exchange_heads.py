@@ -2,9 +2,9 @@
 
 A kernel reads or writes the other GPUs' memory directly, in one pass over the links, without packing or collectives.
 
-Each rank holds *rows* (B, n, S, H, d): n of the N tokens, with all H heads, in memory that the other ranks can address.
-S is 3 for q, k and v in a projection's output, and 1 for the attention output. Each rank also holds *heads*: S tensors
-(B, h, N, d) with all tokens and h of the heads, where h is at most H / P.
+Each rank has *rows* (B, n, S, H, d): n of the N tokens, with all H heads. All ranks can address this memory. S is 3 for
+q, k and v in a projection's output, and 1 for the attention output. Each rank also has *heads*: S tensors (B, h, N, d)
+with all tokens and h of the heads, where h is at most H / P.
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
@@ -52,7 +52,7 @@ def _exchange_heads_kernel(
     UNIT: tl.constexpr, BLOCK: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
     """Move BLOCK units per program between this rank and one peer. Neighbouring programs access different peers, so
-    that all links are busy. Strides and sizes are in units of UNIT values, which are 16 bytes where possible."""
+    that all links are busy. Strides and sizes are in units of UNIT values: 16 bytes where possible."""
     program = tl.program_id(0)
     peer = (start + program % VISITED) % ranks
     part = (program // VISITED) % PARTS
@@ -94,11 +94,11 @@ def exchange_heads(
     """Fill ``heads`` from all ranks' rows. With ``push``, fill the rows of tokens before N from ``heads`` instead.
 
     Args:
-        heads: 1 or 3 tensors (B, h, N, d) with the same strides, and unit stride in d.
-        addresses: (P,) int64 on the device: addresses of each rank's contiguous rows.
-        shape: shape (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
-        rank: this rank. The kernel visits the ranks in order, beginning with the next one and ending with this one.
-        first: index that the first head of ``heads`` has among all H heads.
+        heads: 1 or 3 tensors (B, h, N, d) with equal strides, and unit stride in d.
+        addresses: (P,) int64 on the device: addresses of all ranks' contiguous rows.
+        shape: shape (B, n, S, H, d) of a rank's rows, in the dtype of heads.
+        rank: this rank. The kernel visits the ranks in order, beginning with the next rank and ending with this rank.
+        first: index of the first head of ``heads`` among all H heads.
         own: True to exchange only between this rank's rows and heads.
         offset: bytes from the addresses to the rows; a multiple of 16 if a head's d values take a multiple of 16 bytes.
 
@@ -144,11 +144,11 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Copy this rank's rows to the ranks' heads (S = 1). Each rank gets the heads that it holds.
+    """Copy this rank's rows to the ranks' heads (S = 1). Each rank gets its heads.
 
-    rows: (B, n, H, d), contiguous. addresses: (P,) int64 on the device: addresses of each rank's contiguous heads (B,
-    N, h, d), of rows' dtype. length: N; tokens past N are padding and are not sent. Raises ValueError if H is not
-    divisible by the number of ranks, or N is larger than the ranks' tokens.
+    rows: (B, n, H, d), contiguous. addresses: (P,) int64 on the device: addresses of all ranks' contiguous heads (B, N,
+    h, d), in rows' dtype. length: N; later tokens are padding and are not sent. Raises ValueError if H is not divisible
+    by the number of ranks, or N is larger than the ranks' tokens.
     """
     (B, n, H, d), ranks = rows.shape, len(addresses)
     if H % ranks or length > ranks * n:

@@ -1,9 +1,9 @@
 """Attention by packages with padded heads. FlashAttention 4 (flash-attn-4) pads only in its backward pass.
 
-At some head sizes, an attention kernel is correct only if heads are padded with zeros, which don't change the result.
-FlashAttention 4 needs the padding only in its backward pass, but the package's autograd function can't pad there. So
-this module runs the package's forward pass without autograd, and calls its private function for the backward pass.
-Before a run uses a package, its results are tested (``attention.right_head_size``, ``attention.right_size``).
+At some head sizes, a package is correct only if heads are padded with zeros. Zeros don't change the result.
+FlashAttention 4 needs the padding only in its backward pass, but its autograd function can't pad there. So this module
+calls the package's forward pass without autograd, and a private function for the backward pass. Results are tested
+before a run uses a package (``attention.right_head_size``, ``attention.right_size``).
 """
 
 import functools
@@ -44,8 +44,8 @@ def _resize_heads_kernel(
 
 
 def resize_heads(x: Tensor, size: int) -> Tensor:
-    """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient, reading and writing each value
-    once. F.pad would first write zeros to the whole result, and torch copies slices of wider rows value by value."""
+    """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient. Each value is read and written
+    once. F.pad would first write zeros everywhere, and torch copies slices of wider rows value by value."""
     heads, d = x.shape[-2:]
     by_token = x.reshape(-1, heads, d)
     by_token = by_token if by_token.stride(-1) == 1 else by_token.contiguous()
@@ -79,7 +79,7 @@ def with_filled_heads(
 ) -> Tensor:
     """Call ``attend`` with q, k, v (..., H, d) zero-padded to (..., H, head_size); return its result as (..., H, d).
 
-    Tensors that ``attend`` saves for its backward pass are stored without the padding, and padded again in the backward
+    Tensors that ``attend`` saves for its backward pass are stored without padding, and padded again in the backward
     pass. Otherwise q, k and v would be stored twice.
     """
     d = q.shape[-1]
@@ -102,7 +102,7 @@ def with_filled_heads(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
-    for held in (filled, parts):  # autograd keeps the closures alive, so empty these lists to free their tensors
+    for held in (filled, parts):  # autograd keeps the closures alive, so free the tensors in these lists
         held.clear()
     return _Resize.apply(output, d)
 
@@ -141,9 +141,9 @@ def attend(
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v with FlashAttention 4; pad heads to ``head_size`` in the backward pass only.
 
-    q, k and v are (B, N, H, d), bf16 or fp16. For a pack, they are (N, H, d), and ``lengths`` has its samples' lengths.
-    With ``deterministic``, gradients have the same bits in every run. If :func:`backward_pass` returns None, the
-    backward pass raises AssertionError.
+    q, k and v are (B, N, H, d), bf16 or fp16. For a pack, they are (N, H, d), and ``lengths`` has the samples' lengths.
+    With ``deterministic``, gradients have the same bits in all runs. The backward pass raises AssertionError if
+    :func:`backward_pass` returns None.
     """
     return _FilledBackward.apply(q, k, v, head_size, lengths, deterministic)
 

@@ -1,18 +1,16 @@
 """Tensors in float8 for ``torch._scaled_mm``: scales, casts, weights, transposed copies, and products.
 
-The formats are those of Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights,
-e5m2 for gradients. A tensor, or in sampling a row, has one scale, a power of two. It is computed from the current
-values:
+Formats are from Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2 for
+gradients. A tensor, or in sampling a row, has one scale, a power of two, computed from the current values:
 
 - The scale of a weight follows from its largest absolute value (amax).
-- The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so
-  |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above the amax costs no precision, only range at the lower end,
-  and e4m3 covers 18 powers of two.
+- The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) +
+  max|shift|. A bound above the amax costs no precision, only range at the lower end, and e4m3 covers 18 powers of two.
 - Every other scale follows from the amax of some 4 million values, spread evenly over tokens and columns, times a
   margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number.
 
-A kernel needs the scale before it writes the tensor, so the exact amax would cost an extra pass. Other recipes use the
-amax of earlier steps (delayed scaling), which would be additional state in checkpoints.
+A kernel needs the scale before it writes the tensor, so the exact amax would cost a pass over memory. Delayed scaling,
+with the amax of earlier steps, would add state to checkpoints.
 """
 
 import functools
@@ -43,11 +41,11 @@ from opendit.models.layers import Projection, StoredWeight, dense
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-# Values of ``target``. Scaling brings the largest known absolute value to [2^target, 2^(target + 1)). EXACT is for an
-# exact amax or a bound, the others for an amax of sampled values in e4m3 and in e5m2, with a margin below LIMIT.
+# Values of ``target``. Scaling brings the largest known absolute value to [2^target, 2^(target + 1)). EXACT: for an
+# exact amax or a bound. SAMPLED, SAMPLED_GRADIENT: for an amax of sampled values in e4m3 and in e5m2.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
 SAMPLE = 1 << 22  # minimum number of sampled values
-# number of programs of the amax kernel; each writes one number, and every program of a cast reads all of them
+# number of programs of the amax kernel; each writes one number, and every program of a cast reads all numbers
 PARTIALS = 256
 LINES = 16  # runs of consecutive values per tile of the amax kernel
 
@@ -76,7 +74,7 @@ class Float8:
 
     @functools.cached_property
     def descale_of_columns(self) -> Tensor:
-        """A weight's descale as (1, N) fp32, for a weight (N, K) whose other factor has one scale per row."""
+        """A weight's descale as (1, N) fp32, for a weight (N, K) multiplied by rows with one scale each."""
         return self.descale.expand(1, len(self.data)).contiguous()
 
 
@@ -162,8 +160,8 @@ CAST = {"ROWS": 16, "num_warps": 4}
 
 
 def sample_step(runs: int, blocks: int) -> int:
-    """Return the step between sampled runs of :func:`_amax_kernel`, so that at least SAMPLE values are sampled. The
-    step is coprime to ``blocks``, the number of runs per row, because otherwise some columns would never be sampled."""
+    """Return the step between sampled runs of :func:`_amax_kernel`, for at least SAMPLE values. The step is coprime to
+    ``blocks``, the runs per row. Otherwise some columns would never be sampled."""
     step = max(1, runs * 128 // SAMPLE)
     while math.gcd(step, blocks) > 1:
         step -= 1
@@ -173,7 +171,7 @@ def sample_step(runs: int, blocks: int) -> int:
 def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
     """Return partial maxima of the absolute values of one to three tensors (..., D) with one shape, for float8_factor.
 
-    The result is fp32, with up to PARTIALS elements, whose maximum is the amax of all tensors, or of a sample of them.
+    The result is fp32, with up to PARTIALS elements. Its maximum is the amax of all values, or of a sample.
 
     Args:
         bias: (D,); return upper bounds of |GELU(x + bias)| instead of maxima of |x|.
@@ -212,8 +210,8 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor |
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Transpose float8 (..., D) with T rows in all to (D, T rounded up to a multiple of 16), padded with zeros. This is
-    a separate pass, because kernels that write a tensor in both orders took longer."""
+    """Transpose float8 (..., D) with T rows in all to (D, T rounded up to a multiple of 16), padded with zeros. Kernels
+    that write a tensor in both orders took longer than this separate pass."""
     return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
 
@@ -223,8 +221,8 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Return a b^T + bias, (M, N) of ``dtype``, for a (M, K) and b (N, K) in float8; K and N are multiples of 16.
 
-    descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N). fast: True to accumulate all of K in the tensor
-    cores, with about 14 bits; False to accumulate partial sums in fp32. out: (M, N), contiguous: memory for the result.
+    descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N). fast: True to accumulate in the tensor cores,
+    with about 14 bits; False to accumulate partial sums in fp32. out: (M, N), contiguous: memory for the result.
     """
     options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))
     options |= {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **({} if out is None else {"out": out})}
@@ -235,7 +233,7 @@ def product(
 
 
 def rows_in_float8_reference(y: Tensor) -> Float8:
-    """Cast y (..., D), which must be finite, to e4m3 with one scale per row, in torch."""
+    """Cast y (..., D) to e4m3 with one scale per row, in torch. y must be finite."""
     rows = y.float().flatten(0, -2)
     factor = float8_factor_reference(rows.abs().amax(1, keepdim=True), EXACT)
     return Float8(float8_reference(rows, factor, E4M3).view(y.shape), 1 / factor)
@@ -262,8 +260,8 @@ def _rows_kernel(
             yt = gelu_coarse(yt + bias_t, APPROXIMATE)
         largest = largest_of(y, yt, TAIL)
         factor, descale = power_of_2(largest, TARGET)
-        # Finite values need no clamping, because the factor follows from the row's largest absolute value. If that
-        # value is infinite, the descale NaN makes the whole row NaN. The maximum ignores a NaN, which stays NaN.
+        # Finite values need no clamping, because the row's largest value determines the factor. If that value is
+        # infinite, the descale is NaN and so is the row. The maximum ignores NaNs, but they stay NaN in the row.
         tl.store(descale_ptr + row, tl.where(largest < float("inf"), descale, float("nan")))
         store_tiles(y_ptr, y * factor, yt * factor, row, live, D, MAIN, TAIL, 1)
 
@@ -271,9 +269,8 @@ def _rows_kernel(
 def default_warps(width: int, rows: int) -> int:
     """Return the number of warps per program, 1 to 16: one for each 2,048 columns of the main block.
 
-    For at most 1,024 rows, which leave the GPU half empty, there are four times as many warps. Measured on an H200 for
-    GELU's 4,608 columns: 512 rows took 4.7 us with 4 warps and 3.9 us with 8. 32,768 rows took 118 us with 4 warps and
-    112 us with 2.
+    Up to 1,024 rows get four times as many warps, because they leave the GPU half empty. GELU's 4,608 columns on an
+    H200: 512 rows took 4.7 us with 4 warps and 3.9 us with 8. 32,768 rows took 118 us with 4 warps and 112 us with 2.
     """
     return min(16, max(1, split_width(width)[0] // (512 if rows <= 1024 else 2048)))
 
@@ -283,9 +280,8 @@ def rows_in_float8(
 ) -> Float8:
     """Cast x (..., D) bf16, fp16 or fp32, or with ``bias`` (D,), GELU(x + bias), to e4m3 with one scale per row.
 
-    A program reads a complete row once, for both scale and codes. A token's result depends on this token only, and thus
-    not on the other samples of the batch. ``scale``: (rows, 1) fp32, factors for the rows of x. ``warps`` and
-    ``chunk``: warps per program, and rows that it processes one after the other.
+    A program reads a complete row once, for scale and codes. A token's result does not depend on other tokens or
+    samples. scale: (rows, 1) fp32, factors for the rows of x. warps, chunk: warps and rows per program.
     """
     x, y = x.contiguous(), Float8.empty(x.shape, E4M3, x.device, by_row=True)
     rows, width = y.descale.shape[0], x.shape[-1]
@@ -305,12 +301,12 @@ def rows_in_float8(
 class Float8Weight(Tensor):
     """A weight (out, in) that is in memory only as ``float8``.
 
-    To autograd, and to code that reads shape, device or dtype, this is a tensor of ``dtype``, whose gradient also has
-    this dtype. Operations that support the class (:func:`weight_in_float8`) read ``float8``; others raise RuntimeError.
+    Autograd, and code that reads shape, device or dtype, sees a tensor of ``dtype``. The gradient has this dtype, too.
+    Operations that support the class (:func:`weight_in_float8`) read ``float8``; others raise RuntimeError.
     """
 
     float8: Float8
-    # PyTorch's way to disable this hook. Otherwise, has_torch_function would be true, as for Gemini's tensors.
+    # PyTorch's way to disable this hook. Otherwise has_torch_function would be true.
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
@@ -342,7 +338,7 @@ class Float8Weight(Tensor):
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """A cached cast of a weight to float8. Address and version identify the values that the weight had at the cast."""
+    """A cached cast of a weight to float8. Address and version identify the weight's values at the cast."""
 
     float8: Float8
     address: int
@@ -360,7 +356,7 @@ def keep_weights(model: nn.Module) -> int:
         weight: Any = layer.matrix if isinstance(layer, Projection) else None
         if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             stored = cast(weight.detach(), E4M3, exact=True)
-            # cache this value now, because a CUDA graph capture would compute it only at each replay
+            # cache this value now, because a CUDA graph would compute it at each replay
             _ = stored.descale_of_columns
             owner: Any = weight
             owner.kept_float8 = KeptWeight(stored, weight.data_ptr(), weight._version)

@@ -1,8 +1,8 @@
 """A block's linear layers in float8 without a backward pass, with one scale per row of an activation.
 
-No separate pass computes a scale: :func:`opendit.kernels.fp8.rows_in_float8` computes it while casting, and LayerNorm +
-modulate uses a bound for each sample. Nothing is saved, and a sample's result doesn't depend on the other samples of
-the batch. fp8_linear.py is the counterpart for training.
+:func:`opendit.kernels.fp8.rows_in_float8` computes a scale while casting. LayerNorm + modulate uses a bound for each
+sample. Nothing is saved, and a sample's result doesn't depend on other samples. fp8_linear.py is the counterpart for
+training.
 """
 
 import functools
@@ -24,13 +24,12 @@ from opendit.kernels.split_heads import head_views
 from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import Projection, RMSNorm
 
-# If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales, instead of cuBLAS.
-# cuBLAS 13 has only one tile size for products with row scales, which leaves most of the GPU idle in small products.
-# fc2 of DiT-XL/2 on an H200, with and without row scales: 15.0 and 8.6 us for 512 rows, 40.4 and 31.5 for 4,096, 289
-# and 304 for 32,768.
+# Products with fewer output tiles of 128 x 128 leave the row scales to the next kernel. With row scales, cuBLAS 13 has
+# only one tile size, and small products leave most of the GPU idle. fc2 of DiT-XL/2 on an H200, with and without row
+# scales: 15.0 and 8.6 us for 512 rows, 40.4 and 31.5 for 4,096, 289 and 304 for 32,768.
 TILES = 1024
-# Smallest product, in rows times output columns, for which an activation is cast. A cast costs an additional pass over
-# the activation, and saves time in proportion to the output columns. Smaller products run in their input's dtype.
+# Smallest product, in rows times output columns, with a cast activation. A cast costs one more pass over the
+# activation, and saves time in proportion to the output columns. Smaller products run in their input's dtype.
 CAST_FROM = 8192 * 1152
 
 
@@ -70,7 +69,7 @@ def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> 
     """Return (y, scale) with x W^T = y * scale, where y is (..., out) and scale (rows, 1). A scale of None means 1."""
     x = _in_float8(x, len(weight))
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
-    # Apply the scale now if nothing is saved by deferring it, or in fp16, where y could overflow without it.
+    # Apply the scale now if deferring saves nothing, or in fp16, where an unscaled y could overflow.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
         return multiply(x, weight), None
     check_widths(weight)
@@ -91,7 +90,7 @@ def linear(x: Tensor | QuantizedRows | Modulated, layer: Projection) -> Tensor:
 def linear_heads(
     x: Tensor | QuantizedRows | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of x (B, N, D), which are views of one product."""
+    """Return q, k, v (B, H, N, d) of x (B, N, D), as views of one product."""
     return head_views(multiply(x, linear.weight, linear.bias), num_heads)
 
 

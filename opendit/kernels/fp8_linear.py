@@ -3,11 +3,11 @@
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
 fp8.py describes scales and formats. The tensor cores need the summed dimension contiguous in both factors, so the
-backward pass transposes W, dy and x. Every forward pass casts the weights from their current values, so that there is
-no state. The exceptions are weights that sampling caches, or that FSDP2 gathers, in float8.
+backward pass transposes W, dy and x. Every forward pass casts the weights from their current values. The exceptions are
+float8 weights that sampling caches or FSDP2 gathers.
 
-If only linear layers read an activation, the kernel that computes it writes float8 only. Autograd then sees a stand-in:
-a tensor of the activation's shape and dtype without memory, which carries the gradient (:class:`Quantized`).
+If only linear layers read an activation, the kernel writes it in float8 only. Autograd then sees a stand-in with the
+activation's shape and dtype, but without memory. The stand-in carries the gradient (:class:`Quantized`).
 """
 
 import functools
@@ -51,8 +51,8 @@ def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, st
 
 @dataclass(frozen=True)
 class Quantized:
-    """A float8 activation (B, N, D), the input of a linear layer. Its values are ``data``. Autograd sees ``stand_in``,
-    whose elements must not be read, because they may not be in memory."""
+    """A float8 activation (B, N, D), the input of a linear layer. Its values are ``data``. Autograd sees ``stand_in``.
+    Do not read elements of ``stand_in``: they may not be in memory."""
 
     stand_in: Tensor
     data: Float8
@@ -64,11 +64,11 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Modulated:
-    """The deferred result of LN(x) * (1 + scale) + shift, which a linear layer later computes in float8.
+    """The deferred result of LN(x) * (1 + scale) + shift. A linear layer later computes it in float8.
 
-    Without ``center``, the norm is RMSNorm, whose weight is part of the scale (rmsnorm_modulate.py). A torch function
-    that is called with this object, for example by the final layer, gets the result in x's dtype. If several linear
-    layers read one object (attention and the MLP of a parallel block), the first computes the float8 values for all.
+    Without ``center``, the norm is RMSNorm, with its weight folded into the scale (rmsnorm_modulate.py). A torch
+    function that gets this object, for example in the final layer, gets the result in x's dtype. If several linear
+    layers read one object, the first computes the float8 values for all.
     """
 
     x: Tensor
@@ -118,7 +118,7 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
 
 
 def check_widths(weight: Tensor) -> None:
-    """Raise ValueError for a weight (out, in) whose sizes the tensor cores don't support in float8."""
+    """Raise ValueError unless the tensor cores support a weight (out, in) of this size in float8."""
     if weight.shape[0] % 16 or weight.shape[1] % 16:
         raise ValueError(
             f"--fp8: a weight of {tuple(weight.shape)} has a width that is no multiple of 16; leave it out"
@@ -147,7 +147,7 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the three products
 
 
-# In the autograd functions for products below, x is the second input and W the third. If W is frozen, x is not saved.
+# In the autograd functions below, x is the second input and W the third. If W is frozen, x is not saved.
 
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
@@ -162,8 +162,8 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
 
 
 def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx in x's shape, and dW (out, in); each is None if not needed. Partial sums of dW are accumulated in fp32,
-    because dW sums over all tokens, far more values than the other products."""
+    """Return dx in x's shape, and dW (out, in); None if not needed. dW sums over all tokens, so its partial sums are
+    accumulated in fp32."""
     (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
     dx = dw = None
     if ctx.needs_input_grad[0]:
@@ -209,9 +209,9 @@ def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LinearBesideLora(Function):
-    """x W^T + bias + scale * (x a^T) b^T: the product with W is in float8, and LoRA's products are in x's dtype. LoRA's
-    products are added in place to the float8 product's output, forward and backward. If x exists only in float8, x is
-    converted for LoRA's products, and saved in float8."""
+    """x W^T + bias + scale * (x a^T) b^T. The product with W is in float8, and LoRA's products are in x's dtype. LoRA's
+    products are added in place, forward and backward. A float8 x is converted for LoRA's products, and saved in float8.
+    """
 
     @staticmethod
     def forward(ctx, stand_in, x, weight, bias, a, b, scale):
@@ -237,7 +237,7 @@ class _LinearBesideLora(Function):
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
-    """Multiply a product of LoRA's A by the scale of x in float8, a power of two, so that nothing is rounded."""
+    """Multiply a product of LoRA's A by x's float8 scale, a power of two. Nothing is rounded."""
     return thin if descale is None else thin * descale.to(thin.dtype)
 
 
@@ -303,7 +303,7 @@ class _GateResidualNormModulate(Function):
 def multiply(
     x: Tensor | Quantized | Modulated, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
-    """Return x W^T + bias (..., out) in x's dtype, computed in float8; LoRA's products are in x's dtype. This is the
+    """Return x W^T + bias (..., out) in x's dtype, computed in float8. LoRA's products are in x's dtype. This is the
     ``multiply`` argument of ``Projection.product``."""
     x = quantized(x)
     if low_rank is None:
@@ -319,7 +319,7 @@ def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:
 def residual_rmsnorm_modulate(
     x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Modulated]:
-    """Return x, and RMSNorm(x) * (1 + scale) + shift, which the next linear layer computes."""
+    """Return x, and RMSNorm(x) * (1 + scale) + shift for the next linear layer to compute."""
     vectors = modulation_with_weight(x, norm.weight, shift, scale)
     return x, Modulated(x, *vectors, sample_of_row, norm.eps, center=False)
 
@@ -360,14 +360,14 @@ def linear_gate_residual_rmsnorm_modulate(
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 
 
-# The functions below read the projection's weight and bypass its forward method. If the projection has LoRA, they call
-# the projection instead, because LoRA's gradients need the product's gradient in the activations' dtype.
+# The functions below bypass the projection's forward method. With LoRA they call the projection, because LoRA's
+# gradients need the product's gradient in the activations' dtype.
 
 
 def linear_heads(
     x: Tensor | Quantized | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of x (B, N, D), which are views of one product in float8."""
+    """Return q, k, v (B, H, N, d) of x (B, N, D), as views of one product in float8."""
     if linear.low_rank is not None:
         return split_heads(linear.product(cast(Tensor, x), linear.bias, multiply), num_heads)
     x = quantized(x)

@@ -1,11 +1,11 @@
-"""Cast the shards of many weights to float8, each with the scale of its complete weight, in two passes.
+"""Cast the shards of many weights to float8, with one scale for each complete weight, in two passes.
 
     quantizer = ShardQuantizer(shards, bytes_, torch.bfloat16)
     amax = quantizer.amax()          # with several ranks, take the maximum over the ranks
     quantizer.quantize(amax)
 
 The result has the same bits as rounding a weight to the forward pass's precision, gathering its shards, and calling
-:func:`opendit.kernels.fp8.cast`: the shards' rounded values have the same maximum, and the scale is a power of two.
+:func:`opendit.kernels.fp8.cast`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def amax_reference(shards: Sequence[Tensor], rounded: torch.dtype) -> Tensor:
 
 
 def quantize_reference(shards: Sequence[Tensor], amax: Tensor, rounded: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Return each shard in e4m3, and the descales (shards,), for ``amax`` (shards,), which must be above 0."""
+    """Return each shard in e4m3, and the descales (shards,). ``amax`` (shards,) must be above 0."""
     factors = float8_factor_reference(amax, EXACT)
     return [float8_reference(s.to(rounded), f, E4M3) for s, f in zip(shards, factors, strict=True)], 1 / factors
 
@@ -49,7 +49,7 @@ def _rounded(address, offsets, mask, ROUNDED: tl.constexpr, ALIGNED: tl.constexp
 @triton.jit
 def _amax_block(address, offsets, mask, largest, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr):
     value = tl.max(tl.abs(_rounded(address, offsets, mask, ROUNDED, ALIGNED)), axis=0)
-    # The bits of non-negative floats, read as integers, have the same order as the floats.
+    # Read as integers, the bits of non-negative floats have the floats' order.
     tl.atomic_max(largest, value.to(tl.int32, bitcast=True))
 
 
@@ -105,7 +105,7 @@ class ShardQuantizer:
     Args:
         shards: this rank's shards, including empty ones, in the same order on all ranks; fp32, contiguous.
         targets: memory for each shard's result, uint8, contiguous, at least as large as the shard.
-        rounded: precision of the forward pass, to which the values are first rounded.
+        rounded: precision of the forward pass. Values are first rounded to this precision.
 
     Attributes:
         descales: (shards,) fp32, the descale of each weight, written by :meth:`quantize`. The stride is 16 bytes,

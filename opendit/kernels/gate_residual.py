@@ -1,8 +1,8 @@
 """adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
 x and branch are (B, N, D), and gate (B, D); for the packed form see common.py. bias (D,), if any, is the bias of the
-branch's last linear layer. Adding it here costs no time, and its gradient needs no separate pass. The computation is
-fp32. The backward pass reads branch and dout once and writes dbranch once; dx equals dout:
+branch's last linear layer. Here the bias costs no time, and its gradient no separate pass. The computation is fp32. The
+backward pass reads branch and dout once and writes dbranch once; dx equals dout:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
@@ -192,7 +192,7 @@ def _backward_fake(
 
 
 def kept_branch(branch: Tensor, bias: Tensor | None, sums: bool, of_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the branch and the bias to save for the backward pass; None for one that is not needed.
+    """Return the branch and the bias to save for the backward pass; None if not needed.
 
     Only the gate's gradient needs the branch. With LoRA, gates and biases are frozen. sums: True if the gate needs a
     gradient. of_bias: True if the bias needs a gradient.

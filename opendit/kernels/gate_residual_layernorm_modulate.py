@@ -1,16 +1,16 @@
-"""The gated residual connection at the end of a branch, fused with the LayerNorm and modulation of the next branch.
+"""The gated residual connection of a branch, fused with the next branch's LayerNorm and modulation.
 
     h = x + gate * (branch + bias),  y = LN(h) * (1 + scale) + shift
 
 x and branch are (B, N, D), gate, shift and scale (B, D), and bias (D,) or None; for the packed form see common.py. The
-LayerNorm doesn't read h back from memory: the forward pass moves four activation tensors instead of five, and the
-backward pass six instead of eight. From dh and dy, the backward pass computes
+LayerNorm doesn't read h back from memory. The forward pass moves four activation tensors instead of five, the backward
+pass six instead of eight. From dh and dy, the backward pass computes
 
     dx = dh + LN_backward(dy),  dbranch = gate * dx
     dgate = sum_N (branch + bias) * dx,  dbias = sum_B gate * sum_N dx
     dshift = sum_N dy,  dscale = sum_N dy * hhat,  hhat = (h - mean) * rstd
 
-With CENTER false, the same kernels compute RMSNorm in place of LN, see rmsnorm_modulate.py.
+With CENTER false, the kernels compute RMSNorm instead of LN, see rmsnorm_modulate.py.
 """
 
 from typing import Any
@@ -71,12 +71,11 @@ def gate_residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int, element_size: int, row_scales: bool = False) -> Launch:
-    """Return the launch shape of the forward kernel. Two warps hold gate, shift, scale and two rows of 1,024 + 128
-    columns in registers.
+    """Return the forward kernel's launch shape. Two warps hold gate, shift, scale and two rows of 1,024 + 128 columns
+    in registers.
 
-    row_scales: y is float8 with one scale per row, so that a program reads all of shift and scale before its first row.
-    A program therefore processes more rows, with one warp, which sums a row without a barrier. (With two warps and 8
-    rows, 55 calls of this kernel took 14 % of a sampling step of DiT-XL/2 with 64 pictures on an H200.)
+    row_scales: y is float8 with one scale per row. A program then reads all of shift and scale before its first row, so
+    it processes more rows. One warp needs no barrier to sum a row.
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -87,8 +86,8 @@ def forward_launch(width: int, element_size: int, row_scales: bool = False) -> L
 
 
 def backward_launch(width: int, element_size: int) -> Launch:
-    """Return the launch shape of the backward kernel, with at most 20 columns per thread. Each column needs four fp32
-    sums in registers. So 1,152 columns get two warps, which take 253 us; four warps take 279 us (65,536 rows, H200)."""
+    """Return the backward kernel's launch shape, with at most 20 columns per thread. Each column needs four fp32 sums
+    in registers. So 1,152 columns get two warps: 253 us, and 279 us with four (65,536 rows, H200)."""
     main = split_width(width)[0]
     rows = max(1, 512 // main)
     stages = pipeline_stages(rows * width, 4, element_size)
@@ -101,7 +100,7 @@ def _load_branch(
     ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Load rows of branch, multiply each row by its scale if SCALED, and add the bias. Every tile reads the bias from
-    the L1 cache, because no registers are left to hold the bias."""
+    the L1 cache, because no registers are left."""
     branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
     if SCALED:
         number = load_rows(branch_scale_ptr, row, live, ROWS)
@@ -142,14 +141,14 @@ def _forward_rows(
             gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
             shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
             scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
-        # Round h to its stored dtype before the LayerNorm, so that backward recomputes the same hhat from the stored h.
+        # Round h to its stored dtype before the LayerNorm, because backward recomputes hhat from the stored h.
         h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
         ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
         store_tiles(h_ptr, h, ht, row, live, D, MAIN, TAIL, ROWS)
         h, ht = normalize_rows(h, ht, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = h * (1.0 + scale) + shift
         yt = ht * (1.0 + scale_t) + shift_t
-        # no clamping is needed, because the scale follows from a bound; rows that are not finite are already NaN
+        # The scale follows from a bound, so no clamping is needed. Rows that are not finite are already NaN.
         if SCALED_ROWS:
             y *= factor
             yt *= factor
@@ -395,7 +394,7 @@ def save(
     ctx: Any, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor,
     sample_of_row: Tensor | None,
 ) -> None:  # fmt: skip
-    """Save the tensors from which :func:`gradients` computes the gradients that the autograd function needs."""
+    """Save the tensors that :func:`gradients` needs."""
     _, of_gate, _, of_shift, of_scale, of_bias = ctx.needs_input_grad[:6]
     ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
     ctx.dtype = branch.dtype
@@ -463,7 +462,7 @@ def gate_residual_layernorm_modulate(
 
     The operation is differentiable in x, gate, branch, shift, scale and bias. For the arguments and errors, see
     :func:`opendit.kernels.gate_residual.gate_residual`; shift and scale are (B, D) of one dtype. Returns (h, y), both
-    of x's shape and dtype; y is computed from h after its rounding to that dtype.
+    of x's shape and dtype. y is computed from the rounded h.
     """
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
     return gate_residual_layernorm_modulate_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, True)[:2]

@@ -2,17 +2,17 @@
 
     h = x + gate * RMSNorm(branch),  y = RMSNorm(h) * (1 + scale) + shift,  RMSNorm(z) = z / rms(z) * weight
 
-x and branch are (B, N, D), and gate, shift and scale (B, D); for the packed form see common.py. Each of the two norms
-has its own weight (D,). Statistics and sums are fp32. The forward pass reads x and branch once, writes h and y once,
-and saves 1 / rms of both norms (fp32, one per row). With bhat = branch / rms(branch) and hhat = h / rms(h), the
-backward pass computes from dh and dy
+x and branch are (B, N, D), and gate, shift and scale (B, D); for the packed form see common.py. The two norms have
+separate weights (D,). Statistics and sums are fp32. The forward pass reads x and branch once, writes h and y once, and
+saves 1 / rms of both norms (fp32, one per row). With bhat = branch / rms(branch) and hhat = h / rms(h), the backward
+pass computes from dh and dy
 
     g = dy * next_weight * (1 + scale),  dx = dh + (g - hhat * mean_D(g * hhat)) / rms(h)
     f = dx * gate * weight,              dbranch = (f - bhat * mean_D(f * bhat)) / rms(branch)
     dshift = S(dy),  dscale = next_weight * S(dy * hhat),  dnext_weight = sum_B (1 + scale) * S(dy * hhat)
     dgate = weight * S(dx * bhat),  dweight = sum_B gate * S(dx * bhat)
 
-where S sums over a sample's tokens. The kernels compute S; torch computes the products with S, which have few rows.
+S sums over a sample's tokens. The kernels compute S. torch computes the products with S, because they have few rows.
 """
 
 import torch
@@ -102,7 +102,7 @@ def _forward_rows(
         branch, branch_t = normalize_rows(
             branch, branch_t, branch_rstd_ptr, branch_rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, False
         )
-        # Round h to its stored dtype before the next norm, so that backward recomputes the same hhat from the stored h.
+        # Round h to its stored dtype before the next norm, because backward recomputes hhat from the stored h.
         h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
         ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
         store_tiles(h_ptr, h, ht, row, live, D, MAIN, TAIL, ROWS)
@@ -143,8 +143,8 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch and, with NEXT, dx of rows first .. stop, all of one sample; with SUMS, each sum to one slot.
-    Without NEXT, dx equals dh and is not written."""
+    """Write dbranch of rows first .. stop, all of one sample. With NEXT, also write dx; without NEXT, dx equals dh.
+    With SUMS, write each sum to one slot."""
     if HOLD:
         gate, gate_t = _product(gate_ptr, weight_ptr, 0.0, D, MAIN, TAIL)
         if NEXT:
@@ -372,8 +372,8 @@ def gate_rmsnorm_residual_rmsnorm_modulate(
     """Compute h = x + gate * RMSNorm(branch) and y = RMSNorm(h) * (1 + scale) + shift with Triton kernels.
 
     The operation is differentiable in all seven tensors. weight and eps belong to the branch's norm, next_weight and
-    next_eps to h's norm. shift and scale are (B, D) of one dtype. For the other arguments and errors, see
-    :func:`gate_rmsnorm_residual`. Returns (h, y), both of x's shape and dtype; y is computed from the rounded h.
+    next_eps to h's norm. shift and scale are (B, D) of one dtype. For all other arguments and errors, see
+    :func:`gate_rmsnorm_residual`. Returns (h, y), both of x's shape and dtype. y is computed from the rounded h.
     """
     _check_weights(x, weight=weight, next_weight=next_weight)
     check_inputs(x, sample_of_row, {"branch": branch}, weight, gate=gate, shift=shift, scale=scale)

@@ -8,8 +8,8 @@ reads x and dy once, writes dx once and recomputes the normalised x:
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
     dshift = sum_N dy,  dscale = sum_N dy * xhat
 
-With CENTER false, the same kernels compute RMSNorm in place of LN, see rmsnorm_modulate.py: no mean is computed or
-saved, and dx has no term mean_D(g).
+With CENTER false, the kernels compute RMSNorm instead of LN (rmsnorm_modulate.py). Then there is no mean, and dx has no
+term mean_D(g).
 """
 
 from collections.abc import Sequence
@@ -73,10 +73,10 @@ def residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int) -> Launch:
-    """Return the forward kernel's launch shape. Up to 2,047 columns get one warp, which sums a row without a barrier.
+    """Return the forward kernel's launch shape. Up to 2,047 columns get one warp, because one warp needs no barrier.
 
-    At D = 1152 a lane has 36 values. Every tile reads shift and scale again from the L1 cache. So a thread needs 96
-    registers instead of 128, and a multiprocessor processes a quarter more rows at once.
+    Every tile reads shift and scale from the L1 cache. At D = 1152, a thread then needs 96 registers instead of 128,
+    and a multiprocessor processes a quarter more rows at once.
     """
     main = split_width(width)[0]
     return Launch(rows=max(1, 1024 // main), tiles=8, warps=max(1, main // 1024), hold=False)
@@ -85,10 +85,9 @@ def forward_launch(width: int) -> Launch:
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
     """Return the backward kernel's launch shape: two warps for 1024 + 128 columns, with two sums per column.
 
-    More warps were slower (eight: by 3 to 4 times), because the sums over a row then wait for all warps. In the packed
-    form the compiler uses 20 more registers, so that fewer programs run at once. With at most 18 columns per thread, a
-    limit of 128 registers avoids this (H200, 65,536 x 1,152: 160 us without the limit, 136 with it, 131 in the (B, N,
-    D) form).
+    More warps were slower (eight: by 3 to 4 times), because row sums then wait for all warps. In the packed form the
+    compiler uses 20 more registers. A limit of 128 registers lets more programs run at once (H200, 65,536 x 1,152: 160
+    us without the limit, 136 with it). The limit suits up to 18 columns per thread.
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -123,7 +122,7 @@ def _forward_rows(
             x, xt = normalize_rows(x, xt, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
-        # no clamping is needed, because the scale follows from a bound; rows that are not finite are already NaN
+        # The scale follows from a bound, so no clamping is needed. Rows that are not finite are already NaN.
         if SCALED_ROWS:
             y *= factor
             yt *= factor
@@ -315,8 +314,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, shift and scale, the first three inputs of an autograd function.
 
-    Those of shift and scale are None if neither is needed. saved: x, scale, mean, rstd and sample_of_row. other: a
-    gradient of x to add.
+    The gradients of shift and scale are None if neither is needed. saved: x, scale, mean, rstd and sample_of_row.
+    other: a gradient of x to add.
     """
     x, scale, *of_norm = saved
     sums = any(ctx.needs_input_grad[1:3])
@@ -328,7 +327,7 @@ def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
     ctx.set_materialize_grads(False)  # pass None, not a tensor of zeros, for a missing gradient
-    # Without a norm, only the scale's gradient needs x.
+    # without a norm, only the scale's gradient needs x
     kept = x if ctx.normalize or any(ctx.needs_input_grad[1:3]) else None
     ctx.save_for_backward(kept, scale, mean, rstd, sample_of_row)
 
@@ -372,8 +371,8 @@ def layernorm_modulate(
 
 
 class ResidualNormModulate(torch.autograd.Function):
-    """Autograd function that returns (x, normalised and modulated x). This is not a registered operator, because an
-    operator must not return its input."""
+    """Autograd function that returns (x, normalised and modulated x). Not a registered operator, because an operator
+    must not return its input."""
 
     @staticmethod
     def forward(
@@ -395,12 +394,12 @@ def residual_layernorm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (x, LN(x) * (1 + scale) + shift), for a caller that also uses x. The backward kernel adds the gradients of
-    x from both uses, which autograd would add in a separate pass. For the arguments, see :func:`layernorm_modulate`."""
+    x from both uses in one pass. For the arguments, see :func:`layernorm_modulate`."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """Compute x * (1 + scale) + shift with the kernels of :func:`layernorm_modulate`, which describes the arguments."""
+    """Compute x * (1 + scale) + shift. For the arguments, see :func:`layernorm_modulate`."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

@@ -1,8 +1,9 @@
 """Products of linear layers: W's gradient by the faster product, LoRA's gradients, GELU in a product's epilogue.
 
-dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster: for 32,768 rows in bf16,
-in = 4608 and out = 1152, it takes 490 us on an H200, including the transpose of 10 MB, and dy^T x takes 598 us. If out
-> in, dy^T x is faster (478 us instead of 582). If in = out, both take the same time."""
+dW (out, in) is dy^T x, or the transpose of x^T dy. cuBLAS computes x^T dy faster if out < in, and dy^T x faster if out
+> in. For 32,768 rows in bf16 on an H200, in = 4608 and out = 1152, x^T dy and a transpose take 490 us, and dy^T x takes
+598 us.
+"""
 
 from typing import Any
 
@@ -40,7 +41,7 @@ def _transpose_kernel(
 
 
 def tiles_of(x: Tensor, launch: dict[str, Any]) -> tuple[tuple[int], int, dict[str, Any]]:
-    """Return grid, number of rows, and options for a kernel whose programs each process one tile of x (..., D)."""
+    """Return grid, number of rows, and options for a kernel with one tile of x (..., D) per program."""
     width = x.shape[-1]
     rows, block = x.numel() // width, block_width(width)
     blocks = -(-width // block)
@@ -48,8 +49,8 @@ def tiles_of(x: Tensor, launch: dict[str, Any]) -> tuple[tuple[int], int, dict[s
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Transpose x (T, D), contiguous, to (D, T rounded up to a multiple of 16), padded with zeros, at memory bandwidth.
-    torch's copy of a transposed view takes about seven times as long."""
+    """Transpose x (T, D), contiguous, to (D, T rounded up to a multiple of 16), padded with zeros. torch's copy of a
+    transposed view takes about seven times as long."""
     grid, rows, shape = tiles_of(x, TILE)
     sixteens = -(-rows // 16)
     y = torch.empty(x.shape[1], 16 * sixteens, dtype=x.dtype, device=x.device)
@@ -60,8 +61,8 @@ def transpose(x: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- LoRA's gradients
 
 ROWS, COLUMNS = 256, 64  # size of a tile of dy, 32 KiB in half precision
-PROGRAMS = 264  # number of programs to aim for: two for each of an H100's 132 multiprocessors
-LARGEST_RANK = 64  # above this rank, the products are not limited by memory bandwidth, so one read of dy gains little
+PROGRAMS = 264  # number of programs to aim for: two for each multiprocessor of an H100
+LARGEST_RANK = 64  # above this rank, memory bandwidth does not limit the products, so one read of dy gains little
 
 
 @triton.jit(do_not_specialize=("rows", "blocks"))
@@ -132,9 +133,8 @@ def _takes(dy: Tensor, b: Tensor) -> bool:
 def low_rank_gradients(dy: Tensor, b: Tensor, thin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return dthin = scale * dy b (M, r) and db = scale * dy^T thin (O, r), in the dtypes of dy and b.
 
-    These are gradients of LoRA, y = x W^T + scale * thin b^T with thin = x a^T (M, r) and b (O, r). Two products would
-    each read dy (M, O), which is much larger than the other tensors. In half precision on a GPU, one Triton kernel
-    reads dy once, and sums in fp32 in a fixed order.
+    These are LoRA's gradients: y = x W^T + scale * thin b^T with thin = x a^T (M, r) and b (O, r). In half precision on
+    a GPU, one Triton kernel reads the large dy (M, O) only once, and sums in fp32 in a fixed order.
     """
     if _takes(dy, b):
         return _gradients_op(dy, b, thin, scale)
@@ -161,12 +161,12 @@ def _sum_parts_kernel(parts_ptr, out_ptr, numel, PARTS: tl.constexpr, BLOCK: tl.
 def sum_parts(parts: Tensor) -> Tensor:
     """Sum parts (P, ...), contiguous, bf16, fp16 or fp32, over the first dimension, in fp32, with one Triton kernel.
 
-    For a short first dimension, torch takes 2.5 to 3 times as long: for (3, 2048, 3072) in bf16, 31 us and not 12
+    For a short first dimension, torch takes 2.5 to 3 times as long: 31 us instead of 12 for (3, 2048, 3072) in bf16
     (H200).
     """
     assert parts.is_contiguous()
     out = torch.empty_like(parts[0])
-    block, warps = 1024, 4  # each thread reads 16 bytes of each part
+    block, warps = 1024, 4  # each thread reads 16 bytes of every slice
     grid = (triton.cdiv(out.numel(), block),)
     _sum_parts_kernel[grid](parts, out, out.numel(), PARTS=len(parts), BLOCK=block, num_warps=warps)
     return out
@@ -206,10 +206,10 @@ def linear(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
     """Compute the linear layer's output (..., out) of x (..., in), as ``opendit.models.layers.multiply`` does."""
-    # Weights with LoRA and stored weights are frozen, so this module's faster gradient is not needed.
+    # Weights with LoRA and stored weights are frozen, and need no gradient.
     if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
         return multiply(x, weight, bias, low_rank, low_rank_gradients)
-    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions, so both need F.linear.
+    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions. Both need F.linear.
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
         return F.linear(x, weight)
     return _Narrowing.apply(x, weight)
@@ -218,8 +218,9 @@ def linear(
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """Return GELU(linear(x)) (..., out), tanh form, without gradients, computed in the product's epilogue.
 
-    cuBLAS applies bias and GELU to the fp32 sums before writing. Training must save the product before GELU, so there
-    GELU is a separate pass (bias_gelu.py). On CPUs, for a layer without bias, and for a stored weight, torch is used.
+    cuBLAS applies bias and GELU to the fp32 sums before writing. Training must save the product before GELU, so it
+    computes GELU in a separate pass (bias_gelu.py). torch computes layers on CPUs, without bias, or with a stored
+    weight.
     """
     if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
         return TORCH_OPS.linear_gelu(x, linear)

@@ -1,9 +1,9 @@
 """The registry of kernels: for each operation of a block, the kernels that can replace its torch reference.
 
-Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A kernel is a row of
-:data:`KERNELS`, which also states whether the kernel computes in float8, whether it replaces the projection, and which
-activations it saves. :func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. To add a kernel,
-write its file, test and benchmark, and add a row here.
+Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A row of :data:`KERNELS` is a
+kernel and its properties: float8 or not, whether it replaces the projection, and the activations that it saves.
+:func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. To add a kernel, write a file, a test
+and a benchmark, and add a row here.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,9 +36,9 @@ def _linear_heads(
     x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = unbiased
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
-    # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. This doesn't work
-    # for Gemini's parameters, which intercept torch's calls: Gemini fetches such a parameter for one call and may free
-    # it before the next, despite the detach().
+    # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. Gemini's parameters
+    # intercept torch's calls, so this would fail for them: Gemini fetches a parameter for one call only, despite the
+    # detach().
     if bias is None:
         return split_heads(linear.product(x, multiply=multiply), num_heads)
     if torch.overrides.has_torch_function((bias,)):
@@ -140,7 +140,7 @@ def _normalise_rotate(
 ) -> tuple[Tensor, Tensor]:
     if q_norm is None or k_norm is None:
         return rotate_heads(q, k, table=table)
-    # If ranks divide the channels of a norm, the norm must sum squares over the ranks, which no kernel does.
+    # If ranks divide the channels of a norm, the norm must sum squares over the ranks. No kernel does this.
     divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
     if divided or (across and not fits_across(q.shape[2], q.shape[3])):
         return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)
@@ -158,9 +158,9 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # names of the switches
 
-# For each operation, the last row whose switches are all on is used. ``keeps`` names the activations that are saved for
+# For each operation, the last row with all its switches on is used. ``keeps`` names the activations that are saved for
 # the backward pass: arguments, u for a projection's product, and h for the new residual stream. An operation with a
-# gate keeps u only if the gate has a gradient, which it does not have with LoRA.
+# gate saves u only if the gate has a gradient. With LoRA, gates have no gradients.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
@@ -199,7 +199,7 @@ KERNELS = (
     Kernel("add_table", add_table, {MODULATE}),
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
     Kernel("join_heads", _join_heads, {MODULATE, INFERENCE}),
-    # In the rows with FLOAT8, the inputs and the weight of a projection are saved in one byte per value.
+    # With FLOAT8, a projection's inputs and weight are saved in one byte per value.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("residual_rmsnorm_modulate", fp8_linear.residual_rmsnorm_modulate, {FLOAT8}, keeps=("x",)),
     Kernel("linear", fp8_linear.linear, {FLOAT8}, keeps=("x",), float8=True),

@@ -20,10 +20,10 @@ def operator(
 ) -> Callable[..., Any]:
     """Return a function that runs ``implementation`` in eager mode, under torch.compile, and with autograd.
 
-    torch.compile does not look into the operator; ``fake`` gives the shapes of its outputs. The operator is registered
-    as ``torch.ops.opendit.NAME``. Compilers, dispatch modes, and tensors that intercept torch's calls (Gemini's) use
-    the registered operator. Plain calls go directly to the implementation, because for a small batch, the dispatcher's
-    Python code would take longer than the kernel. Every device is registered, as Triton's interpreter uses the CPU.
+    The operator is registered as ``torch.ops.opendit.NAME`` for every device. torch.compile does not look into the
+    operator; ``fake`` gives the shapes of its outputs. Compilers, dispatch modes, and tensors that intercept torch's
+    calls (Gemini's) use the registered operator. Plain calls go directly to the implementation. For a small batch, the
+    dispatcher's Python code would take longer than the kernel.
     """
     name = schema.partition("(")[0]
 

@@ -1,8 +1,8 @@
-"""Compute the random bits of opendit/diffusion/random.py with one kernel; in torch, they are about 120 operations.
+"""Compute the random bits of opendit/diffusion/random.py with one kernel. In torch, this takes about 120 operations.
 
 Random number 4 * block + k of a sample is word k of Philox's output for the counter (block, index, step, stream) and
-the key ``seed``. The reference is ``opendit.diffusion.random.random_bits`` on a device without kernels. All arithmetic
-is on integers, so the bits are the same on every device.
+the key ``seed``. The reference is ``opendit.diffusion.random.random_bits`` on a device without kernels. The arithmetic
+is on integers, so all devices give the same bits.
 """
 
 import torch

@@ -6,20 +6,20 @@ With the fused kernels, a block saves 18 tensors of tokens x D:
     attention's projection 1 (for the gate's gradient), residual stream between the branches 1,
     second LayerNorm's output 1 (for fc1), fc1's output 4 (for GELU), GELU's output 4 (for fc2), fc2's output 1
 
-With LoRA on attention and MLPs alone, the gates have no gradients, and neither attention's projection nor fc2's output
-is saved (16 tensors). Without the fused LayerNorm + modulate, a block also saves the normalised input of both
-modulations (20 tensors), which the policies recompute, too. The policies:
+With LoRA on attention and MLPs alone, attention's projection and fc2's output are not saved (16 tensors). Without the
+fused LayerNorm + modulate, a block also saves the normalised input of both modulations (20 tensors); the policies
+recompute these, too. The policies:
 
     norms   recompute the LayerNorms' outputs, in one pass over memory each; 16 tensors are left.
     cheap   also recompute GELU's output, in one pass; 12 are left.
     mlp     also recompute fc1's output, which repeats a ninth of a block's matrix products; 8 are left.
     half    mlp in every other block, cheap in the rest; 10 are left on average.
 
-To recompute complete blocks, with or without their attention, see ``opendit.models.blocks.run_blocks``.
+To recompute complete blocks, with or without attention, see ``opendit.models.blocks.run_blocks``.
 
-Recomputing gives the same bits, with one exception: a LayerNorm's output that the forward pass computes together with
-the residual stream (gate_residual_layernorm_modulate) is recomputed by a different kernel. On a GPU this kernel may sum
-a row in another order, so that a value in half precision sometimes rounds to its neighbour.
+Recomputing gives the same bits, with one exception: another kernel recomputes the LayerNorm's output of
+gate_residual_layernorm_modulate. On a GPU, this kernel may sum a row in another order, so that a value in half
+precision sometimes rounds to its neighbour.
 """
 
 import functools
@@ -42,9 +42,9 @@ from opendit.models.layers import BlockOps, Projection
 class Recomputed:
     """A tensor that ``make(*inputs)`` recomputes, without gradients, under the autocast state at construction.
 
-    An input is a tensor, which stays in memory, or a Recomputed object. ``share`` registers a use of the tensor, and
-    ``take`` returns the tensor for one use. The first ``take`` computes the tensor, and the last frees it, so that
-    ``make`` runs once for several uses. A second backward pass through the same graph computes the tensor again.
+    An input is a Recomputed object, or a tensor that stays in memory. ``share`` registers a use, and ``take`` returns
+    the tensor for one use. The first ``take`` computes the tensor, and the last frees it. A second backward pass
+    through the graph computes the tensor again.
 
     result: the tensor between its first and its last use, else None.
     """
@@ -62,7 +62,7 @@ class Recomputed:
         return self
 
     def take(self) -> Tensor:
-        """Return the tensor. The first of the registered uses computes it, and the last frees it."""
+        """Return the tensor. The first registered use computes the tensor, and the last use frees it."""
         if self.result is None:
             inputs = [i.take() if isinstance(i, Recomputed) else i for i in self._inputs]
             enabled, dtype = self._autocast
@@ -77,8 +77,8 @@ class Recomputed:
 
 
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Attach a :class:`Recomputed` to ``tensor``, the result of make(*inputs), and return ``tensor``. Inputs that have
-    a Recomputed attached are recomputed as well, instead of kept in memory."""
+    """Attach a :class:`Recomputed` to ``tensor``, the result of make(*inputs), and return ``tensor``. Inputs with an
+    attached Recomputed are recomputed, too."""
     if torch.is_grad_enabled():
         made: Any = tensor  # Any, because type checkers know no such attribute of Tensor
         made.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
@@ -86,9 +86,8 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves the :class:`Recomputed` attached to ``tensor``, if any, instead of
-    ``tensor``. The hooks recognise the tensor and its views by their memory address, because autograd passes a new
-    tensor object each time. This costs the host one comparison per saved tensor."""
+    """Return a context in which autograd saves the :class:`Recomputed` of ``tensor``, if any, instead of ``tensor``.
+    Autograd passes a new tensor object each time, so the hooks compare memory addresses."""
     recomputed = getattr(tensor, "recomputed", None)
     if recomputed is None:
         return nullcontext()
@@ -105,8 +104,8 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _as_a_linear_sees(x: Tensor) -> Tensor:
-    """Convert ``x`` to autocast's dtype, as a recomputable tensor. Without this, the linear layer would convert ``x``
-    and save the copy for the backward pass."""
+    """Convert ``x`` to autocast's dtype, as a recomputable tensor. Otherwise the linear layer would convert ``x`` and
+    save the copy."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -125,8 +124,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     joined = ops.linear_gate_residual_layernorm_modulate
     kernel, gelu_kernel = ops.kernel("layernorm_modulate"), ops.kernel("linear_gelu")
     fused = kernel is not None and kernel.keeps == ("x",)
-    # The fused kernel saves only its input. torch's expressions would also save the tensor between norm and modulation,
-    # so checkpoint them.
+    # The fused kernel saves only its input. torch's expressions would also save the normalised tensor, so checkpoint
+    # them.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
     activation = gelu_kernel and gelu_kernel.after_product  # this activation also adds the bias
 
@@ -185,7 +184,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
 def recompute_in(model: DiT, level: str) -> None:
     """Apply policy ``level`` (none, norms, cheap, half or mlp) to the blocks and the final layer of ``model``.
-    ``model`` may be any model with BlockOps. Call this after ``model.use``, which sets the operations to wrap."""
+    ``model`` may be any model with BlockOps. Call after ``model.use``, because ``model.use`` sets the operations to
+    wrap."""
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"
         block.ops = recomputing(block.ops, alternating if level == "half" else level)

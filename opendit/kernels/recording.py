@@ -10,23 +10,23 @@ import torch
 from opendit.common.utils import collection_paused
 
 _ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-_FAILED: list[torch.cuda.CUDAGraph] = []  # graphs of failed recordings, to which torch still refers; see _clear_up
+_FAILED: list[torch.cuda.CUDAGraph] = []  # graphs of failed recordings; see _clear_up
 
 
 T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Interface for recording CUDA graphs. :class:`GraphRecorder` and wrappers around it implement it."""
+    """Interface for recording CUDA graphs, for :class:`GraphRecorder` and wrappers around it."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]: ...
 
 
 class GraphRecorder:
-    """Recorder with a side stream, and one memory pool for all of its recordings.
+    """Recorder with a side stream, and one memory pool for all its recordings.
 
-    Work between recordings must run on the side stream, too. Autograd accumulates a weight's gradient on the stream on
-    which the weight was first used. When recording, this must not be the default stream.
+    Work between recordings must run on the side stream, too. Autograd accumulates a weight's gradient on the stream of
+    the weight's first use. When recording, this stream must not be the default stream.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class GraphRecorder:
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record on this recorder's stream and in its memory pool; see :func:`record`."""
-        if not self._graphs:  # torch frees a memory pool together with its last graph, and later rejects that pool
+        if not self._graphs:  # torch frees a memory pool with the pool's last graph, and later rejects the pool
             self._pool = torch.cuda.graph_pool_handle()
         result, replay = record(work, self._stream, self._pool)
         self._graphs.add(cast(Any, replay).__self__)
@@ -54,8 +54,8 @@ class GraphRecorder:
 def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[T, Callable[[], None]]:
     """Record the kernels that ``work`` enqueues, without running them.
 
-    Returns the result of ``work``, whose tensors have no values yet, and a function that runs the recorded kernels.
-    Raises RuntimeError if part of ``work`` can't be recorded; the pool can't be used again then.
+    Returns the result of ``work``, with tensors that have no values yet, and a function that runs the recorded kernels.
+    Raises RuntimeError if ``work`` can't be recorded completely; the pool can't be used again then.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
@@ -87,9 +87,9 @@ def end_recordings() -> None:
 
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
-    """Clear the state that torch keeps after a failed capture, because torch regards the capture as still running.
-    Otherwise, memory that another stream has used would never be reused, and drawing random numbers would fail."""
-    _FAILED.append(graph)  # keep the graph alive, because the pinned-memory allocator still queries its streams
+    """Clear torch's state after a failed capture, because torch regards the capture as still running. Otherwise memory
+    of other streams would never be reused, and drawing random numbers would fail."""
+    _FAILED.append(graph)  # the pinned-memory allocator still queries the graph's streams
     with contextlib.suppress(RuntimeError):  # torch raises this error if the capture ended without failure
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

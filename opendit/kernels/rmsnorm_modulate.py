@@ -4,7 +4,7 @@ The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can
 
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
-torch computes scale', whose tensors have few rows. Autograd computes the weight's gradient from the gradient of scale'.
+torch computes scale', because it has few rows. Autograd computes the weight's gradient from the gradient of scale'.
 """
 
 import torch
@@ -50,10 +50,11 @@ def gate_residual_rmsnorm_modulate_reference(
 
 
 def modulation_with_weight(x: Tensor, weight: Tensor | None, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale' (B, D) in fp32, for LayerNorm's kernels with CENTER false.
+    """Return shift and scale' (B, D) in fp32, for LayerNorm's kernels with CENTER false. scale' is the scale with the
+    weight folded in (see the module's docstring).
 
-    fp32 avoids one more rounding of scale', and of each term in the sum that is the weight's gradient. Only torch
-    operations use the weight, because Gemini must be able to intercept its uses. weight None: RMSNorm without weight.
+    fp32 avoids rounding scale' to half precision, and rounding the terms of the weight's gradient. Only torch
+    operations use the weight, because Gemini must intercept its uses. weight None: RMSNorm without weight.
     """
     if weight is None:
         return shift.float(), scale.float()
@@ -74,7 +75,7 @@ def rmsnorm_modulate(
 ) -> Tensor:
     """Compute RMSNorm(x) * (1 + scale) + shift with Triton kernels, differentiable in x, weight, shift and scale.
 
-    weight is (D,) bf16, fp16 or fp32, or None for a norm without weight. For the other arguments and errors, see
+    weight is (D,) bf16, fp16 or fp32, or None for a norm without weight. For all other arguments and errors, see
     :func:`opendit.kernels.layernorm_modulate.layernorm_modulate`; the dtypes of shift and scale may differ.
     """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
@@ -111,8 +112,8 @@ def gate_residual_rmsnorm_modulate(
     """Compute h = x + gate * (branch + bias) and y = RMSNorm(h) * (1 + scale) + shift with Triton kernels.
 
     The operation is differentiable in all seven tensors. For arguments and errors, see :func:`rmsnorm_modulate` and
-    :func:`opendit.kernels.gate_residual.gate_residual`. Returns (h, y), both of x's shape and dtype; y is computed from
-    h after its rounding to that dtype.
+    :func:`opendit.kernels.gate_residual.gate_residual`. Returns (h, y), both of x's shape and dtype. y is computed from
+    the rounded h.
     """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)

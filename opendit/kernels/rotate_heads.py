@@ -6,13 +6,13 @@ With x = q or k, in fp32:
 
     xhat = x / rms(x),  z = xhat * weight,  y_2i = z_2i cos_i - z_2i+1 sin_i,  y_2i+1 = z_2i sin_i + z_2i+1 cos_i
 
-The forward pass reads x once and writes y once. It saves only x, and nothing if there is no norm. The backward pass
-reads x and dy once and writes dx once; g is dy rotated by the opposite angles:
+The forward pass reads x once and writes y once. It saves only x, and nothing without a norm. The backward pass reads x
+and dy once and writes dx once; g is dy rotated by the opposite angles:
 
     dx = rstd * (g * weight - xhat * mean(g * weight * xhat)),  dweight = sum over rows of g * xhat
 
-A row is one head of one token. For a norm of each head, a tile has rows of several tokens, and each row is normalised
-by itself. Across heads, a tile has the rows of one token, which are normalised together.
+A row is one head of one token. For a norm of each head, a tile has rows of several tokens. Across heads, a tile has all
+rows of one token, and they share one norm.
 
 :func:`join_heads`, for sampling, also writes queries, keys and values of several streams into one sequence.
 """
@@ -71,8 +71,8 @@ def forward_launch(size: int, across: bool) -> Launch:
 
 
 def backward_launch(size: int, across: bool) -> Launch:
-    """Return the launch shape of the backward kernel: the forward shape with 32 tiles per program, because a program
-    sums the weight's gradient over its tiles."""
+    """Return the backward kernel's launch shape: the forward shape with 32 tiles per program, because a program sums
+    the weight's gradient over its tiles."""
     return replace(forward_launch(size, across), tiles=32)
 
 
@@ -139,7 +139,7 @@ def _load_weight(ptr, head, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS:
 
 @triton.jit
 def _sums(x, ACROSS: tl.constexpr):
-    """Return sums over the channels that are normalised together: the complete tile if ACROSS, otherwise each row."""
+    """Return sums over the channels of one norm: the complete tile if ACROSS, otherwise each row."""
     if ACROSS:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
     else:
@@ -311,8 +311,8 @@ def fits_across(num_heads: int, head_dim: int) -> bool:
 
 
 def in_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x with unit stride in the last dimension, and UNIT, a divisor of the head size and of all strides. UNIT is
-    the number of values in 16 bytes if this is a divisor, otherwise 1."""
+    """Return x with unit stride in the last dimension, and UNIT. UNIT is the number of values in 16 bytes if this
+    number divides the head size and all strides, otherwise 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     unit = 16 // x.element_size()
     return x, 1 if any(size % unit for size in (x.shape[-1], *x.stride()[:3])) else unit
@@ -324,8 +324,8 @@ def strides_of(x: Tensor, unit: int) -> list[int]:
 
 
 def pointer_of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """Return the table as a pointer argument, and the distance, in rows, from one sample's table to the next. The
-    distance is 0 if all samples share one table, or if there is no table."""
+    """Return the table as a pointer argument, and the distance in rows between two samples' tables. The distance is 0
+    without a table, or if all samples share one."""
     if table is None:
         return other, 0
     if table.stride()[-3:] != (2 * table.shape[-2], 2, 1):
@@ -494,7 +494,7 @@ def rotate_heads(
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """Queries, keys and values of one stream, which is the tokens of a caption or of media.
+    """Queries, keys and values of one stream: the tokens of a caption or of media.
 
     q: (B, n, H, d). k, v: (B, n, K, d). q_weight, k_weight: weights (d,) of RMSNorm; None: no norms. table: cosines and
     sines, see :func:`rotate_heads`; None: no rotation.
@@ -556,10 +556,9 @@ def _join_heads_kernel(
 def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (B, N, H, d), k and v (B, N, K, d) of all streams, joined in order, computed by a Triton kernel.
 
-    q and k of a stream are normalised if the stream has weights, and rotated if it has a table. One launch per stream
-    reads and writes each value once; torch would write q and k twice and copy v. The result is not differentiable:
-    training uses torch, because a concatenation's backward pass costs nothing. Raises ValueError if shapes, dtypes or
-    devices don't fit.
+    q and k are normalised if the stream has weights, and rotated if it has a table. One launch per stream reads and
+    writes each value once. The result is not differentiable: training uses torch, because a concatenation's backward
+    pass costs nothing. Raises ValueError if shapes, dtypes or devices don't fit.
     """
     first = streams[0]
     (B, _, H, d), K = first.q.shape, first.k.shape[2]

@@ -1,7 +1,8 @@
 """Kernels for the start and the end of a sampling step, without gradients.
 
-``embed_patches`` turns the sampler's state into tokens, ``take_step`` and ``gather_rows`` read each sample's row
-from tables, and ``guided_update`` applies guidance and the sampler's update to the network's output."""
+``embed_patches`` turns the sampler's state into tokens. ``take_step`` and ``gather_rows`` read rows of tables for each
+sample. ``guided_update`` applies guidance and the sampler's update to the network's output.
+"""
 
 import math
 from typing import cast
@@ -57,7 +58,7 @@ def _embed_patches_kernel(
     y = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     VALUES: tl.constexpr = C * PT * PH * PW
     for first in range(0, VALUES, 16):
-        # The values of a patch are in the order of the convolution's weight: channel, frame, row, column.
+        # The values of a patch have the order of the convolution's weight: channel, frame, row, column.
         inside = first + tl.arange(0, 16)
         c, dt = inside // (PT * PH * PW), inside // (PH * PW) % PT
         dh, dw = inside // PW % PH, inside % PW
@@ -82,12 +83,11 @@ def embed_patches(
 ) -> Tensor:
     """Compute y = patches(s x) W^T + bias + positions, (copies * B, N, D) in W's dtype: B samples' tokens, repeated.
 
-    The kernel rounds patches to W's dtype. Sums are fp32 and rounded once. Both halves of a guided batch start with the
-    same tokens, so the kernel computes these once and writes them twice.
+    The kernel rounds patches to W's dtype. Sums are fp32 and rounded once. Both halves of a guided batch start with
+    the same tokens. So the kernel computes the tokens once and writes them twice.
 
     Args:
-        x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous: the sampler's state. Its sides are divisible by the
-            patch's.
+        x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous: the sampler's state. Sides are divisible by the patch's.
         weight: weight (D, C, *patch) of the patch convolution, bf16, fp16 or fp32.
         bias: (D,).
         positions: (1, N, D) or (N, D), any of these dtypes; None: no positions are added.
@@ -172,8 +172,8 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     """Return ``table.index_select(0, rows)``. table: (R, W), may be a slice of columns; rows: (n,) int64.
 
-    The kernel suits a few wide rows, such as DiT-XL/2's modulations with 195,840 values. For 16 of them on an H200,
-    torch's kernel took 17 us, four times the time of the memory traffic.
+    The kernel suits a few wide rows. For 16 rows of 195,840 values (DiT-XL/2's modulations) on an H200, torch's kernel
+    took 17 us, four times the time of the memory traffic.
     """
     out = torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device)
     _gather_rows_kernel[(-(-table.shape[1] // WIDTH), len(rows))](
@@ -182,7 +182,7 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-MOST_OLD, MOST_NEW = 3, 2  # maximum lengths of ``old`` and ``new``; the kernel has as many pointers for each
+MOST_OLD, MOST_NEW = 3, 2  # maximum lengths of ``old`` and ``new``, and numbers of pointers in the kernel
 
 # -------------------------------------------------------------------------------------------------- guidance and update
 
@@ -225,7 +225,7 @@ def guided_update_reference(
         into.copy_(value)
 
 
-BLOCK = 256  # values of one sample that a program processes
+BLOCK = 256  # values of one sample per program
 
 
 @triton.jit
@@ -260,7 +260,7 @@ def _guided_update_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < size
     c, t, h, w = place // (T * H * W), place // (H * W) % T, place // W % H, place % W
-    # Position of the value in ``tokens``: (token; frame, row and column in the patch; channel).
+    # position of the value in ``tokens``: (token; frame, row and column in the patch; channel)
     token = (t // PT * (H // PH) + h // PH) * (W // PW) + w // PW
     inside = ((t % PT * PH + h % PH) * PW + w % PW) * OUT + c
     row = tl.cast(sample, tl.int64) * tokens * (PT * PH * PW * OUT)
@@ -305,10 +305,10 @@ def guided_update(
         o = u + g (c - u) in guided channels, o = c in other channels
         new_j = sum_i a[b, j, i] old_i + a[b, j, n] o + a[b, j, n + 1] noise
 
-    c and u are the conditional and the unconditional prediction. The samplers' updates are linear in their state old_i,
-    o and noise, with coefficients a and guidance g for each sample b. With a learned variance (Nichol, Dhariwal 2021,
-    eq. 15), the noise's coefficient in new_0 is exp(p + q v), where v is the second half of the network's output
-    channels. The computation is fp32 and element-wise, so outputs may overwrite inputs.
+    c and u are the conditional and the unconditional prediction. Sample b has the coefficients a[b] and the guidance g.
+    With a learned variance (Nichol and Dhariwal 2021, equation 15), the noise's coefficient in new_0 is exp(p + q v). v
+    is the second half of the network's output channels. The computation is fp32 and element-wise, so outputs may
+    overwrite inputs.
 
     Args:
         tokens: (B or 2 B, N, prod(patch) * outputs), bf16, fp16 or fp32, contiguous: output of the network's last

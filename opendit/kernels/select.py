@@ -23,7 +23,7 @@ class KernelChoice:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ops_note: str
     attention_note: str
-    varlen: VarlenAttention | None = None  # the kernel for samples of unequal length in packs
+    varlen: VarlenAttention | None = None  # kernel for packs of samples with unequal lengths
 
 
 def select_kernels(
@@ -39,7 +39,7 @@ def select_kernels(
 ) -> KernelChoice:
     """Return the kernels for activations of ``dtype`` on ``device``, heads of ``head_dim``, and ``tokens`` per sample.
 
-    If a requested kernel can't be used, its torch reference replaces it, and the note gives the reason.
+    If a requested kernel can't be used, torch's reference replaces the kernel, and the note gives the reason.
 
     Args:
         inference: True if no gradients are needed; this allows operations that save nothing for a backward pass.
@@ -89,7 +89,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
 
 
 def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
-    """Return the switches that are on, apex's kernels, which are not in the kernel table, and a description of both."""
+    """Return the switches that are on, apex's kernels (not in the kernel table), and a description of both."""
     if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
         return set(), (), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
     norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"
@@ -111,7 +111,7 @@ def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
 def _apex_layer_norm():
     """Return apex's LayerNorm without weights over the last dimension, or None if apex is not installed."""
     try:
-        # Type checkers don't find apex, which is not on PyPI and must be installed by hand.
+        # type checkers don't find apex, because apex is not on PyPI
         from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]
             fused_layer_norm,
         )

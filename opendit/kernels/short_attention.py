@@ -1,8 +1,8 @@
-"""Attention for short sequences, without gradients, also for heads whose size is not a power of two.
+"""Attention for short sequences, without gradients, also for head sizes that are not powers of two.
 
 Training kernels pad a head of size 72 to 128, and spend time on the padding. This kernel divides the head into two
-blocks, 64 + 16, so that it costs as much as one of size 80. Scores, sums and the softmax are fp32; probabilities are
-rounded to the inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
+blocks, 64 + 16. The cost is that of size 80. Scores, sums and the softmax are fp32. Probabilities are rounded to the
+inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
 """
 
 import math
@@ -15,7 +15,7 @@ from opendit.kernels.common import kernels_available, missing, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.models.layers import Attend
 
-# maximum number of tokens; for longer sequences, other kernels are faster, because they have more tiles in flight
+# maximum number of tokens; for longer sequences, other kernels are faster
 LONGEST = 1024
 
 
@@ -29,8 +29,8 @@ class AttentionTiles:
     warps: int
 
 
-# Tiles have 64 keys in both configurations, so that a sample's bits don't depend on the batch size. There are three
-# stages, because with one the kernel causes an illegal memory access on the GPU (Triton 3.6).
+# All tiles have 64 keys, so that a sample's bits don't depend on the batch size. One stage instead of three
+# causes an illegal memory access on the GPU (Triton 3.6).
 FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
 # Maximum number of heads, over all samples, for FEW and for this kernel. For more heads, cuDNN is faster. Measured on
 # an H200 with DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py). 32 heads, one guided picture: FEW 6.1 us, MANY
@@ -47,7 +47,7 @@ def short_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def split_head(size: int) -> tuple[int, int]:
     """Return the widths of the two blocks that cover a head: (64, 16) for size 72, (64, 0) for size 64. A width is 0,
-    or a power of two that is at least 16."""
+    or a power of two from 16 on."""
     main = max(16, next_power_of_2(size + 1) // 2)
     rest = size - main
     return main, 0 if rest <= 0 else max(16, next_power_of_2(rest))
@@ -133,7 +133,7 @@ def _short_attention_kernel(
 
 class ShortAttention:
     """Attention without gradients: :func:`short_attention` if :func:`takes` returns True, else ``otherwise``.
-    Cross-attention to a caption uses ``otherwise``, because the numbers of keys and queries differ."""
+    Cross-attention uses ``otherwise``, because the numbers of keys and queries differ."""
 
     def __init__(self, otherwise: Attend):
         self.otherwise = otherwise

@@ -1,8 +1,8 @@
-"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d); one kernel computes qkv's gradient.
+"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d). One kernel computes qkv's gradient.
 
-torch's backward stacks dq, dk and dv and then copies the stack into qkv's order, which reads or writes 12 activation
-tensors. This kernel writes dq, dk and dv directly to their positions in dqkv, which reads or writes 6. It also computes
-the gradient of the projection's bias:
+torch's backward stacks dq, dk and dv and then copies the stack into qkv's order. It reads or writes 12 activation
+tensors. This kernel writes directly to dqkv, and reads or writes 6. It also computes the gradient of the projection's
+bias:
 
     dqkv[b, n, (s, h, j)] = (dq, dk, dv)[s][b, h, n, j],  dbias = sum over b, n of dqkv
 """
@@ -47,8 +47,8 @@ def _gather_rows(
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows first .. stop of dq, dk or dv to dqkv, and write the sum of these rows to ``total_ptr``, part of a
-    slot. Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once."""
+    """Copy rows first .. stop of dq, dk or dv to dqkv, and write their sum to ``total_ptr``. Strides are in units of
+    UNIT values, so that the compiler knows the alignment and reads 16 bytes at once."""
     cols = column + tl.arange(0, BLOCK)
     inside = (cols // HEAD) * (head_stride * UNIT) + cols % HEAD
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -142,7 +142,7 @@ def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tup
 
 
 def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Float8, Tensor | None]:
-    """Return dqkv (B, N, 3 D) in e5m2 from dq, dk, dv (B, H, N, d), and dbias (3 D,) in the dtype ``sums``, or None."""
+    """Return dqkv (B, N, 3 D) in e5m2 from dq, dk, dv (B, H, N, d), and dbias (3 D,) or None, in dtype ``sums``."""
     grads = _of_one_layout(dq, dk, dv)
     B, H, N, d = dq.shape
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
@@ -165,7 +165,7 @@ _gather_op = operator(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Split qkv into views, which no registered operator may do, because it must not return views of its inputs."""
+    """Split qkv into views. A registered operator must not return views of its inputs."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):
@@ -179,11 +179,11 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D); one Triton kernel computes the gradient of qkv.
+    """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D). One Triton kernel computes the gradient of qkv.
 
-    qkv is contiguous, bf16, fp16 or fp32. ``bias`` (3 D,), any of these dtypes: the bias that the caller has already
-    added to qkv without gradients. The kernel computes its gradient. Pass None if autograd computes this gradient.
-    Raises ValueError if shapes, dtypes or devices don't fit.
+    qkv is contiguous, bf16, fp16 or fp32. bias (3 D,), any of these dtypes: the bias that the caller has added to qkv
+    without gradients. The kernel computes the bias's gradient. Pass None if autograd computes it. Raises ValueError if
+    shapes, dtypes or devices don't fit.
     """
     if qkv.dim() != 3 or qkv.shape[-1] % (3 * num_heads):
         raise ValueError(f"qkv must be (B, N, 3 D) with D divisible by {num_heads} heads, not {tuple(qkv.shape)}")

@@ -26,7 +26,7 @@ def swiglu_reference(x: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-# A program has only one tile, because these kernels compute no sums over tiles. The backward pass holds twice as many
+# A program has one tile, because these kernels compute no sums over tiles. The backward pass holds twice as many
 # tensors in registers, so its tiles have half as many rows.
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=16, tiles=1, warps=4)

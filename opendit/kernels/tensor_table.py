@@ -1,9 +1,10 @@
 """Tables for kernels that process many tensors in one launch, and access to tensors in host memory.
 
-The address table holds the tensors' addresses. The block table lists the tensor and the block that each program
-processes. State may be in host memory, as rows of one tensor. To the addresses of row k of the state, a kernel adds
-``shift + k * stride`` bytes. This offset is 0 for direct access (:class:`InPlace`). Otherwise it is the distance from
-the host memory to a ring buffer in device memory (:class:`Staged`)."""
+The address table has the tensors' addresses. The block table lists the tensor and the block of each program. State may
+be in host memory, as rows of one tensor. A kernel adds ``shift + k * stride`` bytes to the addresses in row k of the
+state. This offset is 0 for direct access (:class:`InPlace`). For a ring buffer in device memory (:class:`Staged`), it
+is the distance from the host memory to the buffer.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 def block_table(counts: Tensor) -> Tensor:
-    """Return :attr:`BlockTable.blocks`, on the host, for tensors that have these numbers of blocks."""
+    """Return :attr:`BlockTable.blocks`, on the host, for tensors with these block counts."""
     tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
     first = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
     return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).int()
@@ -45,11 +46,11 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 class BlockTable:
-    """Division of tensors with ``sizes`` elements into blocks of ``block`` elements; a tensor's last may be shorter.
+    """Division of tensors (``sizes`` elements) into blocks of ``block`` elements. A tensor's last block may be shorter.
 
     Attributes:
         blocks: (blocks, 2) int32 on the device: for each block, the tensor's number and the block's number in it.
-        first: number of the first block of each tensor, and at the end the number of all blocks.
+        first: index of each tensor's first block, and at the end the number of all blocks.
     """
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device):
@@ -59,7 +60,7 @@ class BlockTable:
 
 
 class AddressTable:
-    """A table (1 + rows, tensors) int64 on the device: sizes in the first row, addresses in the others, 0 for no
+    """A table (1 + rows, tensors) int64 on the device: sizes in the first row, addresses in later rows, 0 for no
     tensor. ``table`` is the table as of the last :meth:`refresh`."""
 
     table: Tensor
@@ -77,11 +78,11 @@ class AddressTable:
 def check_tensors_fit(
     tensors: Sequence[Tensor], name: str, masters: Sequence[Tensor], dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Return ``tensors``, detached, if a kernel can access them together with ``masters``.
+    """Return ``tensors``, detached, if a kernel can access them and ``masters`` in one launch.
 
     Raises:
-        ValueError: a tensor is not contiguous, has another size than its master or another dtype than ``dtype``, or is
-            neither on the masters' device nor in pinned host memory.
+        ValueError: a tensor is not contiguous, does not have its master's size or ``dtype``, or is neither on the
+            masters' device nor in pinned host memory.
     """
     tensors, device = [tensor.detach() for tensor in tensors], device_of(masters)
     if len(tensors) != len(masters):
@@ -99,7 +100,7 @@ def check_tensors_fit(
 
 
 def device_of(masters: Sequence[Tensor]) -> torch.device:
-    """Return the device whose kernels access the masters: the GPU if one of them is on a GPU."""
+    """Return the device with kernels that access the masters: a GPU if any master is on a GPU."""
     return next((master.device for master in masters if master.device.type != "cpu"), masters[0].device)
 
 
@@ -125,9 +126,9 @@ class InPlace:
 
 
 class Staged:
-    """Access through a ring buffer of ``depth`` parts, of ``part`` blocks each, in device memory.
+    """Access through a ring buffer of ``depth`` slots, with ``part`` blocks each, in device memory.
 
-    While the kernel processes one part of the state, other streams copy the next parts in and the previous part back.
+    While the kernel processes one slot, other streams copy the next blocks in and the previous blocks back.
 
     Args:
         rows: the state, (rows, elements) fp32 in host memory, pinned if the kernel's device is a GPU.
@@ -161,8 +162,8 @@ class Staged:
         return self._ring.nbytes
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """Launch a kernel for each part of blocks ``first`` .. ``last`` - 1. When the current stream has finished, the
-        last parts may still be in transit to the host; see :meth:`finish`."""
+        """Launch kernels for blocks ``first`` .. ``last`` - 1, slot by slot. Afterwards, the last copies to the host
+        may still be in transit; see :meth:`finish`."""
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list[Any] = []
         if self._coming is not None and self._going is not None:
@@ -182,7 +183,7 @@ class Staged:
             gone.append(self._copy(self._going, computed, here, there))
 
     def finish(self) -> None:
-        """Make the host wait until the last part is copied back."""
+        """Make the host wait until everything is copied back."""
         if self._going is not None:
             self._going.synchronize()
 

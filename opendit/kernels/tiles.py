@@ -1,4 +1,4 @@
-"""Device functions that the row kernels share.
+"""Device functions for the row kernels.
 
 A row of D columns is held as two blocks, main and tail (common.split_width). If there is no tail (TAIL = 0), arguments
 and results for the tail hold the main block and are not used. Values are fp32 between load and store.
@@ -61,8 +61,8 @@ def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Load a tile of a contiguous (rows, D) tensor as fp32; elements outside the tensor are zero. The load marks the
-    tile for early eviction from the L1 cache, because a tile is read only once."""
+    """Load a tile of a contiguous (rows, D) tensor as fp32; elements outside the tensor are zero. The tile is evicted
+    early from the L1 cache, because it is read only once."""
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     return tl.load(ptr + row * D + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
@@ -125,9 +125,8 @@ def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS
 
 @triton.jit
 def row_sums(x, ROWS: tl.constexpr):
-    """Return the sums of a tile's rows, (ROWS, 1); a scalar for a tile of one row. The sum of a single row is a scalar,
-    because adding (1,) tensors of the main and the tail block would need a conversion of layouts: 84 warp shuffles for
-    a row of the forward pass instead of 20."""
+    """Return the sums of a tile's rows, (ROWS, 1). For one row, return a scalar, because adding (1,) tensors would
+    convert layouts: 84 warp shuffles for a row of the forward pass instead of 20."""
     if ROWS == 1:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
     else:
@@ -137,7 +136,7 @@ def row_sums(x, ROWS: tl.constexpr):
 
 @triton.jit
 def row_sums_of_two(a, b, ROWS: tl.constexpr):
-    """Return the row_sums of two tiles. Both share their barriers, so that the two cost no more barriers than one."""
+    """Return the row_sums of two tiles, with the barriers of one."""
     pair = tl.sum(tl.join(a, b), axis=1)
     if ROWS == 1:
         pair = tl.sum(pair, axis=0)
@@ -246,7 +245,7 @@ def normalize_backward(
 def logistic(power, APPROXIMATE: tl.constexpr):
     """Compute 1 / (1 + 2^power), the sigmoid of -ln(2) * power.
 
-    APPROXIMATE: use the hardware's reciprocal, whose error is at most the last bit of fp32, instead of a division.
+    APPROXIMATE: use the hardware's reciprocal instead of a division. Its error is at most the last bit of fp32.
     """
     denominator = 1.0 + tl.exp2(power)
     if APPROXIMATE:
@@ -260,8 +259,8 @@ def logistic(power, APPROXIMATE: tl.constexpr):
 def gelu_coarse(u, APPROXIMATE: tl.constexpr):
     """Compute GELU(u) in its tanh form, for results that are rounded to few bits.
 
-    APPROXIMATE: use the hardware's tanh, whose error is 2^-11. With an exponential and a reciprocal instead, the
-    hardware units for these functions limited the kernel's speed; with tanh, memory bandwidth limits it.
+    APPROXIMATE: use the hardware's tanh, with an error of 2^-11. Then memory bandwidth limits the kernel, not the units
+    for exponentials and reciprocals.
     """
     if APPROXIMATE:
         z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))
@@ -273,8 +272,7 @@ def gelu_coarse(u, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
-    """Compute sigmoid(2 z) = (1 + tanh(z)) / 2, z = sqrt(2 / pi) * (u + 0.044715 u^3), so that GELU(u) = u * sigmoid(2
-    z)."""
+    """Compute sigmoid(2 z) = (1 + tanh(z)) / 2, z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU(u) is u * sigmoid(2 z)."""
     # The constants express exp(-2 z) as a power of 2.
     return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
@@ -284,8 +282,8 @@ def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Return a program's sample, its first row, and the row after its last. In the packed form, 0 is returned as the
-    sample, because next_segment finds the samples."""
+    """Return a program's sample, its first row, and the row after its last. In the packed form, the sample is 0,
+    because next_segment finds the samples."""
     sample = 0
     if PACKED:
         first = program * CHUNK
@@ -299,8 +297,8 @@ def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constex
 
 @triton.jit
 def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
-    """Return the sample of ``row``, and the end (at most ``stop``) of the rows of this sample. A sample's rows are
-    contiguous, so the end is ``row`` plus the number of its remaining rows in the chunk."""
+    """Return the sample of ``row``, and the end (at most ``stop``) of the sample's rows. A sample's rows are
+    contiguous, so the end is ``row`` plus the number of remaining rows."""
     sample = tl.load(sample_ptr + row).to(tl.int32)
     rows = row + tl.arange(0, CHUNK)
     same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
@@ -319,8 +317,8 @@ def of_sample(ptr, sample, stride):
 @triton.jit
 def power_of_2(largest, TARGET: tl.constexpr):
     """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse. Multiplying by a
-    power of two doesn't round. The factor follows from the exponent's bits, so it is the same in every program and on
-    every device."""
+    power of two doesn't round. The factor comes from exponent bits, so it is the same in every program and on every
+    device."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.maximum(exponent, TARGET + 1)  # keeps both powers normal numbers when ``largest`` is near zero
     factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
@@ -330,7 +328,7 @@ def power_of_2(largest, TARGET: tl.constexpr):
 @triton.jit
 def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
     """Return the float8 factor, a power of two, for the largest of the partial maxima. The first program also stores
-    the inverse of the factor, by which the matrix product is multiplied."""
+    the factor's inverse, for the matrix product."""
     largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
     factor, inverse = power_of_2(largest, TARGET)
     if tl.program_id(0) == 0:
@@ -358,7 +356,7 @@ def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.c
 
 @triton.jit
 def float8_range(value, factor, LIMIT: tl.constexpr):
-    """Return value * factor, clamped to the range of the float8 format. Infinity becomes NaN, because a cast of a
-    clamped infinity would hide the error."""
+    """Return value * factor, clamped to the float8 range. Infinity becomes NaN, because clamping would hide the
+    error."""
     value = value * factor
     return tl.where(tl.abs(value) < float("inf"), tl.clamp(value, -LIMIT, LIMIT), float("nan"))

@@ -169,7 +169,7 @@ class _Gathered:
         data = gathered[0].view(E4M3)[: self._length]
         if out is None:
             return Float8Weight(Float8(data, self._descale), dtype), ()
-        # FSDP2 gathers into one place every time. ``out`` is a view of this memory.
+        # FSDP2 gathers into the same memory every time. ``out`` is a view of it.
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
 
 

@@ -40,7 +40,7 @@ class HardwareModel:
     small: float = 0.69
     attention_half: int = 115  # number of keys at which attention reaches half of these rates
     attention_half_backward: int = 256
-    partial: float = 2.9e12  # like ``attention``, for the kernel that returns log-sum-exps, too
+    partial: float = 2.9e12  # like ``attention``, for the kernel of ring attention
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96
@@ -55,7 +55,7 @@ class HardwareModel:
     copies: float = 270 * GIB  # bytes/s that copy engines transfer while matrix products run
     latency: float = 20e-6  # seconds, latency of a collective or of one hop of a ring
     barrier: float = 5e-6  # seconds, latency of an exchange through symmetric memory
-    # FastSeq: seconds for another rank and direction, to start a copy and to divide products
+    # FastSeq: seconds for every other rank and direction, because of copies and smaller products
     part: float = 10e-6
     group: float = 40e-6  # seconds for each additional group of heads, forward and backward
     tail: float = 0.03  # fraction of a wave of attention that is idle at the end of an additional group of heads

@@ -108,8 +108,8 @@ class Shard:
 class Layout:
     """Shards of a set of parameters on this rank of a mesh.
 
-    The constructor creates process groups, so all ranks must build their layouts in one order. Raises ValueError for a
-    cut that does not assign every index exactly once, or does not fit its group.
+    The constructor creates process groups, so all ranks must build their layouts in the same order. Raises ValueError
+    for a cut that does not assign every index exactly once, or does not fit its group.
 
     Args:
         cuts: every parameter's cuts, outer to inner. Each cut divides the result of the previous cut.
@@ -159,8 +159,8 @@ class Layout:
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
         """Return the full tensor, in new memory, from the shards of all ranks. Call on all ranks that divide the
-        parameter, for all parameters in one order. The result is on the mesh's device, or on the shard's device if no
-        rank communicates."""
+        parameter, for all parameters in the same order. The result is on the mesh's device, or on the shard's device if
+        no rank communicates."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):

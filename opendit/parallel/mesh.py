@@ -50,7 +50,7 @@ class Mesh:
     """A process and its named process groups. :class:`opendit.config.parallel_sizes.ParallelDims` lists the names.
 
     Ranks of a pipeline (``pp``) have different blocks. Ranks of a sequence group (``sp``) have different tokens. Ranks
-    of a tensor-parallel group (``tp``) have different slices of every layer. All these ranks see equal samples.
+    of a tensor-parallel group (``tp``) have different slices of every layer. All these ranks see the same samples.
     Data-parallel ranks see different samples. By default all ranks are data parallel.
 
     A group is created, by all ranks, at its first use, because every group costs start-up time and memory on GPUs.
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's data-parallel index. Ranks with equal indices see equal samples."""
+        """This rank's data-parallel index. Ranks with the same index see the same samples."""
         return self.coordinate("dp")
 
     @property
@@ -295,9 +295,9 @@ _met: tuple[Place, dist.Store] | None = None
 
 
 def meet(place: Place) -> dist.Store:
-    """Wait for all processes of the run and return their common store. Further calls for one place return one store. A
-    single process gets a new store at every call. Raises ValueError if rank 0 can't be reached, its port is taken, or a
-    process does not arrive."""
+    """Wait for all processes of the run and return their common store. Further calls for the same place return the same
+    store. A single process gets a new store at every call. Raises ValueError if rank 0 can't be reached, its port is
+    taken, or a process does not arrive."""
     global _met
     if place.world_size == 1:
         return dist.HashStore()
@@ -402,7 +402,7 @@ Result = TypeVar("Result")
 
 class ControlGroup:
     """Gloo group of all ranks for one thread. Its messages neither wait for the GPU nor mix with training's
-    collectives. All ranks must build their control groups in one order.
+    collectives. All ranks must build their control groups in the same order.
 
     Args:
         patience_minutes: longest time that ranks wait for each other.
@@ -458,7 +458,7 @@ class ControlGroup:
 
 @dataclass(frozen=True)
 class Replica:
-    """A group of ranks that draw one set of samples. All get the latents, and each decodes some of them.
+    """The ranks that draw the same samples. All get the latents, and each decodes some of them.
 
     number, count: index of this replica, and number of replicas.
     leads: True on the rank that writes the files.

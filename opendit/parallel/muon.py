@@ -141,7 +141,7 @@ class Muon:
     @torch.no_grad()
     def orthogonalise(self, shards: Mapping[str, Tensor]) -> None:
         """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Call on all ranks, with
-        equal names."""
+        the same names."""
         settings = self._settings
         if self._ranks == 1:
             orthogonalise([m for name, shard in shards.items() for m in self._matrices(name, shard)], settings.dtype)

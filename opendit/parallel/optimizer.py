@@ -25,7 +25,7 @@ from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
 
-# The values of Colossal-AI's scaler. So fp16 runs skip equal steps under all plugins.
+# The values of Colossal-AI's scaler. So fp16 runs skip the same steps under all plugins.
 INITIAL, GROWTH, BACKOFF, INTERVAL, HYSTERESIS = 2.0**16, 2.0, 0.5, 1000, 2
 LEAST, MOST = 1.0, 2.0**32
 
@@ -206,7 +206,7 @@ class ShardedOptimizer:
 
     ``offload`` stores the averages, or averages and moments, in host memory, page-locked if there is a GPU. Results are
     bitwise equal to those without offload. The step copies moments through a ring buffer of device memory. On an H200,
-    this takes 49 ms for 300 M weights; direct access to host memory takes 57 ms (benchmarks/bench_offload.py).
+    the step of 300 M weights takes 49 ms with the buffer, and 57 ms without (benchmarks/bench_offload.py).
 
     A kernel on a side stream updates the averages during the next passes, and the next step waits for this kernel. If
     masters are in host memory, kernels access them in place, and the host waits for the step. Call :meth:`wait` before

@@ -88,7 +88,7 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Iterator[Action]:
-    """Yield a rank's passes in one direction, in an order common to all ranks. A chunk processes ``ranks``
+    """Yield a rank's passes in one direction, in the same order on all ranks. A chunk processes ``ranks``
     micro-batches, then the next chunk processes them. Backward passes begin with the last chunk."""
     if chunks == 1:
         yield from (Action(forward, 0, number) for number in range(micro_batches))
@@ -100,8 +100,8 @@ def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Itera
 
 
 def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = True) -> list[Action]:
-    """List all forward passes of a rank, and then all backward passes if ``backward``. All ranks get equal lists. Works
-    with any number of micro-batches."""
+    """List all forward passes of a rank, and then all backward passes if ``backward``. All ranks get the same list.
+    Works with any number of micro-batches."""
     directions = (True, False) if backward else (True,)
     return [action for forward in directions for action in _passes(forward, chunks, ranks, micro_batches)]
 
@@ -163,8 +163,8 @@ class Links:
     because a send and a receive in one group could deadlock on a GPU.
 
     Shape and dtype of activations are sent once, before the first activations with a ``key`` (see :func:`execute`).
-    Gradients have the shape and dtype of their activations. All messages of a chunk with equal ``key`` must have equal
-    shapes.
+    Gradients have the shape and dtype of their activations. All messages of a chunk with the same ``key`` must have the
+    same shape.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -244,7 +244,7 @@ def execute(
 
     compute: runs one pass. It takes the received tensor (None if the pass starts from the model's input or from the
     loss), and returns the tensor to send.
-    key_of: maps a micro-batch's number to a key. Activations of micro-batches with equal keys must have equal shapes.
+    key_of: maps a micro-batch's number to a key. Micro-batches with the same key must have activations of one shape.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
     posted: dict[int, tuple[Any, ...]] = {}
@@ -417,8 +417,8 @@ class StageForward:
 
 class PipelineForward:
     """Calls a model as ``model(x, t, y)`` through a pipeline, without gradients, for sampling. Every rank of a pipeline
-    passes equal arguments and gets the result, in fp32. The batch is divided into one micro-batch per rank. Construct
-    on all ranks of the mesh."""
+    passes the same arguments and gets the result, in fp32. The batch is divided into one micro-batch per rank.
+    Construct on all ranks of the mesh."""
 
     def __init__(self, mesh: Mesh, chunks: int):
         self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks

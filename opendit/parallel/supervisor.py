@@ -49,7 +49,7 @@ SILENT = 30.0  # seconds without a message before a warning
 SUSPECT = 2.0  # seconds that a communication error waits for the failure behind it
 LONGEST = 4000  # maximum number of characters of an error message
 
-_numbers = itertools.count()  # index of this process's next watch; all ranks create watches in one order
+_numbers = itertools.count()  # index of this process's next watch; all ranks create watches in the same order
 _alive: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
 
 
@@ -79,8 +79,8 @@ class _Peer:
 
 
 class RankWatch:
-    """One rank's watch over all other ranks. All ranks must create their watches in one order, and ``close`` them after
-    success. Ranks 0 and 1 log which ranks stop sending messages, and when these ranks resume.
+    """One rank's watch over all other ranks. All ranks must create their watches in the same order, and ``close`` them
+    after success. Ranks 0 and 1 log which ranks stop sending messages, and when these ranks resume.
 
     Args:
         place: place of this process in the run.

@@ -4,9 +4,9 @@ This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms
 2022). Between layers, each of P ranks has 1 / P of the tokens. Inside a layer, each has 1 / P of the heads and of the
 MLP's width. Tokens are gathered before a column-parallel layer. Results of a row-parallel layer are reduce-scattered.
 
-All ranks of a group compute one loss of one batch. For divided parameters, a rank computes its slice's complete
-gradient. For replicated parameters, a rank computes one term of the gradient: from its tokens, or from its heads,
-features or experts. :class:`ReplicatedGradients` sums these terms.
+All ranks of a group compute the same loss of the same samples. For divided parameters, a rank computes its slice's
+complete gradient. For replicated parameters, a rank computes one term of the gradient: from its tokens, or from its
+heads, features or experts. :class:`ReplicatedGradients` sums these terms.
 
 Parameters keep their names. :attr:`Part.divided` describes a rank's slices of the canonical tensors.
 """
@@ -415,8 +415,8 @@ class ReplicatedGradients:
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
         """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call before
-        reading the gradients. All ranks of a group must have None for equal parameters. mark_not_finite: True to put a
-        NaN into the gradients of all ranks if a rank's gradients are not finite."""
+        reading the gradients. All ranks of a group must have None for the same parameters. mark_not_finite: True to put
+        a NaN into the gradients of all ranks if a rank's gradients are not finite."""
         for group, replicated in self._groups:
             parts = [g for g, shared in zip(gradients, replicated, strict=True) if shared and g is not None]
             if not parts:

@@ -397,7 +397,7 @@ class _CpuAsCuda(CpuAccelerator):
 
 
 def _keep_chunks_in_one_memory() -> None:
-    """Prevent Gemini from moving shards between "cuda" and "cpu". On a CPU, both names mean one memory."""
+    """Prevent Gemini from moving shards between "cuda" and "cpu". On a CPU, both names mean the same memory."""
     chunk: Any = gemini_chunk.Chunk
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 

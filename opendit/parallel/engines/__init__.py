@@ -1,6 +1,6 @@
 """Training engines: forward, backward, step, and the layout of their state. Each plugin has its engine in one file.
 
-Every plugin stores master weights, moments and EMA in one form. Each rank has one fp32 shard of every parameter.
+Every plugin stores master weights, moments and EMA in the same form. Each rank has one fp32 shard of every parameter.
 ``layout`` maps the shard to slices of the canonical tensor. So a checkpoint from one plugin can be loaded under another
 plugin and on another number of ranks.
 """

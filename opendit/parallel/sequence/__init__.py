@@ -410,8 +410,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing would
-    also work for repeated places, and is slower."""
+    """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing is
+    slower, because it supports repeated places."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor):

@@ -149,8 +149,8 @@ def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the away layout, with one byte per number. All ranks must use one scale. LayerNorm +
-    modulate derives the scale from the samples' modulation, and ranks have equal modulations."""
+    """Bring float8 tokens to the away layout, with one byte per number. All ranks must use the same scale. LayerNorm +
+    modulate derives the scale from the samples' modulation, and all ranks have the same modulation."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -271,7 +271,7 @@ class DirectExchange:
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
-            # A frozen x gets a gradient, too, because all ranks must use equal buffers in the backward pass.
+            # A frozen x gets a gradient, too, because all ranks must use the same buffers in the backward pass.
             x = x.detach().requires_grad_()
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
         parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)

@@ -3,7 +3,7 @@
     x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
 
 A rank receives (P - 1)/P of the sequence (N x D numbers) during the projection, and (P - 1)/P^2 after attention.
-Ulysses sends 4 (P - 1)/P^2: more for P = 2, equally much for P = 3, less for P > 3.
+Ulysses sends 4 (P - 1)/P^2: more for P = 2, the same for P = 3, less for P > 3.
 
 :class:`FastSeq` uses collectives. In :class:`DirectFastSeq`, copy engines transfer inputs and gradients during the
 matrix products:

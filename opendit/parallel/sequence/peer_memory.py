@@ -70,8 +70,8 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 
 class PeerMemory:
-    """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make equal
-    calls in one order. allocate: function that allocates a buffer, as :func:`allocate` does."""
+    """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make the same
+    calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate

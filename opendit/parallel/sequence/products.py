@@ -133,8 +133,8 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     """Prepare the projection ``qkv`` of x (B, n, D). float8: True for products in float8; x must then be an output of
     LayerNorm + modulate.
 
-    In float8 all ranks must use one scale, because one product reads the inputs of all ranks. LayerNorm + modulate
-    computes the scale from the samples' modulation, and ranks have equal modulations.
+    In float8 all ranks must use the same scale, because one product reads the inputs of all ranks. LayerNorm + modulate
+    computes the scale from the samples' modulation, and all ranks have the same modulation.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
