@@ -419,8 +419,8 @@ class FusedStep:
     def momentum(self, momentum: float) -> list[Tensor | None]:
         """Apply momentum to the gradients of Muon's tensors. Call after :meth:`decide`.
 
-        The first moments of these tensors are updated, and their gradients become the matrices to orthogonalise.
-        Returns all gradients. Muon then writes update directions into the gradients, for :meth:`update`.
+        The tensors' first moments are updated, and their gradients become the matrices to orthogonalise. Returns all
+        gradients. Muon then writes update directions into the gradients, for :meth:`update`.
         """
         if self.kernels:
             blocks = self._blocks.blocks

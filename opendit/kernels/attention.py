@@ -249,7 +249,7 @@ LONG, TOGETHER = 1024, 4096
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """Attention of segments of unequal length by the kernel of ``package``; see ``opendit.models.segments``.
+    """Attention for segments of unequal length by ``package``'s kernel; see ``opendit.models.segments``.
 
     head_size: size to which heads are padded with zeros. With FlashAttention 4, only the backward pass needs padding.
     """

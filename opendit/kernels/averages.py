@@ -1,7 +1,7 @@
 """Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
 Averages in host memory are updated during the next forward and backward passes. The kernel runs in few programs: enough
-to saturate the slow link to the host, with most multiprocessors left free. Results equal those of
+to saturate the slow link to the host, with most multiprocessors left free. Results equal the results of
 :class:`opendit.kernels.adamw_ema.FusedStep` bit for bit.
 """
 

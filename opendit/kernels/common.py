@@ -218,7 +218,7 @@ def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
     width = rows
     while width > 0:
         step = (width + WAYS - 1) // WAYS
-        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each of WAYS intervals of ``step`` rows
+        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of every interval of ``step`` rows
         before = tl.load(sample_ptr + last, mask=last < low + width, other=2147483647) < sample
         found = low + step * tl.sum(before.to(tl.int32), axis=0)
         width = tl.minimum(step - 1, low + width - found)

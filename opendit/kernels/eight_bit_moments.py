@@ -179,7 +179,7 @@ class DecodedMoments:
     Args:
         moments: first and second moment of each tensor. Moments in fp32 are not copied.
         block: elements per program.
-        kernels: True to use kernels; None: use them where they are available.
+        kernels: True to use kernels; None: where available.
 
     Attributes:
         views: both moments of each tensor in fp32. All groups use one memory, so only the last decoded group is valid.

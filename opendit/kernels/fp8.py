@@ -174,7 +174,7 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
     The result is fp32, with up to PARTIALS elements. Its maximum is the amax of all values, or of a sample.
 
     Args:
-        bias: (D,); return upper bounds of |GELU(x + bias)| instead of maxima of |x|.
+        bias: (D,); return upper bounds of |GELU(x + bias)|, not maxima of |x|.
         exact: read all values instead of a sample.
         normalized: the tensors are shift and scale (B, D); return a bound of LN(x) * (1 + scale) + shift.
     """
@@ -356,7 +356,7 @@ def keep_weights(model: nn.Module) -> int:
         weight: Any = layer.matrix if isinstance(layer, Projection) else None
         if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             stored = cast(weight.detach(), E4M3, exact=True)
-            # cache this value now, because a CUDA graph would compute it at each replay
+            # cache now, because a CUDA graph would compute this value at each replay
             _ = stored.descale_of_columns
             owner: Any = weight
             owner.kept_float8 = KeptWeight(stored, weight.data_ptr(), weight._version)

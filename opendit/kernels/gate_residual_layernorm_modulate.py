@@ -74,7 +74,7 @@ def forward_launch(width: int, element_size: int, row_scales: bool = False) -> L
     """Return the forward kernel's launch shape. Two warps hold gate, shift, scale and two rows of 1,024 + 128 columns
     in registers.
 
-    row_scales: y is float8 with one scale per row. A program then reads all of shift and scale before its first row, so
+    row_scales: y is float8 with one scale per row. A program then reads all of shift and scale before the first row, so
     it processes more rows. One warp needs no barrier to sum a row.
     """
     main = split_width(width)[0]

@@ -1,9 +1,9 @@
 """The registry of kernels: for each operation of a block, the kernels that can replace its torch reference.
 
 Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A row of :data:`KERNELS` is a
-kernel and its properties: float8 or not, whether it replaces the projection, and the activations that it saves.
-:func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. To add a kernel, write a file, a test
-and a benchmark, and add a row here.
+kernel and its properties: float8 or not, whether it replaces the projection, and saved activations. :func:`chosen`
+returns a BlockOps with the kernels that a run's switches turn on. To add a kernel, write a file, a test and a
+benchmark, and add a row here.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,9 +36,8 @@ def _linear_heads(
     x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = unbiased
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
-    # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. Gemini's parameters
-    # intercept torch's calls, so this would fail for them: Gemini fetches a parameter for one call only, despite the
-    # detach().
+    # The matrix product adds the bias at no cost, and the kernel computes only the bias's gradient. With Gemini this
+    # would fail: Gemini fetches a parameter for one call only, despite the detach().
     if bias is None:
         return split_heads(linear.product(x, multiply=multiply), num_heads)
     if torch.overrides.has_torch_function((bias,)):

@@ -34,7 +34,7 @@ class GraphRecorder:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Record on this recorder's stream and in its memory pool; see :func:`record`."""
+        """Record on this recorder's stream and memory pool; see :func:`record`."""
         if not self._graphs:  # torch frees a memory pool with the pool's last graph, and later rejects the pool
             self._pool = torch.cuda.graph_pool_handle()
         result, replay = record(work, self._stream, self._pool)

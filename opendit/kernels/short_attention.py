@@ -1,7 +1,7 @@
 """Attention for short sequences, without gradients, also for head sizes that are not powers of two.
 
 Training kernels pad a head of size 72 to 128, and spend time on the padding. This kernel divides the head into two
-blocks, 64 + 16. The cost is that of size 80. Scores, sums and the softmax are fp32. Probabilities are rounded to the
+blocks, 64 + 16. The cost is as for size 80. Scores, sums and the softmax are fp32. Probabilities are rounded to the
 inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
 """
 

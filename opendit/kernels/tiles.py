@@ -282,8 +282,8 @@ def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Return a program's sample, its first row, and the row after its last. In the packed form, the sample is 0,
-    because next_segment finds the samples."""
+    """Return a program's sample, first row, and the row after the last. In the packed form, the sample is 0, because
+    next_segment finds the samples."""
     sample = 0
     if PACKED:
         first = program * CHUNK

@@ -53,7 +53,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     The ranks of the group ``fsdp`` divide every parameter along dimension 0. Weights of a unit are gathered while the
     preceding unit computes. Gathered weights are freed after each call, or with ``keep_gathered`` after the backward
     pass. Divided experts are gathered separately (``opendit.parallel.experts``). Each block computes its modulation
-    when called, because its weights exist only then.
+    when called, because the block's weights exist only then.
     """
     # The import takes 0.5 s. Sampling does not need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -40,8 +40,8 @@ class Cut:
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
 
     def check(self, shape: tuple[int, ...], ranks: int) -> None:
-        """Raise ValueError unless this cut divides a tensor of this shape among this number of ranks. Every index must
-        belong to exactly one rank."""
+        """Raise ValueError unless this cut divides a tensor of ``shape`` among ``ranks`` ranks. Every index must belong
+        to exactly one rank."""
         if self.dim is not None and not 0 <= self.dim < len(shape):
             raise ValueError(f"{self.group}: a tensor of {len(shape)} dimensions can't be divided along {self.dim}")
         if len(self.ranges) != ranks:
@@ -53,7 +53,7 @@ class Cut:
             raise ValueError(f"{self.group}: the shard ranges {self.ranges} do not hold each of {size} indices once")
 
     def shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's shard of a tensor of ``shape``."""
+        """Return the shape of a rank's shard, for a tensor of ``shape``."""
         length = self.lengths()[rank]
         return (length,) if self.dim is None else (*shape[: self.dim], length, *shape[self.dim + 1 :])
 
@@ -106,7 +106,7 @@ class Shard:
 
 
 class Layout:
-    """Shards of a set of parameters on this rank of a mesh.
+    """This rank's shards of a set of parameters.
 
     The constructor creates process groups, so all ranks must build their layouts in the same order. Raises ValueError
     for a cut that does not assign every index exactly once, or does not fit its group.
@@ -150,7 +150,7 @@ class Layout:
         return self._local[name].take(full)
 
     def replicas(self, name: str) -> list[int]:
-        """Return the ranks with this rank's shard of a parameter, in order, including this rank."""
+        """Return all ranks, in order, with this rank's shard of a parameter."""
         dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
         groups |= set() if name in self._on_every_stage else {"pp"}
         mine = [dims.coordinate(group, self.mesh.rank) for group in groups]

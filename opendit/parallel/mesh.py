@@ -174,8 +174,8 @@ class Mesh:
         return mesh
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the group of this
-        rank's row and the group of its column. Call on all ranks."""
+        """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the groups of this
+        rank's row and column. Call on all ranks."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -265,7 +265,7 @@ def init_mesh(
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
-    """Make these groups and return this rank's group. Every rank is in exactly one group, and must call this function.
+    """Make ``groups`` and return this rank's group. Every rank is in exactly one group, and must call this function.
 
     priority: use high-priority streams on a GPU. Otherwise a running matrix product would delay a collective.
     """

@@ -60,7 +60,7 @@ class LossScale:
         return dict(scale=self.scale.item(), growth=self.growth.item(), hysteresis=self.hysteresis.item())
 
     def load(self, state: dict[str, float]) -> None:
-        """Load the numbers of :meth:`state`, or those of another plugin's scaler without hysteresis."""
+        """Load the numbers of :meth:`state`, or of another plugin's scaler (without hysteresis)."""
         self.scale.fill_(state["scale"])
         self.growth.fill_(int(state["growth"]))
         self.hysteresis.fill_(int(state.get("hysteresis", 0)))

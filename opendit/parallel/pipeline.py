@@ -191,7 +191,7 @@ class Links:
             torch.cuda.synchronize(self.device)
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
-        """Return (process group of a message, global rank of the sender, global rank of the receiver)."""
+        """Return a message's (process group, sender's global rank, receiver's global rank)."""
         first = message.source if message.forward else message.target
         ends = self._members[message.source], self._members[message.target]
         return self._groups[first, message.forward], *ends
@@ -222,7 +222,7 @@ class Links:
         tensor = tensor.detach().contiguous()
         sends = self._sends.setdefault((source, target, message.forward), deque())
         sends.append((dist.isend(tensor, dst=target, group=group), tensor))
-        while len(sends) > IN_FLIGHT:  # limit unfinished sends, because they hold their tensors in memory
+        while len(sends) > IN_FLIGHT:  # limit unfinished sends, because they hold tensors in memory
             sends.popleft()[0].wait()
 
     def finish(self) -> None:

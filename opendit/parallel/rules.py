@@ -35,7 +35,7 @@ def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
 
 
 def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tuple[Slices, ...]:
-    """Return a rank's slices of a canonical tensor of ``shape``, for a group of ``size`` ranks. The local tensor
+    """Return a rank's slices of a canonical tensor of ``shape``. The group has ``size`` ranks. The local tensor
     concatenates the slices along the divided dimension. For example, [q; k; v] has three slices. Raises ValueError if
     the dimension can't be divided evenly."""
     if not 0 <= rank < size:

@@ -102,7 +102,7 @@ class RankWatch:
         self._peers: dict[int, _Peer] = {}  # connections to other ranks, by rank
         self._suspect: tuple[Ending, float] | None = None
         self._all_here, self._listener = threading.Event(), None
-        self._leaving: float | None = None  # time until which this rank waits for answers to its farewell message
+        self._leaving: float | None = None  # time until which to wait for answers to the farewell message
         _alive.add(self)
         key = f"watch/{next(_numbers)}"
         if place.rank == 0:
@@ -298,7 +298,7 @@ class RankWatch:
         now = time.monotonic()
         if now - looked < PING:
             return looked
-        if now - looked > 3 * PING:  # this process itself was stopped, so its peers may not have been silent
+        if now - looked > 3 * PING:  # this process itself was stopped, so peers may not have been silent
             for peer in self._peers.values():
                 peer.heard = now
         for peer in self._peers.values():
@@ -403,7 +403,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Report an error inside this context to all ranks before any cleanup, because cleanup may wait for these
+        """Report an error inside this context to all ranks before any cleanup, because cleanup may wait for other
         ranks."""
         try:
             yield

@@ -280,7 +280,7 @@ class ColumnParallel(Part):
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Multiply the tokens of all ranks by the weight. ``multiply`` is ignored, because the product has a special
-        backward pass. LoRA first reduces this rank's tokens to a few numbers per token, and gathers these numbers."""
+        backward pass. LoRA first reduces tokens to a few numbers per token, and gathers these numbers."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
         if (memory := self.peers(x, weight)) is not None:
             return overlapped_column(x, weight, bias, memory)
@@ -292,9 +292,9 @@ PLAIN = (multiply, unbiased, cublaslt.linear)  # functions that multiply in the 
 
 
 class RowParallel(Part):
-    """Linear layer for this rank's input features (B, P n, in / P) of all tokens. Each rank multiplies its features by
-    its slice of the weight. A reduce-scatter returns the sum for this rank's tokens (B, n, out). The bias is replicated
-    and added to the sum."""
+    """Linear layer for this rank's input features (B, P n, in / P) of all tokens. Each rank multiplies by its slice of
+    the weight. A reduce-scatter returns the sum for this rank's tokens (B, n, out). The bias is replicated and added to
+    the sum."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         own = x[:, : x.shape[1] // self.group.size]
@@ -324,7 +324,7 @@ DIVIDING = (Column, Row, Heads, Expert)
 
 @functools.cache
 def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
-    """Return (number of parameters on one of ``ranks`` ranks, average number of these in a block)."""
+    """Return (number of parameters on one rank, average number per block on one rank)."""
     (shapes, _), rules, found = model_shapes(config), plan_of(config).rules(config), [0, 0]
     for name, shape in shapes.items():
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
@@ -431,8 +431,7 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum ``square_sum`` over the groups, in place. It is this rank's sum of squares of its ``counted``
-        gradients."""
+        """Sum ``square_sum`` over the groups, in place: a rank's sum of squares over ``counted`` gradients."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)
         return square_sum
@@ -463,7 +462,7 @@ LEAST_TOKENS = 1024
 
 
 def overlaps(x: Tensor, weight: Any) -> bool:
-    """Return True if the products of this file support x (B, n, in) and this weight."""
+    """Return True if the products in this file support x (B, n, in) and ``weight``."""
     plain = isinstance(weight, Tensor) and x.dtype == weight.dtype and not has_torch_function((x, weight))
     return plain and x.dim() == 3 and x.shape[1] >= LEAST_TOKENS
 
@@ -471,7 +470,7 @@ def overlaps(x: Tensor, weight: Any) -> bool:
 @not_compiled  # a compiler can't see that other ranks read and write the buffers
 def overlapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, memory: PeerMemory) -> Tensor:
     """Compute x W^T + bias (B, P n, out / P) for the tokens of all ranks. Each rank passes its tokens x (B, n, in) and
-    its slice of the weight (out / P, in). See :func:`opendit.parallel.collectives.column_product`."""
+    slice of the weight (out / P, in). See :func:`opendit.parallel.collectives.column_product`."""
     return _Column.apply(x, weight, bias, memory)
 
 
@@ -597,8 +596,7 @@ def _send(memory: PeerMemory, buffer: Buffer, x: Tensor, own: bool) -> list[Any]
 
 
 def _arriving(memory: PeerMemory, x: Tensor, events: list[Any]) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, tokens (B, n, F) of the rank): first this rank, then every other rank when its tokens have
-    arrived."""
+    """Yield (rank, tokens (B, n, F) of the rank): first this rank, then all others as tokens arrive."""
     yield memory.group.rank, x
     received = _buffer(memory, Buffer.INPUT, x)
     for i, peer in enumerate(reversed(_others(memory))):  # the previous rank's tokens arrive first

@@ -133,7 +133,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Move the module to this rank's device and wrap it.
+        """Move the module to this rank's device, and wrap the module.
 
         Returns:
             model: ``forward`` calls this object. optimizer: ``step`` calls this object. adam: the AdamW object with the
@@ -205,7 +205,7 @@ class Engine(ABC):
     def attach_averages(
         self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> bool:
-        """Ask the optimizer to update these averages in its pass over the masters. ``decays(updates)`` returns the
+        """Ask the optimizer to update ``averages`` in its pass over the masters. ``decays(updates)`` returns the
         decays. Each step increments ``updates``. Return True if the optimizer accepts."""
         return False
 

@@ -19,8 +19,8 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 class FSDPEngine(OnePassEngine):
     """Engine with FSDP2 (``fully_shard``). Each rank stores some rows of every trained parameter, gradient, moment and
-    average, in fp32. FSDP2 gathers weights in the precision of the forward pass. Each of ``dp_replicate`` groups of
-    ranks has a full copy of the model. A single rank stores full weights, as under zero2."""
+    average, in fp32. FSDP2 gathers weights in the precision of the forward pass. ``dp_replicate`` groups of ranks have
+    a full copy each. A single rank stores full weights, as under zero2."""
 
     plugin = "fsdp"
     optimizer: ShardedOptimizer

@@ -55,7 +55,7 @@ class SequenceParallel:
         return cast(SequenceShards, found)
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
-        """Return this rank's shard of a sequence of several token streams with these lengths."""
+        """Return this rank's shard of a sequence of several token streams. lengths: the streams' lengths."""
         exchange = cast(UlyssesRing, self.strategy).attention
         parts = tuple(SharedSequence(self, length) for length in lengths)
         return cast(SequenceShards, SharedStreams(parts, lengths, self.group.size, cast(Any, exchange)))
@@ -142,7 +142,7 @@ def sequence_parallel(
         groups: number of groups into which Ulysses divides a rank's heads; None to choose with the cost model.
         direct: True to use symmetric memory if possible.
 
-    Raises ValueError if this kind, or this number of groups, does not work with the model's number of heads.
+    Raises ValueError if ``kind`` or ``groups`` does not work with the model's number of heads.
     """
     if mesh.sp_size == 1:
         return None
@@ -345,8 +345,7 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices of experts among the tokens of several ranks, before the host knows the number of chosen tokens on this
-    rank."""
+    """Choices of experts, before the host knows this rank's number of chosen tokens. Several ranks have the tokens."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: SharedSequence, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
@@ -383,7 +382,7 @@ class _Pending:
 @functools.lru_cache(maxsize=32)  # the arguments never change if samples are not split over ranks
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
     """Map the received rows to indices in a flattened stack (experts, rows). Received rows are sorted by rank, then by
-    expert. Return the indices and the stack's number of rows, the largest number of rows of any expert."""
+    expert. Return the indices and the stack's row count. The row count is the largest number of rows of any expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:

@@ -143,7 +143,7 @@ class AllToAll:
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
-    """Return (number of frames, number of positions) of the slice ``which`` in the away layout."""
+    """Return the slice's (number of frames, number of positions) in the away layout."""
     frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
     return frames, places
 

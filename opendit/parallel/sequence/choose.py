@@ -80,8 +80,8 @@ class _Costs:
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return the seconds of FastSeq with collectives: the exchange of heads, and the exposed time of the gathers
-        and of the gradients' sum."""
+        """Return the seconds of FastSeq with collectives: the exchange of heads, and the exposed time of gathers and
+        gradient sums."""
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
@@ -97,15 +97,15 @@ class _Costs:
         """Return the seconds of FastSeq with symmetric memory.
 
         The sum has three terms: exposed transfers of inputs and their gradients, the exchange of heads, and additional
-        passes over memory. These passes copy and add rows of tokens, copy weight rows of this rank's heads, and write
-        zeros for other heads in the weight's gradient.
+        passes over memory. These passes copy and add rows of tokens. They also copy weight rows of this rank's heads,
+        and write zeros for other heads in the weight's gradient.
         """
         s, m, P = self.shape, self.hardware, self.ranks
         # seconds to compute q, k, v of one rank's tokens
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
-        # this transfer overlaps with the other products of the backward pass
+        # this transfer overlaps with all other products of the backward pass
         leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)
         exchanged = 2 * self.whole * (P - 1) / P**2 + (P + 2) * m.barrier + 2 * (P - 1) * m.part
         rows = (P + 4) * s.samples * s.tokens * s.hidden / P
@@ -122,7 +122,7 @@ class _Costs:
         return visible + 2 * (groups + 1) * m.latency + self.in_groups(groups, P)
 
     def waves(self, heads: int) -> int:
-        """Return the number of waves of thread blocks in which a card computes attention for this number of heads."""
+        """Return how many waves of thread blocks attention needs for this number of heads."""
         s, m = self.shape, self.hardware
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
@@ -181,7 +181,7 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """Choose how ``ranks`` ranks divide sequences of ``shape``. groups: number of groups of heads of Ulysses; None to
+    """Choose how ``ranks`` ranks divide sequences of ``shape``. groups: number of head groups of Ulysses; None to
     choose. hardware: None for H200s.
 
     Raises ValueError if this kind needs a number of heads that is divisible by the number of ranks, the groups don't

@@ -218,8 +218,8 @@ class _Layer(Layer):
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """In the backward pass, start to copy this rank's inputs to ``Buffer.EVERYONE`` on every rank, including this
-        one. Read the buffer only after the barrier of ``Buffer.GRADIENT``."""
+        """In the backward pass, start to copy this rank's inputs to ``Buffer.EVERYONE`` on all ranks. Read the buffer
+        only after the barrier of ``Buffer.GRADIENT``."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)
@@ -230,8 +230,7 @@ class _Layer(Layer):
         return sample_by_sample(target, shard[:, : self.real(mine)])
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, inputs of the rank's tokens): first this rank, then every other rank when its inputs have
-        arrived."""
+        """Yield (rank, inputs of the rank's tokens): first this rank, then all others as inputs arrive."""
         rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
         for i, peer in enumerate(reversed(self.others)):  # the previous rank's inputs arrive first
@@ -246,7 +245,7 @@ class _Layer(Layer):
         return slots.of[adder][owner][:, : self.real(owner)]
 
     def fetch_gradients(self, like: Tensor) -> Tensor:
-        """Start to fetch the other ranks' terms of this rank's input gradient. Return the tensor (P - 1, B, n, D) that
+        """Start to fetch other ranks' terms of this rank's input gradient. Return the tensor (P - 1, B, n, D) that
         receives the terms."""
         (B, n, D), rank = self.shape, self.memory.group.rank
         found, groups = like.new_empty(len(self.others), B, n, D), []
@@ -276,8 +275,8 @@ def direct_heads(
 
 
 class _OwnProjection(torch.autograd.Function):
-    """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added. Also returns the bias (3
-    h d,) of these heads, because :func:`split_heads` computes its gradient."""
+    """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added. Also returns the heads'
+    bias (3 h d,), because :func:`split_heads` computes its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):

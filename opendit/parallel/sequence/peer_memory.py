@@ -35,7 +35,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.exchange_heads import exchange_heads, send_rows
 from opendit.parallel.collectives import Group
 
-# (q, k, v or one tensor of heads, index of the first of these heads among all H heads)
+# (q, k, v or one tensor of heads, the first head's index among all H heads)
 Part = tuple[tuple[Tensor, ...], int]
 Pair = tuple[Tensor, Tensor]  # (target, source), each (rows, h, d) and contiguous within a row
 
@@ -70,8 +70,8 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 
 class PeerMemory:
-    """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make the same
-    calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
+    """The buffers of one group of ranks. Each buffer is as large as the largest shape so far. All ranks must make the
+    same calls in the same order. allocate: function that allocates a buffer, as :func:`allocate` does."""
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate

@@ -3,9 +3,9 @@
 The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). This module
 determines what ranks send. A strategy determines when.
 
-The *packed* layout of q, k, v is (P, B, n, 3, h, d): n tokens of each of P ranks, with the h = H / P heads of one rank.
-An all-to-all delivers this layout, and FastSeq's projections write it. With one sample, q, k and v are views of the
-packed tensor.
+The *packed* layout of q, k, v is (P, B, n, 3, h, d): n tokens of every rank, with the h = H / P heads of one rank. P is
+the number of ranks. All-to-alls deliver this layout. FastSeq's projections write it. With one sample, q, k and v are
+views of the packed tensor.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Products:
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
         """Convert the weight to the form for all products, to be saved for the backward pass. group: select only the
-        rows of this rank's heads in this group; None for all rows."""
+        rows of this rank's heads in the group; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:

@@ -92,7 +92,7 @@ class _RingAttention(torch.autograd.Function):
         arriving = ring.arriving(kv)
 
         def next_part() -> tuple[int, Tensor]:
-            """Return (the rank whose keys have arrived, gradients of these keys and values from this rank's
+            """Wait for the next keys. Return (rank, gradients of the rank's keys and values from this rank's
             queries)."""
             source, block = next(arriving)
             if not lengths[source] or not q.shape[2]:
@@ -138,8 +138,8 @@ def _flash(q: Tensor) -> bool:
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention output (B, H, N, d) of q (B, H, N, d) over k, v (B, H, M, d), and the log-sum-exp of the
-    scores (B, H, N). The log-sum-exp is fp32 for half-precision inputs."""
+    """Return (output, log-sum-exp) of attention from q (B, H, N, d) to k, v (B, H, M, d). output: (B, H, N, d).
+    log-sum-exp: of the scores, (B, H, N), fp32 for half-precision inputs."""
     if _flash(q):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
         return out, lse
@@ -155,7 +155,7 @@ def attend_part_backward(
     """Return (dq, dk, dv) of attention to these keys. dq is only these keys' term of the gradient. ``out`` (B, H, N, d)
     and ``lse`` (B, H, N) must be the results over all keys."""
     if _flash(q):
-        # seed and offset of dropout, which are not read without dropout
+        # seed and offset of dropout; not read without dropout
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -252,7 +252,7 @@ class Layer:
 
     groups: number of groups of a rank's heads. length: number of tokens of all ranks, without padding. shape: (B, n, D)
     of this rank's tokens. held: tensors that copy engines read. arriving: each group's event, after which its heads
-    have arrived. doutput: each group's output gradient, which may still be arriving.
+    have arrived. doutput: each group's output gradient, possibly still arriving.
     """
 
     memory: PeerMemory
@@ -270,7 +270,7 @@ class Layer:
         return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
 
     def heads_of(self, group: int) -> tuple[int, int]:
-        """Return (index of the first head, number of heads) of a group of this rank's heads."""
+        """Return a group's (index of the first head, number of heads) on this rank."""
         number = self.num_heads // (self.memory.group.size * self.groups)
         return (self.memory.group.rank * self.groups + group) * number, number
 
