@@ -202,8 +202,8 @@ def start(flags: TrainConfig) -> Path | None:
     Raises:
         SystemExit: code 1 if a file could not be written; other codes come from ``Supervisor`` and ``dry_run``.
     """
-    # Imported here, so that a wrong flag is reported without waiting for torch. Garbage collection would only take time,
-    # because imported objects are never garbage.
+    # Imported here, so that a wrong flag is reported without waiting for torch. Imported objects are never garbage, so
+    # collecting it would only take time.
     with collection_paused():
         from opendit.parallel.mesh import init_mesh
         from opendit.parallel.supervisor import Supervisor
