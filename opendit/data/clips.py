@@ -39,6 +39,7 @@ from opendit.data.video_files import (
     UnknownColours,
     choose_reader,
     colours_of,
+    crop_of,
     decoded,
     look_up,
     open_container,
@@ -438,7 +439,7 @@ def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size:
     try:
         with name_for_ffmpeg(path) as name, open_container(name) as container:
             stream = video_stream(container)
-            geometry, to_rgb = Geometry(stream), ToRgb()
+            geometry, to_rgb = Geometry(stream, crop_of(name, container, stream)), ToRgb()
             stream.codec_context.thread_count = 1
             for count, frame in enumerate(decoded(container, stream), 1):
                 if count - 1 in wanted:

@@ -1,4 +1,4 @@
-"""Read headers of clips: check tables before FFmpeg uses them, and count frames of animations.
+"""Read headers of clips: check tables before FFmpeg uses them, find hidden borders, and count frames of animations.
 
 FFmpeg allocates at least 24 bytes for every sample that an MP4's tables declare. So a file of 2 KB can make FFmpeg
 allocate gigabytes, which ends the process. MP4 boxes are named as in ISO/IEC 14496-12, and fields of H.264 as in ITU-T
@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -57,6 +58,17 @@ def problem_of_tables(path: str) -> str | None:
         except ValueError as error:
             return str(error)
     return None
+
+
+def read_movie(file: BinaryIO) -> bytes:
+    """Return the first ``moov`` box of an MP4, up to ``MAX_TABLES`` bytes, or b"" without one.
+
+    Raises OSError, and ValueError for too many boxes."""
+    for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
+        if kind == b"moov":
+            file.seek(begin)
+            return file.read(min(length, MAX_TABLES))
+    return b""
 
 
 class _Parts:
@@ -204,10 +216,38 @@ def _check(kind: bytes, needed: int, room: int) -> None:
         raise ValueError(f"its table {kind.decode()} declares more entries than it holds")
 
 
+def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
+    """Return, for each video track, the crop of its ``clap`` box; None for a track without a valid one."""
+    return [_clean_aperture(*_entry(tables)) for tables in _video_tracks(moov)]
+
+
+def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, int, int] | None:
+    if len(parts.get(b"clap", b"")) < 32:
+        return None
+    fields = struct.unpack_from(">IIIIiIiI", parts[b"clap"])
+    if 0 in fields[1::2]:
+        return None
+    across, down, right, below = (Fraction(a, b) for a, b in zip(fields[::2], fields[1::2], strict=True))
+    width, height = struct.unpack_from(">HH", entry, 24)
+    left, top = int((width - across) / 2 + right), int((height - down) / 2 + below)
+    cut = left, width - int(across) - left, top, height - int(down) - top
+    return cut if min(cut) >= 0 else None
+
+
 def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     for kind, begin, end in _boxes(data, at):
         found.setdefault(kind, data[begin:end])
+    return found
+
+
+def _video_tracks(moov: bytes) -> list[dict[bytes, bytes]]:
+    found = []
+    for kind, begin, end in _boxes(moov):
+        if kind == b"trak":
+            media = _named(_named(moov[begin:end]).get(b"mdia", b""))
+            if media.get(b"hdlr", b"")[8:12] == b"vide":
+                found.append(_named(_named(media.get(b"minf", b"")).get(b"stbl", b"")))
     return found
 
 
@@ -216,6 +256,12 @@ def dolby_profile(entry: bytes) -> int | None:
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
     return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
+
+
+def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
+    _, begin, end = _boxes(tables[b"stsd"], 8)[0]
+    entry = tables[b"stsd"][begin:end]
+    return entry, _named(entry, _VISUAL_SAMPLE_ENTRY)
 
 
 def begins_anew(sample: bytes, length: int) -> bool:
@@ -398,3 +444,58 @@ def _webp(file: BinaryIO) -> Iterator[float]:
 
 
 _WALKS = {"GIF": _gif, "PNG": _png, "WEBP": _webp}
+Crop = tuple[int, int, int, int]  # columns cut off at the left and right, rows cut off at the top and bottom
+_READ = 1 << 16  # bytes read from the start of a Matroska file
+_SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
+_CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # identifiers of the elements, in the order of Crop
+
+
+def container_crop(name: str, container: str, number: int) -> Crop:
+    """Return the borders of video stream ``number`` that the container says to hide, which FFmpeg does not cut off.
+
+    They lie outside an MP4's clean aperture, or are given by the crop fields of a Matroska track. Return zeros if
+    there are none. container: FFmpeg's name of the container."""
+    first = container.split(",")[0]
+    if first not in ("mov", "matroska"):
+        return 0, 0, 0, 0
+    try:
+        with open(name, "rb") as file:
+            if first == "mov":
+                movie = read_movie(file)
+                crops = clean_apertures(movie) if b"clap" in movie else []
+            else:
+                crops = _matroska_crops(file)
+    except (OSError, ValueError, LookupError, StopIteration, struct.error):
+        return 0, 0, 0, 0
+    found = crops[number] if number < len(crops) else None
+    return found or (0, 0, 0, 0)
+
+
+def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
+    data = file.read(_READ)
+    found: list[Crop | None] = []
+    for segment in (inside for kind, inside in _elements(data) if kind == _SEGMENT):
+        for tracks in (inside for kind, inside in _elements(segment) if kind == _TRACKS):
+            for track in (dict(_elements(inside)) for kind, inside in _elements(tracks) if kind == _TRACK):
+                if int.from_bytes(track.get(_KIND, b""), "big") == 1:
+                    video = dict(_elements(track.get(_VIDEO, b"")))
+                    left, right, top, bottom = (int.from_bytes(video.get(kind, b""), "big") for kind in _CROPS)
+                    found.append((left, right, top, bottom))
+    return found
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (identifier, contents) of EBML elements. The last one may be cut off at the end of ``data``."""
+    at = 0
+    while at < len(data):
+        length = 9 - data[at].bit_length()
+        identifier, at = int.from_bytes(data[at : at + length], "big"), at + length
+        if length > 4 or at >= len(data):
+            return
+        length = 9 - data[at].bit_length()
+        size = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
+        at += length
+        if size == (1 << 7 * length) - 1:  # unknown size: the element lasts to the end
+            size = len(data) - at
+        yield identifier, data[at : at + size]
+        at += size

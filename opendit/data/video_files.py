@@ -37,7 +37,7 @@ from opendit.data.colours import (
     of_clip,
     unknown_matrix,
 )
-from opendit.data.container_header import MAX_FRAMES, begins_anew, count_frames, durations_of
+from opendit.data.container_header import MAX_FRAMES, Crop, begins_anew, container_crop, count_frames, durations_of
 from opendit.data.files import TIME_LIMIT
 from opendit.data.picture_file import PictureFile, on_white, opened_picture, upright, upright_size
 
@@ -81,26 +81,36 @@ _MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 class Geometry:
     """Transform from a stream's decoded frames to the frames that players show.
 
-    It stretches pixels that are not square along their longer side, then rotates and mirrors by the display matrix.
-    stream: PyAV stream."""
+    It cuts off ``crop`` (from :func:`container_crop`), stretches pixels that are not square along their longer side,
+    then rotates and mirrors by the display matrix. stream: PyAV stream."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any, crop: Crop = (0, 0, 0, 0)):
+        self.crop = crop
         self.pixel = Fraction(stream.sample_aspect_ratio or 1)
         if not Fraction(1, _MOST_STRETCH) <= self.pixel <= _MOST_STRETCH:
             self.pixel = Fraction(1)
 
     def size(self, frame: Any) -> tuple[int, int]:
-        height, width = self.stretched(frame.height, frame.width)
+        height, width = self._stretched(*self._cut(frame.height, frame.width))
         a, b, c, d = _matrix(frame)
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
+    def declared(self, height: int, width: int) -> int:
+        """Return how many pixels players show for a frame of this coded size."""
+        height, width = self._stretched(*self._cut(height, width))
+        return height * width
+
     def changes_more_than_turns(self, frame: Any) -> bool:
         a, b, c, d = _matrix(frame)
-        return self.pixel != 1 or a * d - b * c < 0
+        return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
     def __call__(self, frame: Any, pixels: np.ndarray) -> np.ndarray:
         """Return the displayed pixels of a PyAV frame. pixels: the decoded ones, (H, W, C) uint8."""
-        pixels = _stretch(pixels, *self.stretched(*pixels.shape[:2]))
+        left, _, top, _ = self.crop
+        height, width = self._cut(*pixels.shape[:2])
+        if (height, width) != pixels.shape[:2]:
+            pixels = pixels[top : top + height, left : left + width]
+        pixels = _stretch(pixels, *self._stretched(height, width))
         a, b, c, d = _matrix(frame)
         # A pixel at (x, y) is shown at (a x + c y, b x + d y).
         if _swaps(a, b, c, d):
@@ -109,7 +119,12 @@ class Geometry:
             across, down = a, d
         return pixels[:: -1 if down < 0 else 1, :: -1 if across < 0 else 1]
 
-    def stretched(self, height: int, width: int) -> tuple[int, int]:
+    def _cut(self, height: int, width: int) -> tuple[int, int]:
+        left, right, top, bottom = self.crop
+        fits = left + right < width and top + bottom < height
+        return (height - top - bottom, width - left - right) if fits else (height, width)
+
+    def _stretched(self, height: int, width: int) -> tuple[int, int]:
         if self.pixel >= 1:
             return height, round(width * self.pixel)
         return round(height / self.pixel), width
@@ -162,6 +177,7 @@ class Contents:
     times: np.ndarray | None
     keys: list[tuple[int, int]]  # (display time, decoding time) of the frames at which decoding can begin
     rate: float  # frames per second according to the container; 0 if unknown
+    crop: Crop  # borders that the container hides
     # True if only :class:`ToRgb` shows the frames as players do: HDR, wide-gamut and transparent frames, and
     # high-definition frames without a named matrix.
     converted: bool = False
@@ -257,6 +273,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
             None if guessed else times,
             sorted(keys),
             float(stream.average_rate or 0),
+            crop_of(name, file, stream),
             bool(colours_of(stream)) or _shows_alpha(stream) or _needs_matrix(context),
         )
 
@@ -334,6 +351,10 @@ def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> boo
     hidden = [packet.shown for packet in packets if packet.hidden]
     stored = [packet.decoded for packet in packets if packet.decoded is not None]
     return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
+
+
+def crop_of(name: str, file: Any, stream: Any) -> Crop:
+    return container_crop(name, file.format.name, [each.index for each in file.streams.video].index(stream.index))
 
 
 def rising_times(times: list[int | None]) -> np.ndarray | None:
@@ -445,7 +466,7 @@ class TorchCodecReader:
             stream = video_stream(file)
             frame = next(file.decode(stream))
             # Files that need more than a rotation are left to another reader.
-            shown = Geometry(stream)
+            shown = Geometry(stream, contents.crop)
             if shown.changes_more_than_turns(frame) or shown.size(frame) != self.size():
                 raise ValueError("frames that are shown otherwise")
 
@@ -478,11 +499,10 @@ class PyAVReader:
         context.thread_count = 1
         self.length = contents.length
         self._coded = context.height, context.width
-        height, width = Geometry(self._stream).stretched(*self._coded)
-        self.declared = height * width
+        self.declared = Geometry(self._stream, contents.crop).declared(*self._coded)
 
     def size(self) -> tuple[int, int]:
-        return Geometry(self._stream).size(next(decoded(self._file, self._stream)))
+        return Geometry(self._stream, self._contents.crop).size(next(decoded(self._file, self._stream)))
 
     def timeline(self) -> Timeline:
         return self._contents.timeline()
@@ -493,7 +513,7 @@ class PyAVReader:
         wanted = self._contents.times[list(indices)].tolist()
         start = max((key for key in self._contents.keys if key[0] <= wanted[0]), default=self._contents.keys[0])
         self._file.seek(start[1], stream=self._stream)
-        geometry, to_rgb = Geometry(self._stream), ToRgb()
+        geometry, to_rgb = Geometry(self._stream, self._contents.crop), ToRgb()
         found, left = {}, set(wanted)
         for frame in decoded(self._file, self._stream):
             if frame.pts in left:

@@ -310,3 +310,28 @@ def test_the_shape_of_pixels_in_the_stream_alone(tmp_path, reader):
     if b"pasp" in data:
         path.write_bytes(data.replace(b"pasp", b"free"))
     assert shown(path, reader).shape == (3, HEIGHT, round(WIDTH * 4 / 3), 3)
+
+
+@pytest.mark.parametrize("reader", HERE)
+@pytest.mark.parametrize("cut", [(0, 0, 0, 0), (3, 5, 2, 9), (8, 8, 0, 0), (0, 0, 36, 30)])
+def test_what_a_container_hides(plain, tmp_path, reader, cut):
+    left, right, top, bottom = cut
+    width, height = WIDTH - left - right, HEIGHT - top - bottom
+    fields = (width, 1, height, 1, left - right, 2, top - bottom, 2)  # offsets of the middles
+    path = with_box(plain, tmp_path / "cut.mp4", struct.pack(">I4sIIIIiIiI", 40, b"clap", *fields))
+    expected = reference(plain)[[0, 7, 20], top : HEIGHT - bottom, left : WIDTH - right]
+    assert np.array_equal(shown(path, reader), expected)
+
+
+@pytest.mark.parametrize("reader", HERE)
+def test_what_a_matroska_file_crops(tmp_path, reader):
+    path = encoded(tmp_path / "plain.mkv", "h264 B")
+    frames = reference(path)[[0, 7, 20]]
+    data = path.read_bytes()
+    # Elements as FFmpeg writes them, and as many bytes with 6 columns and 10 rows cut off; 82 x 62 pixels are shown.
+    known = bytes.fromhex("e08ab08158ba814854b28104" + "55ee8100" + "ec010000000000000200" + "00")
+    cut = bytes.fromhex("e096b08158ba8148" + "54b0815254ba813e" + "54cc810654aa810a" + "ec8100")
+    assert data.count(known) == 1 and len(known) == len(cut)
+    data = data.replace(known, cut)
+    path.write_bytes(data)
+    assert np.array_equal(shown(path, reader), frames[:, : HEIGHT - 10, 6:])
