@@ -23,6 +23,7 @@ from opendit.encoders.video_vae import VideoCodec
 from opendit.encoders.vision import PictureTokens
 from opendit.models.conditioning import Condition, TextCondition, give, give_beside
 from opendit.models.configuration import DiTConfig
+from opendit.models.families.public_config import PublicConfig
 from opendit.sampling.output_files import VideoClip
 
 
@@ -82,6 +83,8 @@ def encode_frames(
     if config.given_frames is None:
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
+        if config.is_video and isinstance(config, PublicConfig):  # whose training takes no --given_frames
+            what, advice = "draws clips of captions alone", "leave it out, or take a model of image to video"
         raise ValueError(f"{flag}: {path} {what}; {advice}")
     assert isinstance(codec, VideoCodec)  # every model of clips has a VideoCodec
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)

@@ -137,6 +137,12 @@ def test_a_size_that_can_not_be_drawn_is_refused_before_the_text_is_encoded(fold
     assert stop.value.code == 2 and re.search(f"--image_size.* ?{fix}", capsys.readouterr().err.strip())
 
 
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_a_model_of_text_to_video_takes_no_first_frame(name, folders):
+    with pytest.raises(ValueError, match="draws clips of captions alone; leave it out, or take a model of im"):
+        opendit.load(folders[name])(PROMPTS[:1], image=np.zeros((8, 8, 3), np.uint8), steps=1, **SIZES[name])
+
+
 def test_text_encoders_in_fewer_bits(folders, tmp_path):
     output, what = tmp_path / "drawn", dict(steps=1, size=64, seed=5, progress=False)
     flags = ["--ckpt", str(folders["flux"]), "--prompt", PROMPTS[0], "--image_size", "64", "--text_precision", "nf4"]

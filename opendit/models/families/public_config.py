@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from opendit.config.names import BUT_ATTENTION
 from opendit.models.blocks import MLPS, BlockSpec
 from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
@@ -123,6 +124,9 @@ class PublicConfig(DiTConfig):
             raise ValueError(f"--fp8: a width of {min(sizes)} is no multiple of 16; leave it out")
         if fp8 and any(block.kv_heads is not None for block in self.spec.blocks):
             raise ValueError("--fp8: does not work with heads that share keys and values; leave it out")
+        if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
+            fix = f"use {BUT_ATTENTION} or --grad_checkpoint"
+            raise ValueError(f"--recompute {recompute}: does not work with {self.family} models; {fix}")
         # The inherited check of FP8 requires all biases. Public models need a bias only before GELU, which ``float8``
         # checks. So skip the inherited check if ``float8`` is True.
         super().check_speed(fp8 and not self.float8, recompute)
