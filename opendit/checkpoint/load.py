@@ -171,9 +171,6 @@ def _another_version(folder: Path) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------ into an engine
-
-
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
     """Load a checkpoint into the engine and the averages. All ranks must call this together. Each rank reads only the
     slices that it holds, whatever plugin and number of ranks wrote the checkpoint. An average whose decay is not in the

@@ -170,9 +170,6 @@ class Merged(Mapping[str, Tensor]):
             parameter.add_(part) if name in self._products else parameter.copy_(part)
 
 
-# ------------------------------------------------------------------------------------------ from OpenDiT runs
-
-
 def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, Tensor]]:
     """Return the products of a checkpoint of a run with --lora, times ``weight``, and the fully trained weights, both
     by OpenDiT's names."""
@@ -185,9 +182,6 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
         if name.endswith(A)
     }
     return products, {name: value for name, value in state.items() if not name.endswith((A, B))}
-
-
-# ------------------------------------------------------------------------------------------ from other programs
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:

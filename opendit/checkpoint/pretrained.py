@@ -280,9 +280,6 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
     ]
 
 
-# ------------------------------------------------------------------------------------------ into a model
-
-
 class FirstWeights:
     """Initial values for any shard of any parameter when training starts from pretrained weights: from the file, from a
     small tensor that the adaptation ``start`` computed, or from the random initialization ``initial``."""

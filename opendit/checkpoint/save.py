@@ -517,8 +517,6 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    # ------------------------------------------------------------------ writing, in a separate thread
-
     def _write(self, files: Files, state: dict[str, Any]) -> None:
         started, step = time.perf_counter(), state["step"]
         final = step_folder(self.folder, step)

@@ -35,9 +35,6 @@ PLACES, PATH_SCALE = 4, 10.0
 SEEDS = {"train": 1, "test": 2}
 
 
-# ------------------------------------------------------------------------------------------ the classifier
-
-
 @dataclass(frozen=True)
 class DigitClassifier:
     """A classifier of digits, in float64. hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features
@@ -136,9 +133,6 @@ def digits_sha256(kind: str) -> str:
     return hash_parts("digits", kind, VERSION, str(constants), *data)
 
 
-# ------------------------------------------------------------------------------------------ real digits
-
-
 @dataclass(frozen=True)
 class RealDigits:
     """Real samples, and the digits and directions that they show."""
@@ -159,9 +153,6 @@ def real_pictures(split: str, count: int | None = None) -> RealDigits:
 
 
 SPLIT_NAMES = {"train": "train", "test": "held out"}
-
-
-# ------------------------------------------------------------------------------------------ requested digits
 
 
 @dataclass(frozen=True)
@@ -195,9 +186,6 @@ def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
     return AskedDigits(torch.tensor([DIGIT_NAMES.index(two[1]) for two in words]))
 
 
-# ------------------------------------------------------------------------------------------ shares of samples
-
-
 def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
     """Return (N,) bool: True if the largest of a sample's logits (N, 10) belongs to the requested digit."""
     return logits.argmax(dim=1).cpu() == asked.digits
@@ -209,9 +197,6 @@ def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
     1)."""
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
-
-
-# ------------------------------------------------------------------------------------------ moving digits
 
 
 @dataclass(frozen=True)

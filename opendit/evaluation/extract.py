@@ -120,9 +120,6 @@ class Features:
     computed: int = 0
 
 
-# ------------------------------------------------------------------------------------------ sources
-
-
 def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) -> Features:
     """Return the features of samples in files. All ranks must call this together."""
     with ThreadPoolExecutor(writer_threads(mesh)) as pool:
@@ -208,9 +205,6 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
         finally:
             for _, pixels in waiting:
                 pixels.cancel()
-
-
-# ------------------------------------------------------------------------------------------ the cache
 
 
 class _Store:

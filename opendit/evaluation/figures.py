@@ -186,9 +186,6 @@ def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
         raise ValueError(f"{name}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------ each metric
-
-
 def _frechet(metric: str, features: str) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
         rows, reference = inputs.of(features), inputs.reference and inputs.reference.gaussian(features, inputs.device)
@@ -303,9 +300,6 @@ _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
     "copies": _copies,
     "clip_score": _clip_score,
 }
-
-
-# ------------------------------------------------------------------------------------------ an evaluation
 
 
 class Measuring:

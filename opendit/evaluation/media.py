@@ -127,9 +127,6 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels
     )
 
 
-# ------------------------------------------------------------------------------------------ arrays
-
-
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a file's pixels, and an array with each sample's caption or class, or None if the file has neither."""
     if path.suffix == ".npy":
@@ -186,9 +183,6 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
         return load()
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{flag} {printable(path)}: can't be read ({error}); write it again") from error
-
-
-# ------------------------------------------------------------------------------------------ files
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:

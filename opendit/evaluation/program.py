@@ -139,9 +139,6 @@ def _show(output: Path, found: list[Measurement]) -> None:
     sys.stdout.flush()
 
 
-# ------------------------------------------------------------------------------------------ --dry_run
-
-
 class NoNetwork(Extractor):
     """Extractor without networks, whose features are zeros. It serves to measure the time of drawing alone."""
 

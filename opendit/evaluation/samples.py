@@ -197,9 +197,6 @@ def name_of(weights: Path) -> str:
     return weights.name
 
 
-# ------------------------------------------------------------------------------------------ the reference
-
-
 @dataclass
 class Reference:
     """Statistics or features of the real pictures or clips that samples are compared with. gaussians: name of the

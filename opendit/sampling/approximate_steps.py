@@ -27,9 +27,6 @@ LOW, HIGH = 1e-2, 1e2  # bounds to which noise levels are clamped before steps a
 ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
-# ------------------------------------------------------------------------------------------------ the plan of the steps
-
-
 class Mode(NamedTuple):
     """The parts of the network that a step evaluates. Steps with different modes are recorded as different CUDA graphs.
 
@@ -109,9 +106,6 @@ def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
     """Return the weights of polynomial (Lagrange) extrapolation from the positions ``known`` to the position ``at``. It
     is exact for polynomials whose degree is lower than the number of positions."""
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
-
-
-# ----------------------------------------------------------------------------------------------------------- the blocks
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
@@ -403,9 +397,6 @@ class FirstBlockStack(BlockStack):
             self.kept[key].copy_(tensor)
         else:
             self.kept[key] = tensor.clone()
-
-
-# ------------------------------------------------------------------------------------------------------------- guidance
 
 
 class ReusedGuidance:

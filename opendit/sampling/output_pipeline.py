@@ -200,8 +200,6 @@ class OutputPipeline:
             pictures = pictures.reshape(len(batch.index), -1, *pictures.shape[1:])
         self._deliver(batch.index, pictures)
 
-    # ------------------------------------------------------------------------------------ CUDA streams, no-ops on a CPU
-
     def _on_side(self, after: Tensor):
         """Return a context in which operations run on the side stream, after those launched on the main stream so far.
         They may read the tensor ``after``."""
@@ -225,9 +223,6 @@ class OutputPipeline:
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
         return host.copy_(pixels, non_blocking=True)
-
-
-# ------------------------------------------------------------------------------------------ several replicas
 
 
 @dataclass

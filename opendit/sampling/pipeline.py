@@ -434,9 +434,6 @@ class Pipeline:
             raise ValueError(f"class {error} (class_names has all)") from error
 
 
-# --------------------------------------------------------------------------------------------------------- the settings
-
-
 @dataclass(frozen=True)
 class DrawSettings:
     """Arguments of a call of :class:`Pipeline`; ``Pipeline.__call__`` describes them."""

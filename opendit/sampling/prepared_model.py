@@ -68,8 +68,6 @@ class PreparedModel:
         self.capacity = len(times)
         self.conditions = 0  # number of conditions, and of table rows of one evaluation
 
-    # ----------------------------------------------------------------------------------------------- before the steps
-
     def condition(self, y: Condition, null: Condition | None) -> None:
         """Prepare for the conditions y of B samples. null: a batch of 1 or B; None without guidance."""
         both = y if null is None else joined((y, null))
@@ -156,8 +154,6 @@ class PreparedModel:
                 else:
                     table.index_copy_(0, rows[some], m[:count])
                 column += width
-
-    # --------------------------------------------------------------------------------------------------- in the steps
 
     @property
     def rows(self) -> Tensor:

@@ -104,8 +104,6 @@ class SampleCache:
     def path(self, part: int) -> Path:
         return self.folder / f"{part:08d}.npy"
 
-    # ------------------------------------------------------------------------------------------ one part
-
     def write(self, part: int, pixels: np.ndarray) -> None:
         """Write pixels (rows, *shape) as a .npy file, followed by a checksum that np.load ignores. Raises OSError."""
         header = self._header(part)
@@ -164,8 +162,6 @@ class SampleCache:
 
     def _digest(self, part: int):
         return hashlib.sha256(f"{self.job.identity} {part} ".encode())
-
-    # ------------------------------------------------------------------------------------------ all parts
 
     def begin(self) -> None:
         """Create the folder and its manifest. Raises OSError."""
@@ -260,9 +256,6 @@ class CacheWriter:
                 return
             del self._open[part]
         cache.write(part, rows)
-
-
-# ------------------------------------------------------------------------------------------ an earlier job's cache
 
 
 @dataclass(frozen=True)

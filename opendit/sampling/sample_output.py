@@ -116,8 +116,6 @@ class SampleOutput:
                     self.cache.remove()
             raise OSError(text) from error
 
-    # ------------------------------------------------------------------------------------------ before the first sample
-
     def _begin(self) -> list[int]:
         """Remove old files, and create the cache. Return its missing parts. Only rank 0 calls this."""
         run, cache, folder = self.run, self.cache, self._folder
@@ -152,8 +150,6 @@ class SampleOutput:
                 space = f"{needed / 2**20:,.1f} MiB are needed, {free / 2**20:,.1f} are free"
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {space}", name)
 
-    # ------------------------------------------------------------------------------------------ while samples are drawn
-
     @contextlib.contextmanager
     def _written(self, missing: list[int]) -> Iterator[ReplicaBatches]:
         """Yield this replica's batches. Threads write the decoded samples to files and to the cache."""
@@ -185,8 +181,6 @@ class SampleOutput:
             replica_batches(run, self.cache, missing, deliver, finish) as batches,
         ):
             yield batches
-
-    # ------------------------------------------------------------------------------------------ after the last sample
 
     def _finish(self) -> None:
         """Write the sheet and the .npz, remove the cache, and print a summary. Only rank 0 calls this."""
@@ -272,9 +266,6 @@ def writer_threads(mesh: Mesh) -> int:
     here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(1, cores // here))
-
-
-# ------------------------------------------------------------------------------------------ the job
 
 
 def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:

@@ -257,9 +257,6 @@ def evaluation_times(
     return [torch.cat(times) for times in seen]
 
 
-# -------------------------------------------------------------------------------------------- the loop of a batch size
-
-
 @dataclass(frozen=True)
 class LoopSettings:
     """Settings that all batches of an engine share. The fields are those of :class:`SamplingEngine`."""

@@ -102,8 +102,6 @@ class Catalog:
         except (OSError, RuntimeError):  # RuntimeError is raised for a loop of links
             return False
 
-    # ------------------------------------------------------------------------------------------ runs
-
     def runs(self) -> list[str]:
         """Return the names of the runs, newest first."""
         folders = reversed(run_folders(self.outputs))
@@ -130,8 +128,6 @@ class Catalog:
             return None
         return path
 
-    # ------------------------------------------------------------------------------------------ grids
-
     def grids(self, run: str) -> list[str]:
         """Return the names of a run's sample grids, in the order of their steps."""
         folder = self.run(run) / "samples"
@@ -151,8 +147,6 @@ class Catalog:
         if file_size(path, self.root) > GRID_BYTES:
             raise ValueError(f"{name} is larger than {GRID_BYTES // MIB} MiB")
         return path
-
-    # ------------------------------------------------------------------------------------------ weights
 
     def sources(self) -> list[str]:
         """Return the names of runs with checkpoints and of the checkpoints named on the command line."""

@@ -61,9 +61,6 @@ element.addEventListener("change", async (event) => {
 """
 
 
-# ---------------------------------------------------------------------------------------------------------- the fields
-
-
 @dataclass
 class WeightsPicker:
     """Fields that choose weights. The fields appear where the picker is created."""
@@ -222,9 +219,6 @@ def connect(weights: WeightsPicker, what: WhatPicker | None, events: list[Callab
         listed.then(follow, inputs, outputs, **PRIVATE)
 
 
-# ------------------------------------------------------------------------------------------------------------ the tabs
-
-
 def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
     """Create the tab Sample, which draws pictures or clips from one checkpoint."""
     with gr.Row():
@@ -325,9 +319,6 @@ def _stopper(page: Page) -> Callable[[gr.Request], None]:
         page.queue.cancel(str(request.session_hash))
 
     return stop
-
-
-# --------------------------------------------------------------------------------------------------------- the samples
 
 
 def sample(stored: StoredSample, columns: int = 1) -> str:

@@ -31,9 +31,6 @@ REFRESH_S = 10
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 
 
-# ----------------------------------------------------------------------------------------------------------- the files
-
-
 def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
     """Return for each of ``METRICS`` the points (step, value, run) of all ``runs``."""
     found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
@@ -147,9 +144,6 @@ def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return a text for each flag that differs between two starts, such as "--lr 0.0001 -> 0.001"."""
     old, new = (flags if isinstance(flags := start.get("flags"), dict) else {} for start in (before, after))
     return [f"--{name} {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
-
-
-# ------------------------------------------------------------------------------------------------------------- the tab
 
 
 def runs_tab(page: Page, blocks: gr.Blocks) -> None:

@@ -105,8 +105,6 @@ class TrainingQueue:
     def has_gpu(self) -> bool:
         return None not in self._gpus
 
-    # ------------------------------------------------------------------------------------------ user actions
-
     def add(self, title: str, config: dict[str, Any]) -> str:
         """Add a run to the queue and return the job's name. Raises Busy if the queue is full, and OSError."""
         with self._lock:
@@ -186,8 +184,6 @@ class TrainingQueue:
         write_whole(path, _yaml(config), root=self.root)
         return path
 
-    # ------------------------------------------------------------------------------------------ status for the user
-
     def names(self) -> list[str]:
         """Return the names of the jobs, newest first, at most MOST_SHOWN."""
         with self._lock:
@@ -231,8 +227,6 @@ class TrainingQueue:
         """Return the last part of the output of the job's program."""
         return tail(self._folder / self._known(name) / OUTPUT, self.root)
 
-    # ------------------------------------------------------------------------------------------ files
-
     def _known(self, name: Any) -> str:
         with self._lock:
             if not isinstance(name, str) or name not in self._jobs:
@@ -266,8 +260,6 @@ class TrainingQueue:
             yield file
         finally:
             os.close(file)
-
-    # ------------------------------------------------------------------------------------------ the queue
 
     def _work(self) -> None:
         while not self._ended.wait(TICK_S):

@@ -47,9 +47,6 @@ LOOK_BYTES = 16 << 20  # maximum size of the contact sheet that "Look" shows
 ERRORS = (ValueError, OSError, Busy)
 
 
-# ------------------------------------------------------------------------------------------------------------ the flags
-
-
 @dataclass(frozen=True)
 class TrainingForm:
     """The fields as a browser sends them. Numbers are text; an empty text means the recipe's value."""
@@ -202,9 +199,6 @@ def _one_of(what: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------------- the tab
-
-
 def train_tab(page: Page, tab: gr.Tab) -> None:
     """Create the content of the tab Train. It is refreshed regularly after a user has first selected the tab."""
     queue, catalog = page.training, page.catalog
@@ -346,9 +340,6 @@ def _number(label: str, min_width: int = 100) -> gr.Textbox:
 
 def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
     return gr.Dropdown(list(choices), value=choices[0], label=label, interactive=True, min_width=120)
-
-
-# ------------------------------------------------------------------------------------------ programs and started runs
 
 
 def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
