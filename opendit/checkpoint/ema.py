@@ -150,9 +150,6 @@ class EMA:
                 model.get_parameter(name).data.copy_(weight)
 
 
-MOST_BYTES = 50 * 10**9  # maximum size of one weights file in bytes
-
-
 @dataclass(frozen=True)
 class Profile:
     """The profile of a power average: its width, and the number of updates so far."""
@@ -244,7 +241,7 @@ def reconstruct(path: Path, width: float) -> Path:
     # The last snapshot is that of the checkpoint itself and has its configuration.
     total = _Sum([weights.state for weights in read], factors.tolist())
     metadata = {"format": "pt", METADATA_KEY: json.dumps(read[-1].info)}
-    return write_weights(output, total, metadata, MOST_BYTES)[0]
+    return write_weights(output, total, metadata)[0]
 
 
 def _state(stored: Path) -> dict[str, Any]:

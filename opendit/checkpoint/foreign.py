@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
-from opendit.checkpoint.tensor_set import WholeTensors, check_shapes, file_size
+from opendit.checkpoint.tensor_set import TensorSet, check_shapes, file_size, open_set
 from opendit.common.hub import folder_name, snapshot_of
 from opendit.common.json_file import MIB, read_json
 from opendit.common.tensor_files import open_safetensors, shapes_in
@@ -273,7 +273,7 @@ class PublishedFolder:
     pipeline: Path | None  # the folder of the pipeline; None if only the folder of a single network is given
     index: dict[str, Any] | None  # the content of model_index.json, or None
     root: Path  # the folder that must contain all files, see _root
-    files: WholeTensors  # the weights by their published names
+    files: TensorSet  # the weights by their published names
     pairs: tuple[Pair, ...]  # (OpenDiT's names, published names, dimension along which the weights are concatenated)
     alone: bool = False  # True if the user named the folder of one of the pipeline's two networks
 
@@ -420,22 +420,12 @@ def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | 
     return index
 
 
-def _open_files(transformer: Path, root: Path) -> WholeTensors:
+def _open_files(transformer: Path, root: Path) -> TensorSet:
     """Map the weight files, and compare their headers with the file sizes and the index."""
-    files = weight_files(transformer, STEM)
-    for file in files:
-        file_size(file, root)
     path = transformer / (STEM + PARTS)
-    place: dict[str, str] = {}
-    if path.is_file():
-        from opendit.common.json_models import read_file
-        from opendit.encoders.schema import INDEX
-
-        file_size(path, root)
-        place = read_file(path, INDEX)["weight_map"]
-        if not place:
-            raise ValueError(f"{path} names no weights")
-    tensors = WholeTensors(path if place else transformer / (STEM + WHOLE), place)
+    for file in [*weight_files(transformer, STEM), *([path] if path.is_file() else [])]:
+        file_size(file, root)
+    tensors = open_set(path if path.is_file() else transformer / (STEM + WHOLE), root)
     tensors.check_floats()
     return tensors
 

@@ -11,31 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.checkpoint.foreign import (
-    TRANSFORMER,
-    expert_of,
-    infer_config,
-    is_published,
-    open_published,
-    read_pickled,
-    read_pipeline,
-    read_published,
-)
+from opendit.checkpoint import foreign, tensor_set
 from opendit.checkpoint.lora import CAPTION_LENGTH, PEFT_FILE, Merged, Products, of_file, of_run
 from opendit.checkpoint.matched import MatchedTensors, fill
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
-from opendit.checkpoint.tensor_set import (
-    TensorSet,
-    check_shapes,
-    check_size,
-    compare,
-    damage,
-    files_of,
-    intact_before,
-    is_set,
-    not_finite,
-    open_set,
-)
 from opendit.common.stages import Background
 from opendit.common.utils import shown
 from opendit.config.architectures import canonical_name as canonical_model
@@ -72,10 +51,9 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     if path.is_file():
         return path
     newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
-    if is_published(path):  # checked first, because its weights may be named like a checkpoint's
-        return next(
-            path / name for name in (PIPELINE_INDEX, f"{TRANSFORMER}/{CONFIG}", CONFIG) if (path / name).is_file()
-        )
+    if foreign.is_published(path):  # checked first, because its weights may be named like a checkpoint's
+        names = (PIPELINE_INDEX, f"{foreign.TRANSFORMER}/{CONFIG}", CONFIG)
+        return next(path / name for name in names if (path / name).is_file())
     if why := unsupported(path):
         raise ValueError(why)
     for folder in (newest, path):
@@ -97,9 +75,9 @@ def folder_of(path: Path) -> Path | None:
     """Return the folder of the public model whose configuration or pipeline index ``path`` is; None for other files."""
     if path.name not in (PIPELINE_INDEX, CONFIG):
         return None
-    alone = path.parent.name != TRANSFORMER or expert_of(path.parent) is not None
+    alone = path.parent.name != foreign.TRANSFORMER or foreign.expert_of(path.parent) is not None
     folder = path.parent if alone else path.parent.parent
-    return folder if is_published(folder) else None
+    return folder if foreign.is_published(folder) else None
 
 
 def _elsewhere(folder: Path) -> str | None:
@@ -152,14 +130,14 @@ def read_info(path: Path) -> dict[str, Any]:
     """Read and check the metadata of an OpenDiT weights file, or derive them from a public model's folder; {} for other
     files. Raises ValueError with one line that names the file and the field."""
     if folder := folder_of(path):
-        return read_published(folder).info
-    if not is_set(path):
+        return foreign.read_published(folder).info
+    if not tensor_set.is_set(path):
         return {}
-    with open_set(path) as tensors:
+    with tensor_set.open_set(path) as tensors:
         return _info(tensors)
 
 
-def _info(tensors: TensorSet) -> dict[str, Any]:
+def _info(tensors: tensor_set.TensorSet) -> dict[str, Any]:
     from opendit.checkpoint.schema import checked_metadata  # imports pydantic, so only when weights are read
 
     text = tensors.metadata.get(METADATA_KEY)
@@ -189,7 +167,7 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
     def fix() -> str:
         which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
-        earlier = intact_before(path.parent, lambda folder: _damaged_part(weights_in(folder, which), 0, 1))
+        earlier = tensor_set.intact_before(path.parent, lambda folder: _damaged_part(weights_in(folder, which), 0, 1))
         return f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
 
     raise ValueError(f"{problem}; {group.gather(fix() if group.mesh.is_main else None)[0]}")
@@ -214,15 +192,15 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 def _damaged_part(path: Path, part: int, parts: int) -> str | None:
     """Describe how part ``part`` of ``parts`` of the files at ``path`` differs from the folder's manifest; None if
     nothing differs or there is no manifest."""
-    if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
+    if not tensor_set.is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
-    if problem := damage(path.parent, part, parts, only=[path.name]):
+    if problem := tensor_set.damage(path.parent, part, parts, only=[path.name]):
         return problem
     try:
-        if problem := damage(path.parent, part, parts, only=files_of(path)):
+        if problem := tensor_set.damage(path.parent, part, parts, only=tensor_set.files_of(path)):
             return problem
         if path.name.endswith(SHARDS):
-            with open_set(path) as tensors:
+            with tensor_set.open_set(path) as tensors:
                 tensors.check_files(part, parts)
     except (ValueError, OSError) as error:
         return str(error)
@@ -232,26 +210,27 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 def _read_part(path: Path, part: int, parts: int) -> Weights:
     """Read weights, and check part ``part`` of ``parts`` of their tensors."""
     if published := folder_of(path):
-        return read_published(published)
+        return foreign.read_published(published)
     if path.name == PIPELINE_INDEX:
-        return refuse_unless_finite(read_pipeline(path.parent), part, parts)
-    if not is_set(path):
-        state, num_classes = read_pickled(path)
+        return refuse_unless_finite(foreign.read_pipeline(path.parent), part, parts)
+    if not tensor_set.is_set(path):
+        state, num_classes = foreign.read_pickled(path)
         return refuse_unless_finite(Weights(state, path, num_classes=num_classes), part, parts)
-    tensors = open_set(path)
+    tensors = tensor_set.open_set(path)
     tensors.check_floats()
     tensors.check_files(part, parts)
     weights = Weights(tensors, path, _info(tensors))
     if weights.config is not None and "lora" not in weights.info:
-        check_shapes(weights.config, tensors.shapes, path)
+        tensor_set.check_shapes(weights.config, tensors.shapes, path)
     return refuse_unless_finite(weights, part, parts)
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
     """Return ``weights``. Raises ValueError if a tensor in part ``part`` of ``parts`` holds a NaN or an infinity."""
     state = weights.state
-    tensors = state.as_stored(part, parts) if isinstance(state, TensorSet) else list(state.items())[part::parts]
-    if name := next((name for name, tensor in tensors if not_finite({name: tensor})), None):
+    stored = isinstance(state, tensor_set.TensorSet)
+    tensors = state.as_stored(part, parts) if stored else list(state.items())[part::parts]
+    if name := next((name for name, tensor in tensors if tensor_set.not_finite({name: tensor})), None):
         raise ValueError(
             f"{weights.path}: {name} holds values that are not finite (NaN or infinity); take an earlier checkpoint"
         )
@@ -304,7 +283,7 @@ class FirstWeights:
 
 def read_shard(state: Mapping[str, Tensor], name: str, shard: Shard) -> Tensor:
     """Read only a shard of a file's tensor, in its stored dtype. The result may be a view of the file."""
-    return state.read(name, shard) if isinstance(state, TensorSet) else shard.take(state[name])
+    return state.read(name, shard) if isinstance(state, tensor_set.TensorSet) else shard.take(state[name])
 
 
 def load_state(
@@ -322,7 +301,7 @@ def load_state(
         return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()} | (layout.shapes if layout else {})
-    compare(shapes, weights.shapes, weights.path)
+    tensor_set.compare(shapes, weights.shapes, weights.path)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             shard = shards.get(name)
@@ -380,7 +359,7 @@ def load_pretrained(
             if name is None:
                 raise ValueError(f"{weights.path} does not say which model it is; name it with --model, e.g. DiT-XL/2")
             weights.num_classes = num_classes or weights.num_classes
-            config = infer_config(weights.state, name, weights.path, weights.num_classes)
+            config = foreign.infer_config(weights.state, name, weights.path, weights.num_classes)
         else:
             check_name(weights, name)
         with stage("model: built"):
@@ -427,7 +406,7 @@ def check_name(weights: Weights, name: str | None) -> None:
 
 def _base_of(added: Weights) -> Weights:
     base = Path(added.info["lora"]["base"])
-    if not (base.is_file() or is_published(base)):
+    if not (base.is_file() or foreign.is_published(base)):
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
     return read_newest(base)
 
@@ -451,13 +430,13 @@ def _with_lora(
         if "lora" in each.info:
             check_name(each, name)
             assert each.config is not None  # metadata with "lora" always have a configuration
-            found = found or infer_config(base.state, each.info["model"], base.path, base.num_classes)
+            found = found or foreign.infer_config(base.state, each.info["model"], base.path, base.num_classes)
             if differs := block_differences(found, each.config):
                 raise ValueError(
                     f"--lora {each.path}: was trained on {shown(each.info['model'])}, {base.path} is another model "
                     f"({', '.join(differs)}); take its own one"
                 )
-            check_size(each.config, base.shapes | each.shapes, each.path)
+            tensor_set.check_size(each.config, base.shapes | each.shapes, each.path)
             check_lora(each)
             more, trained = of_run(each, weight)
             if trained and full:
@@ -475,8 +454,8 @@ def _with_lora(
                 f"--lora {each.path}: is of no run, and {base.path} is no public model; give a run of train.py --lora"
             )
         else:
-            metadata = each.state.metadata if isinstance(each.state, TensorSet) else {}
-            opened = open_published(base.path)
+            metadata = each.state.metadata if isinstance(each.state, tensor_set.TensorSet) else {}
+            opened = foreign.open_published(base.path)
             more = of_file(opened, each.state, metadata, each.path, weight, notes)
             opened.close()
             stated = metadata.get(CAPTION_LENGTH, "")

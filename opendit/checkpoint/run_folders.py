@@ -20,17 +20,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opendit.common import safe_files
 from opendit.common.json_file import read_bounded
-from opendit.common.safe_files import (
-    LinkRefused,
-    link_to,
-    open_to_write,
-    refuse_links,
-    remove,
-    rename,
-    touch,
-    write_whole,
-)
+from opendit.common.safe_files import remove
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
@@ -204,13 +196,13 @@ def point_to(latest: Path, final: Path) -> None:
     try:
         if latest.is_dir() and not latest.is_symlink():
             aside = (latest.with_name(f"{latest.name}.before{number}") for number in itertools.count())
-            rename(latest, next(path for path in aside if not os.path.lexists(path)), root=run)
+            safe_files.rename(latest, next(path for path in aside if not os.path.lexists(path)), root=run)
         remove(new, root=run)
         try:
-            link_to(new, final.name, root=run)
+            safe_files.link_to(new, final.name, root=run)
         except OSError:
-            write_whole(new, final.name.encode(), root=run)
-        rename(new, latest, root=run, over_link=True)
+            safe_files.write_whole(new, final.name.encode(), root=run)
+        safe_files.rename(new, latest, root=run, over_link=True)
     except OSError:
         for left in (new, latest):
             with contextlib.suppress(OSError):
@@ -282,7 +274,7 @@ class FolderLock:
         try:
             while not self._take():
                 pass
-        except LinkRefused:
+        except safe_files.LinkRefused:
             raise
         except OSError as error:  # a full or read-only disk; it must not end the run
             self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
@@ -313,10 +305,10 @@ class FolderLock:
     def _take(self) -> bool:
         """Try to take the lock. Return False if the lock file changed meanwhile and the caller must try again."""
         try:
-            file, made = open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
+            file, made = safe_files.open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
         except FileExistsError:
             try:
-                file, made = open_to_write(self.path, os.O_RDWR), False
+                file, made = safe_files.open_to_write(self.path, os.O_RDWR), False
             except FileNotFoundError:
                 return False
         try:
@@ -384,9 +376,9 @@ def lock_folder(
     lock, problem = None, None
     if mesh.is_main:
         try:
-            refuse_links(folder, [LOCK, *written], flag)
+            safe_files.refuse_links(folder, [LOCK, *written], flag)
             lock = FolderLock(folder, flag, fix)
-        except (Locked, LinkRefused) as error:
+        except (Locked, safe_files.LinkRefused) as error:
             problem = error
     problem = mesh.broadcast_object(problem)
     if problem:
@@ -399,7 +391,7 @@ def lock_folder(
 def _touch(path: Path, released: threading.Event) -> None:
     while not released.wait(HEARTBEAT_S):
         with contextlib.suppress(OSError):
-            touch(path)
+            safe_files.touch(path)
 
 
 def _is(file: int, path: Path) -> bool:

@@ -20,23 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opendit.checkpoint import tensor_set
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.checkpoint.run_folders import AVERAGES, BEST_LINK, LATEST, MANIFEST, point_to, step_folder, step_of
-from opendit.checkpoint.tensor_set import (
-    AVERAGE_SET,
-    MODEL_SET,
-    STATE,
-    ShardedTensor,
-    ShardIndex,
-    average_sets,
-    index_text,
-    not_finite,
-    read_state,
-    shard_file,
-    shard_metadata,
-    write_manifest,
-)
 from opendit.common.safe_files import WriteFailures, make_folder, move_into, remove, remove_tree, rename, sync_folder
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.config.names import BEST, SHARDS, WHOLE
@@ -58,9 +45,9 @@ OPTIMIZER = "optimizer"
 
 def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (set, parameter, this rank's shard) for masters, averages and moments, in the same order on all ranks."""
-    averages = average_sets(ema.decays)
+    averages = tensor_set.average_sets(ema.decays)
     for name in engine.shapes:
-        yield MODEL_SET, name, engine.master(name)
+        yield tensor_set.MODEL_SET, name, engine.master(name)
         for which, shards in zip(averages, ema.averages, strict=True):
             yield which, name, shards[name]
         for moment, shard in engine.moments(name).items():
@@ -154,7 +141,7 @@ class WholeTensorFiles:
 
     def __init__(self, engine: Engine, ema: EMA, channel: ControlGroup, enabled: bool = True):
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
-        weights = [MODEL_SET, *average_sets(ema.decays)]
+        weights = [tensor_set.MODEL_SET, *tensor_set.average_sets(ema.decays)]
         self.averages = [name + WHOLE for name in weights[1:]]
         sizes = {name: math.prod(engine.shapes[name]) for name in engine.shapes}
         self._owner = share_out(sizes, weights, self.mesh.world_size)
@@ -211,7 +198,7 @@ class ShardFiles:
 
     def __init__(self, engine: Engine, ema: EMA, channel: ControlGroup, enabled: bool = True):
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
-        weights = [MODEL_SET, *average_sets(ema.decays)]
+        weights = [tensor_set.MODEL_SET, *tensor_set.average_sets(ema.decays)]
         self.averages = [name + SHARDS for name in weights[1:]]
         self._weights, self._sets = weights, [*weights, *MOMENTS]
         self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
@@ -230,7 +217,7 @@ class ShardFiles:
         self._held = channel.gather(mine)
         self._shapes = self._trained | all_buffers
         self._mine = {name: (self._shapes[name][1], part) for name, part in mine.items()}
-        self._index(MODEL_SET, 0, {}).check_cover()
+        self._index(tensor_set.MODEL_SET, 0, {}).check_cover()
         total = sum(part.numel * (len(weights) + len(moments[name])) for name, part in self._parts.items())
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
@@ -256,7 +243,7 @@ class ShardFiles:
         for which in self._sets:
             name = self._file(which)
             if name in files:
-                said = shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
+                said = tensor_set.shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
                 written[name] = write_tensors(folder / name, files[name], said, root=folder.parent.parent)
         return written
 
@@ -264,23 +251,23 @@ class ShardFiles:
         """Write the indices, and return their manifest entries. Rank 0 calls this after all ranks have written."""
         written = {}
         for which in self._sets:
-            text = index_text(self._index(which, step, metadata if which in self._weights else {}))
+            text = tensor_set.index_text(self._index(which, step, metadata if which in self._weights else {}))
             path = folder / (which + SHARDS)
             written[path.name] = write_file(path, iter([text.encode()]), root=folder.parent.parent)
         return written
 
     def _file(self, which: str) -> str:
-        return shard_file(which, self.mesh.rank, self.mesh.world_size)
+        return tensor_set.shard_file(which, self.mesh.rank, self.mesh.world_size)
 
-    def _index(self, which: str, step: int, metadata: dict[str, str]) -> ShardIndex:
+    def _index(self, which: str, step: int, metadata: dict[str, str]) -> tensor_set.ShardIndex:
         """Return the index of a set, the same on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
             if which in (self._weights if name not in self._trained else [*self._weights, *self._moments[name]]):
                 holders = [(rank, held[name]) for rank, held in enumerate(self._held) if name in held]
-                shards = {shard_file(which, rank, self.mesh.world_size): shard for rank, shard in holders}
-                tensors[name] = ShardedTensor(dtype, shape, shards)
-        return ShardIndex(which, step, tensors, metadata)
+                shards = {tensor_set.shard_file(which, rank, self.mesh.world_size): shard for rank, shard in holders}
+                tensors[name] = tensor_set.ShardedTensor(dtype, shape, shards)
+        return tensor_set.ShardIndex(which, step, tensors, metadata)
 
 
 # ------------------------------------------------------------------------------------------ folders
@@ -352,7 +339,7 @@ def prune(
 def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
     """Move the averages of a checkpoint to the folder ``name`` in the run's folder of averages. Raises OSError."""
     for path in checkpoint.iterdir():
-        if not path.name.startswith(AVERAGE_SET) and path.name not in (STATE, MANIFEST):
+        if not path.name.startswith(tensor_set.AVERAGE_SET) and path.name not in (tensor_set.STATE, MANIFEST):
             remove(path, root=run)
     remove_tree(run / AVERAGES / name, root=run)  # may exist from before the run was resumed at an earlier step
     move_into(checkpoint, run / AVERAGES / name, root=run)
@@ -376,7 +363,7 @@ class BestCheckpoint:
         for folder in sorted(checkpoints.glob("step_*"), key=step_of):
             if 0 <= step_of(folder) <= last:
                 try:
-                    self.take(folder, read_state(folder))
+                    self.take(folder, tensor_set.read_state(folder))
                 except ValueError:  # a damaged checkpoint; --load would report the damage
                     continue
 
@@ -553,7 +540,7 @@ class Checkpoints:
                 if self._before.newest != step_folder(self._before.folder, step):
                     raise ValueError("the other network was not saved")
             for name, tensors in files.items():
-                if bad := not_finite(tensors):
+                if bad := tensor_set.not_finite(tensors):
                     raise ValueError(f"{bad} in {name} is not finite")
             make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
@@ -565,8 +552,9 @@ class Checkpoints:
             try:
                 manifest = {name: entry for entries, _ in reports for name, entry in entries.items()}
                 manifest |= self._kind.finish(folder, step, metadata)
-                manifest[STATE] = write_file(folder / STATE, iter([json.dumps(state, indent=1).encode()]), root=run)
-                write_manifest(folder, self._kind.version, manifest, root=run)
+                text = json.dumps(state, indent=1)
+                manifest[tensor_set.STATE] = write_file(folder / tensor_set.STATE, iter([text.encode()]), root=run)
+                tensor_set.write_manifest(folder, self._kind.version, manifest, root=run)
                 sync_folder(folder, root=run)
                 with self._write_failures.survive(f"checkpoints/{LATEST}", step):
                     if unlinked := put_in_place(final):

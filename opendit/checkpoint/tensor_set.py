@@ -53,6 +53,7 @@ from opendit.models.zoo import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1
+MOST_BYTES = 50 * 10**9  # maximum size of a weights file, as in transformers' save_pretrained since version 5
 SHARD_OF = "shard_of"  # key in the metadata of a file of shards
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -335,14 +336,15 @@ def _places(path: Path) -> dict[str, str]:
     return places
 
 
-def open_set(path: Path) -> TensorSet:
-    """Open the tensors of a safetensors file or of an index. Files outside the folder or its run are never read. Raises
-    ValueError, with one line, if a file is damaged, missing or contradicts the index, and OSError."""
+def open_set(path: Path, root: Path | None = None) -> TensorSet:
+    """Open the tensors of a safetensors file or of an index. Files outside of ``root``, by default the folder or
+    its run, are never read. Raises ValueError, with one line, if a file is damaged, missing or contradicts the index,
+    and OSError."""
     if path.name.endswith(SHARDS):
         return ShardedTensors(path, read_index(path))
     place = _places(path)
     for name in sorted(set(place.values())):
-        file_size(path.with_name(name), root_of(path.parent))
+        file_size(path.with_name(name), root or root_of(path.parent))
     return WholeTensors(path, place)
 
 
@@ -404,7 +406,9 @@ def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
 # ------------------------------------------------------------------------------------------ writing weights
 
 
-def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int) -> list[Path]:
+def write_weights(
+    output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int = MOST_BYTES
+) -> list[Path]:
     """Write weights as one .safetensors file or, if they have more than ``most_bytes``, as several with an index, as
     transformers and diffusers do: STEM-00001-of-000NN.safetensors and so on, and STEM.safetensors.index.json. Tensors
     are read one at a time, and each file has the metadata. Existing files of the same name in the other form are

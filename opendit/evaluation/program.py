@@ -16,18 +16,9 @@ from torch import Tensor
 from opendit.config.console import print_block
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.parallel_sizes import find_place
+from opendit.evaluation import results
 from opendit.evaluation.extract import Extractor
 from opendit.evaluation.figures import Measuring
-from opendit.evaluation.results import (
-    Measurement,
-    append_results,
-    digits_line,
-    read_results,
-    sweep_table,
-    table,
-    without_time,
-    write_sweep,
-)
 from opendit.evaluation.samples import Samples, open_samples, save_features
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.supervisor import Supervisor
@@ -45,7 +36,7 @@ def run(flags: EvaluateConfig) -> None:
         measure(flags, mesh, lambda: supervisor.started(()))
 
 
-def evaluate(config: EvaluateConfig) -> list[Measurement]:
+def evaluate(config: EvaluateConfig) -> list[results.Measurement]:
     """Run ``opendit evaluate`` with the flags of ``config`` in this process, and return the metric values.
 
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
@@ -68,25 +59,25 @@ def evaluate(config: EvaluateConfig) -> list[Measurement]:
     return measure(config, Mesh(0, 1, 0, device))
 
 
-def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
+def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[results.Measurement]:
     """Evaluate every point of a sweep, or the only point. Return the metric values; [] on ranks other than 0 and with
     --dry_run. All ranks must call this together. started: called once, before samples are drawn or read."""
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
     flags.resolve(mesh.world_size, mesh.device.type == "cuda")  # check every point before the first is drawn
-    found: list[Measurement] = []
+    found: list[results.Measurement] = []
     for number, point in enumerate(points, 1):
         if mesh.is_main:
             where = f"guidance {point.cfg_scale:g}, {point.num_sampling_steps} steps"
             logger.info("%d of %d: %s", number, len(points), where)
         found += _measure(point, mesh, started if number == 1 else lambda: None)
     if mesh.is_main and flags.dry_run is None:
-        print(f"\n{sweep_table(found)}\nas CSV: {write_sweep(Path(flags.output), found)}", flush=True)
+        print(f"\n{results.sweep_table(found)}\nas CSV: {results.write_sweep(Path(flags.output), found)}", flush=True)
     return found
 
 
-def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> list[Measurement]:
+def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> list[results.Measurement]:
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
     if mesh.is_main:
         for note in notes:
@@ -105,7 +96,7 @@ def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> 
             dry_run(samples, measuring.extractor, batch, flags.dry_run, mesh)
             return []
         features = samples.extract(measuring.extractor, samples.count, output)
-        found: list[Measurement] = []
+        found: list[results.Measurement] = []
         problems: list[str] = []
         if mesh.is_main:
             if features.computed:
@@ -115,12 +106,12 @@ def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> 
                 save_features(Path(flags.save_features), features, measuring.extractor.settings(), mesh.device)
                 logger.info("note: features in %s", flags.save_features)
             for of_metric in measuring.compute(features.arrays, samples.details, problems):
-                append_results(output, of_metric)
+                results.append_results(output, of_metric)
                 found += of_metric
             _show(output, found)
             for problem in problems:
                 logger.warning("note: %s", problem)
-            if line := digits_line(found):
+            if line := results.digits_line(found):
                 print(line, flush=True)
         mesh.barrier()
         problems = mesh.broadcast_object(problems)
@@ -129,13 +120,13 @@ def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> 
     return found
 
 
-def _show(output: Path, found: list[Measurement]) -> None:
+def _show(output: Path, found: list[results.Measurement]) -> None:
     """Print a table of the new values, below earlier values of the same metrics."""
     kinds = {row.metric for row in found}
-    rows = [row for row in read_results(output / "results.jsonl") if row.metric in kinds]
-    new = [without_time(row) for row in found]
-    earlier = [row for row in rows if without_time(row) not in new][-EARLIER_ROWS:]
-    print(table([*earlier, *found]))
+    rows = [row for row in results.read_results(output / "results.jsonl") if row.metric in kinds]
+    new = [results.without_time(row) for row in found]
+    earlier = [row for row in rows if results.without_time(row) not in new][-EARLIER_ROWS:]
+    print(results.table([*earlier, *found]))
     sys.stdout.flush()
 
 

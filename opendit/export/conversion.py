@@ -25,21 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opendit.checkpoint.foreign import (
-    BLOCK,
-    EMBEDDERS,
-    OUTER,
-    QKV,
-    STEM,
-    TRANSFORMER,
-    PublishedFolder,
-    assumption,
-    expert_of,
-    is_published,
-    network_of,
-    open_published,
-    suffixes,
-)
+from opendit.checkpoint import foreign, pretrained
 from opendit.checkpoint.lora import (
     ARCHITECTURE,
     CAPTION_LENGTH,
@@ -51,26 +37,9 @@ from opendit.checkpoint.lora import (
     original_layers,
     with_halves_exchanged,
 )
-from opendit.checkpoint.pretrained import (
-    METADATA_KEY,
-    check_name,
-    find_weights,
-    load_pretrained,
-    read_newest,
-    table_notes,
-)
 from opendit.checkpoint.run_folders import low_noise_of
-from opendit.checkpoint.tensor_set import file_size, is_set, write_weights
-from opendit.common.safe_files import (
-    link_or_copy,
-    make_folder,
-    move_into,
-    refuse_links,
-    remove_tree,
-    rename,
-    replacing,
-    sync_folder,
-)
+from opendit.checkpoint.tensor_set import MOST_BYTES, file_size, is_set, write_weights
+from opendit.common import safe_files
 from opendit.common.tensor_files import write_file
 from opendit.config.names import WHOLE
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
@@ -83,7 +52,6 @@ from opendit.models.finetuning import Lora, check_lora
 from opendit.models.layers import PLAIN
 from opendit.models.zoo import Weights, empty_model
 
-MOST_BYTES = 50 * 10**9  # default limit of a file's size, equal to that of the command opendit export
 NULL_CLASS = 1000  # the label of "no class" that DiTPipeline hard-codes
 SCHEDULER: dict[str, Any] = dict(
     beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000
@@ -128,19 +96,19 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
     full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
     full[: config.num_classes], full[NULL_CLASS] = table[:-1], table[-1]
     state, made = {**state, "y_embedder.embedding_table.weight": full}, {}
-    for ours, theirs in OUTER.items():
-        for end in suffixes(state, ours):
+    for ours, theirs in foreign.OUTER.items():
+        for end in foreign.suffixes(state, ours):
             made[theirs + end] = state[ours + end].clone()
     for i in range(config.depth):
         block = f"transformer_blocks.{i}."
-        for ours, theirs in EMBEDDERS.items():
-            for end in suffixes(state, ours):
+        for ours, theirs in foreign.EMBEDDERS.items():
+            for end in foreign.suffixes(state, ours):
                 made[f"{block}norm1.emb.{theirs}{end}"] = state[ours + end].clone()
-        for ours, theirs in BLOCK.items():
+        for ours, theirs in foreign.BLOCK.items():
             for end in (".weight", ".bias"):
                 made[block + theirs + end] = state[f"blocks.{i}.{ours}{end}"].clone()
         for end in (".weight", ".bias"):
-            for theirs, part in zip(QKV, state[f"blocks.{i}.attn.qkv{end}"].chunk(3), strict=True):
+            for theirs, part in zip(foreign.QKV, state[f"blocks.{i}.attn.qkv{end}"].chunk(3), strict=True):
                 made[block + theirs + end] = part.clone()
     return made
 
@@ -163,17 +131,15 @@ def load_pipeline(folder: str | Path, **options: Any) -> Any:
 def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
     """Load the model of --ckpt, and print the notes of ``load_pretrained``, for example about a damaged checkpoint."""
     notes: list[str] = []
-    loaded = load_pretrained(ckpt, model, notes=notes)
+    loaded = pretrained.load_pretrained(ckpt, model, notes=notes)
     for note in notes:
         print(f"note: {note}", flush=True)
     return loaded
 
 
-def export_diffusers(
-    ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
-) -> float:
-    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``. Return the result of
-    :func:`stock_deviation`. Raises ValueError, with the reason, if DiTPipeline can't represent the model."""
+def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES) -> None:
+    """Write a DiTPipeline folder, with each network's weights in files of at most ``most_bytes``. Raises ValueError,
+    with the reason, if DiTPipeline can't represent the model."""
     network, weights = _load(ckpt, model)
     config = network.config
     refuse_unless_plain(config, weights.info, "diffusers")
@@ -201,34 +167,20 @@ def export_diffusers(
         norm_eps=1e-6,
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
-    deviation = stock_deviation(network.eval(), transformer)
     # A pipeline can only save diffusers' own class.
     decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
     scheduler: Any = DDIMScheduler(**SCHEDULER)  # Any, because diffusers declares an enum where it takes a string
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
-    make_folder(output)
+    safe_files.make_folder(output)
     # Write to a new folder, because diffusers would follow links in an existing folder.
     with tempfile.TemporaryDirectory(prefix=".partial.", dir=output) as made:
         try:
             pipeline.save_pretrained(made, max_shard_size=most_bytes)
         except SafetensorError as error:  # also raised for a full disk
             raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
-        move_into(Path(made), output)
-    return deviation
-
-
-@torch.no_grad()
-def stock_deviation(network: DiT, transformer: Any) -> float:
-    """Return the relative error of diffusers' transformer, as a 2-norm, for random latents at a few timesteps.
-    :func:`correct_timesteps` removes this error."""
-    config, generator = network.config, torch.Generator().manual_seed(0)
-    assert config.num_classes is not None
-    x = torch.randn(4, config.in_channels, *config.input_size, generator=generator)
-    t, y = torch.tensor([3, 100, 500, 990]), torch.arange(4) % config.num_classes
-    ours = network.float()(x, t, y)
-    return ((transformer(x, t, y).sample - ours).norm() / ours.norm()).item()
+        safe_files.move_into(Path(made), output)
 
 
 def export_meta(ckpt: str, output: Path, model: str | None) -> None:
@@ -237,7 +189,7 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
     refuse_unless_plain(network.config, weights.info, "Meta's code")
     content = io.BytesIO()  # in memory, because torch.save's error for a full disk is uninformative
     torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, content)
-    with replacing(output) as new:
+    with safe_files.replacing(output) as new:
         write_file(new, iter([content.getbuffer()]))
 
 
@@ -249,34 +201,34 @@ def import_weights(
     ValueError or FileNotFoundError if ``ckpt`` is none of these, or the model is not supported."""
     weights = _read(Path(ckpt), model)
     assert weights.config is not None  # _read always returns a configuration
-    if notes := table_notes(weights.config, weights.state, weights.path):
+    if notes := pretrained.table_notes(weights.config, weights.state, weights.path):
         print("\n".join(f"note: {note}" for note in notes), flush=True)
         computed = empty_model(weights.config, parameters=False).named_buffers()
         weights.state = ChainMap(dict(computed), cast(dict[str, Tensor], weights.state))
     if vae is not None:
         weights.info["vae"] = vae if vae in HUB else str(Path(vae).resolve())
-    metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
+    metadata = {"format": "pt", pretrained.METADATA_KEY: json.dumps(weights.info)}
     written, *_ = write_weights(output, weights.state, metadata, most_bytes)
-    read_newest(written)  # raises an error unless the written file holds a complete model
+    pretrained.read_newest(written)  # raises an error unless the written file holds a complete model
     return weights.info["model"], written
 
 
 def _read(path: Path, model: str | None) -> Weights:
     """Read the weights to convert, of a run those of the newest intact checkpoint. Meta's .pt needs ``model``. A LoRA
     is merged into its base. Other weights of OpenDiT stay in their file until they are written."""
-    stands = find_weights(path)
+    stands = pretrained.find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
     notes: list[str] = []
-    weights = read_newest(path, notes=notes)
+    weights = pretrained.read_newest(path, notes=notes)
     if "lora" in weights.info or "config" not in weights.info:
-        network, found = load_pretrained(weights.path, model, notes=notes)
-        notes += assumption(found, network.config)
+        network, found = pretrained.load_pretrained(weights.path, model, notes=notes)
+        notes += foreign.assumption(found, network.config)
         config = network.config
         of_meta = {"model": model, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}
         info = {key: value for key, value in found.info.items() if key != "lora"}
         weights = Weights(network.state_dict(), found.path, info or of_meta)
-    check_name(weights, model)
+    pretrained.check_name(weights, model)
     for note in notes:
         print(f"note: {note}", flush=True)
     return weights
@@ -301,11 +253,11 @@ def caption_length(weights: Weights, family: Family, notes: list[str]) -> dict[s
 def export_published(
     state: Mapping[str, Tensor],
     source: Path,
-    base: PublishedFolder,
+    base: foreign.PublishedFolder,
     output: Path,
     most_bytes: int,
     more: Mapping[str, str] | None = None,
-    low: tuple[Mapping[str, Tensor], Path, PublishedFolder] | None = None,
+    low: tuple[Mapping[str, Tensor], Path, foreign.PublishedFolder] | None = None,
 ) -> list[str]:
     """Write a folder that diffusers loads: ``base`` with other weights. Files of other components are hard links to the
     files in ``base`` if both are on one disk, else copies. The new folder gets its final name, and replaces an existing
@@ -319,17 +271,17 @@ def export_published(
     pipeline, and OSError if a file can't be written."""
     output = Path(os.path.abspath(output))
     root = output.parent
-    refuse_links(root, [output.name])
+    safe_files.refuse_links(root, [output.name])
     _check_output(output, (base.pipeline or base.transformer, source))
     networks = [(state, source, base), *([] if low is None else [low])]
     written = {
-        each.transformer.name if each.pipeline else TRANSFORMER: (each.published(of, path), each)
+        each.transformer.name if each.pipeline else foreign.TRANSFORMER: (each.published(of, path), each)
         for of, path, each in networks
     }
     new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
-    remove_tree(new)
+    safe_files.remove_tree(new)
     for inside in written:
-        make_folder(new / inside, root=root)
+        safe_files.make_folder(new / inside, root=root)
     try:
         left_out = []
         for path, place in _others(base):
@@ -339,18 +291,18 @@ def export_published(
                 left_out.append(str(place))
                 continue
             file_size(path, base.root)
-            link_or_copy(path, new / place, root=root, make=True)
+            safe_files.link_or_copy(path, new / place, root=root, make=True)
         for inside, (weights, each) in written.items():
-            link_or_copy(each.transformer / CONFIG, new / inside / CONFIG, root=root)
+            safe_files.link_or_copy(each.transformer / CONFIG, new / inside / CONFIG, root=root)
             # Don't copy the metadata of the run, because they contain captions and paths.
             said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
             metadata = {**said, **each.files.metadata, **(more or {}), "format": "pt"}
-            write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
-            sync_folder(new / inside, root=root)
+            write_weights(new / inside / (foreign.STEM + WHOLE), weights, metadata, most_bytes)
+            safe_files.sync_folder(new / inside, root=root)
         _take_place(new, output, old)
-        sync_folder(root)
+        safe_files.sync_folder(root)
     finally:
-        remove_tree(new)
+        safe_files.remove_tree(new)
     return left_out
 
 
@@ -361,7 +313,7 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
     inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
     if inside is not None:
         raise ValueError(f"{output} would be replaced, and holds {inside}; name another place")
-    known = (output / PIPELINE_INDEX, output / TRANSFORMER / CONFIG)
+    known = (output / PIPELINE_INDEX, output / foreign.TRANSFORMER / CONFIG)
     if not output.is_dir() or (os.listdir(output) and not any(path.is_file() for path in known)):
         raise ValueError(f"{output} holds something else than a pipeline; name another place")
 
@@ -370,17 +322,17 @@ def _take_place(new: Path, output: Path, old: Path) -> None:
     """Rename the folder ``new`` to ``output``. If ``output`` has files, it is first renamed to ``old``, and removed at
     the end."""
     if not output.exists() or not os.listdir(output):
-        return rename(new, output)
-    rename(output, old)
+        return safe_files.rename(new, output)
+    safe_files.rename(output, old)
     try:
-        rename(new, output)
+        safe_files.rename(new, output)
     except OSError:
-        rename(old, output)
+        safe_files.rename(old, output)
         raise
-    remove_tree(old)
+    safe_files.remove_tree(old)
 
 
-def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
+def _others(base: foreign.PublishedFolder) -> Iterator[tuple[Path, Path]]:
     """Yield (file, path relative to the pipeline) for a pipeline's model_index.json, its licences, and the files of its
     components other than ``base.transformer``. Yield nothing if ``base`` is a network alone."""
     if base.pipeline is None:
@@ -408,14 +360,14 @@ def _is_plain(name: str) -> bool:
     return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
 
 
-def name_of(base: PublishedFolder) -> str:
+def name_of(base: foreign.PublishedFolder) -> str:
     """Return the name of a public model's folder for metadata: in the Hugging Face cache REPOSITORY@COMMIT, else that
     of the pipeline's folder."""
     folder = (base.pipeline or base.transformer).resolve()
     for path in (folder, folder.parent):
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
-    return folder.name if base.pipeline or folder.name != TRANSFORMER else folder.parent.name
+    return folder.name if base.pipeline or folder.name != foreign.TRANSFORMER else folder.parent.name
 
 
 def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]:
@@ -426,17 +378,17 @@ def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]
     Return messages for the user. Raises ValueError or FileNotFoundError if the weights are missing, damaged, or belong
     to another model, and OSError if a file can't be written."""
     notes: list[str] = []
-    if is_published(ckpt):
-        weights = Weights(open_published(ckpt).tensors(), Path(ckpt))
+    if foreign.is_published(ckpt):
+        weights = Weights(foreign.open_published(ckpt).tensors(), Path(ckpt))
     else:
-        weights = read_newest(ckpt, notes=notes)
-    networks: list[tuple[Mapping[str, Tensor], Path, PublishedFolder]] = []
+        weights = pretrained.read_newest(ckpt, notes=notes)
+    networks: list[tuple[Mapping[str, Tensor], Path, foreign.PublishedFolder]] = []
     with ExitStack() as stack:
         for each in [
             weights,
-            *([] if (low := low_noise_of(weights.path)) is None else [read_newest(low, notes=notes)]),
+            *([] if (low := low_noise_of(weights.path)) is None else [pretrained.read_newest(low, notes=notes)]),
         ]:
-            opened = stack.enter_context(closing(open_published(network_of(base, each.config))))
+            opened = stack.enter_context(closing(foreign.open_published(foreign.network_of(base, each.config))))
             state = each.state
             if "lora" in each.info:
                 check_lora(each)
@@ -445,9 +397,6 @@ def export_run(ckpt: str, output: Path, base: str, most_bytes: int) -> list[str]
         (high, *low), length = networks, caption_length(weights, networks[0][2].family, notes)
         left_out = export_published(*high, output, most_bytes, length, low[0] if low else None)
     return notes + [f"{Path(base) / name} holds code, or may; it was left out" for name in left_out]
-
-
-LARGEST = 50 * 10**9  # maximum size of a file in bytes, so large that every LoRA fits into one file
 
 
 def export_lora(
@@ -462,7 +411,7 @@ def export_lora(
 
     Raises ValueError or FileNotFoundError, with one line, if a file is missing or ``ckpt`` is not a LoRA of a public
     model, and OSError if the file can't be written."""
-    weights = read_newest(ckpt)
+    weights = pretrained.read_newest(ckpt)
     if "lora" not in weights.info:
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
     if not isinstance(weights.config, PublicConfig):
@@ -475,7 +424,7 @@ def export_lora(
     products, full = of_run(weights)
     if full:
         raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
-    opened, notes = open_published(network_of(base or lora.base, weights.config)), []
+    opened, notes = foreign.open_published(foreign.network_of(base or lora.base, weights.config)), []
     reader = f"transformer.load_lora_adapter({str(output)!r})" if form == "diffusers" else ""
     if form in opened.family.loadable:
         low = isinstance(weights.config, PublicConfig) and weights.config.expert == "low"
@@ -485,11 +434,11 @@ def export_lora(
         metadata = _metadata(lora, opened, form, output.stem) | caption_length(weights, opened.family, notes)
     finally:
         opened.close()
-    write_weights(output, state, metadata, LARGEST)
+    write_weights(output, state, metadata)
     return notes, reader
 
 
-def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:
+def _named(products: Products, opened: foreign.PublishedFolder, form: str) -> dict[str, Tensor]:
     family, shapes = opened.family, dict(opened.files.shapes)
     products = moved(products, opened.pairs, opened.shapes(), shapes)
     if form == "diffusers":
@@ -518,7 +467,7 @@ def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, 
     return state
 
 
-def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
+def _metadata(lora: Lora, opened: foreign.PublishedFolder, form: str, title: str) -> dict[str, str]:
     """Return the metadata of a LoRA file, with the keys that ComfyUI, AUTOMATIC1111 and model managers show: modelspec
     and kohya's ss. No key is just "rank" or "alpha", which a program might apply a second time."""
     family, alpha = opened.family, f"{lora.alpha:g}"
@@ -536,7 +485,7 @@ def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dic
         "ss_base_model_version": architecture,
     }
     if opened.alone:
-        found["expert"] = str(expert_of(opened.transformer))
+        found["expert"] = str(foreign.expert_of(opened.transformer))
     if form != "diffusers":
         found |= {"ss_network_dim": str(lora.rank), "ss_network_alpha": alpha}
     return found | ({"license": family.license, "modelspec.license": family.license} if family.license else {})

@@ -29,16 +29,9 @@ from opendit.models.dit import DiT
 from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.tensor import layout_of
+from opendit.sampling import sample_cache
 from opendit.sampling.output_files import OutputFolder, file_name, save_one, texts, write_npz
 from opendit.sampling.output_pipeline import ReplicaBatches, Writers, replica_batches
-from opendit.sampling.sample_cache import (
-    CacheWriter,
-    DamagedPart,
-    SampleCache,
-    SamplingJob,
-    find_unfinished_job,
-    samples_a_part,
-)
 from opendit.sampling.sampling_run import SamplingRun, announce
 
 PROFILE = "profile.json"
@@ -64,7 +57,7 @@ def open_output(run: SamplingRun) -> "SampleOutput":
         if mesh.is_main:
             job = job_of(run, weights)
             try:
-                earlier = None if flags.overwrite else find_unfinished_job(output)
+                earlier = None if flags.overwrite else sample_cache.find_unfinished_job(output)
                 resumes = earlier is not None
                 if earlier is not None and (differences := earlier.differences(job.settings)):
                     raise ValueError(
@@ -80,13 +73,13 @@ def open_output(run: SamplingRun) -> "SampleOutput":
         job, resumes, problem = mesh.broadcast_object((job, resumes, problem))
         if problem:
             raise ValueError(problem)
-        return SampleOutput(run, SampleCache(output, job), resumes)
+        return SampleOutput(run, sample_cache.SampleCache(output, job), resumes)
 
 
 class SampleOutput:
     """The output of a run, see :func:`open_output`. resumes: True if ``cache`` holds samples of an earlier start."""
 
-    def __init__(self, run: SamplingRun, cache: SampleCache, resumes: bool):
+    def __init__(self, run: SamplingRun, cache: sample_cache.SampleCache, resumes: bool):
         self.run, self.cache, self._resumes = run, cache, resumes
         self._folder = OutputFolder(Path(run.flags.output), files_of(run))
 
@@ -154,7 +147,7 @@ class SampleOutput:
     def _written(self, missing: list[int]) -> Iterator[ReplicaBatches]:
         """Yield this replica's batches. Threads write the decoded samples to files and to the cache."""
         run, stages = self.run, self.run.stages
-        files, cache_writer = sample_files(run), CacheWriter(self.cache, missing)
+        files, cache_writer = sample_files(run), sample_cache.CacheWriter(self.cache, missing)
 
         def write(number: int, picture: np.ndarray) -> None:
             began = time.perf_counter()
@@ -232,7 +225,7 @@ class SampleOutput:
             found = f"{complete} samples are there and whole, in {self._folder.folder}"
         elif cached and flags.npz:
             found = f"{cached:,} of {cache.job.count:,} samples are in {cache.folder}/*.npy, for np.load"
-        if isinstance(error, DamagedPart):
+        if isinstance(error, sample_cache.DamagedPart):
             return f"{found}; start it again as it was: what is damaged is drawn anew"
         if cached:
             found += "; make room" + ", or give another place to --npz," * bool(flags.npz)
@@ -268,13 +261,13 @@ def writer_threads(mesh: Mesh) -> int:
     return min(8, max(1, cores // here))
 
 
-def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
+def job_of(sampling: SamplingRun, weights: str) -> sample_cache.SamplingJob:
     """Return the sampling job of a run. weights: result of :func:`digest_of_weights`."""
     shape, count = pixel_shape(sampling), len(sampling.choices)
-    size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
+    size = sample_cache.samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
     on_sheet = SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
     kept = count if sampling.flags.npz else on_sheet
-    return SamplingJob(settings_of(sampling, weights), count, kept, shape, size)
+    return sample_cache.SamplingJob(settings_of(sampling, weights), count, kept, shape, size)
 
 
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:

@@ -22,19 +22,7 @@ from opendit.kernels.fp8 import keep_weights
 from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models.conditioning import Condition, of_same_pictures
 from opendit.models.dit import DiT
-from opendit.sampling.approximate_steps import (
-    FIRST,
-    REST,
-    REUSED,
-    FirstBlockDone,
-    FirstBlockStack,
-    Mode,
-    ReusedGuidance,
-    WeakHalf,
-    make_stack,
-    plan_steps,
-    weak_route,
-)
+from opendit.sampling import approximate_steps
 from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
 from opendit.sampling.prepared_model import PreparedModel
 
@@ -94,7 +82,7 @@ class SamplingEngine:
         self.approximations = Approximations.of(guidance_every, cache, steps)
         if self.approximations.by_batch and (around is not None or model.sequence is not None):
             raise ValueError(f"--cache {cache}: decides by what a rank sees, and ranks share samples; use taylor:3")
-        weak = weak_route(model.config, guidance_by)
+        weak = approximate_steps.weak_route(model.config, guidance_by)
         if weak is not None and around is not None:
             raise ValueError(f"--guidance_by {guidance_by}: halves of a batch are of one rank; leave it out")
         self.settings = LoopSettings(
@@ -311,7 +299,7 @@ class SamplingLoop:
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
-        self._guidance = ReusedGuidance(forward, samples)
+        self._guidance = approximate_steps.ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
         # ``begin`` sets the noise of a batch. Until then, a tensor of the same shape stands for it.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
@@ -325,8 +313,8 @@ class SamplingLoop:
         models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
         models = list(zip(models, self._which, strict=True))
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
-        self.plan = plan_steps(settings.approximations, starts, trajectory.levels)
-        self.stack = make_stack(settings.approximations, self.plan, device)
+        self.plan = approximate_steps.plan_steps(settings.approximations, starts, trajectory.levels)
+        self.stack = approximate_steps.make_stack(settings.approximations, self.plan, device)
         self.stack.use_routes(model.fusion, model.config.sprint, self._weak_half())
         for network in self._networks:
             network.stack = self.stack
@@ -339,13 +327,13 @@ class SamplingLoop:
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # end of the range of steps whose modulations and inputs are in the tables
 
-    def _weak_half(self) -> WeakHalf | None:
+    def _weak_half(self) -> approximate_steps.WeakHalf | None:
         route, model = self.settings.weak, self.settings.model
         if route is None or self.settings.cfg_scale == 1.0:
             return None
         tokens, sample = math.prod(self.network.grid), torch.zeros(1, dtype=torch.int64, device=model.device)
         kept = [draw_kept_tokens(route, tokens, 0, i, sample) for i in range(len(self.plan))]
-        return WeakHalf(route, self.samples, [indices for indices in kept if indices is not None])
+        return approximate_steps.WeakHalf(route, self.samples, [indices for indices in kept if indices is not None])
 
     @property
     def network(self) -> PreparedModel:
@@ -429,13 +417,13 @@ class SamplingLoop:
             self.step.zero_()
         self.stack.prepare(i)
         mode = self.plan[i].mode
-        if mode.blocks == FIRST:
-            assert isinstance(self.stack, FirstBlockStack)
+        if mode.blocks == approximate_steps.FIRST:
+            assert isinstance(self.stack, approximate_steps.FirstBlockStack)
             self._run(i, mode, recorder)
-            mode = mode._replace(blocks=REUSED if self.stack.reuses() else REST)
+            mode = mode._replace(blocks=approximate_steps.REUSED if self.stack.reuses() else approximate_steps.REST)
         self._run(i, mode, recorder)
 
-    def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
+    def _run(self, i: int, mode: approximate_steps.Mode, recorder: Recorder | None) -> None:
         """Run step i, or part of it, in this mode: kernel by kernel for the first run of a kind or without a recorder,
         otherwise by replaying a CUDA graph."""
         kind: tuple[Any, ...]
@@ -460,7 +448,7 @@ class SamplingLoop:
         evaluated, full = self._work[key]
         self.evaluated, self.full_work = self.evaluated + evaluated, self.full_work + full
 
-    def _advance(self, mode: Mode, *kind) -> None:
+    def _advance(self, mode: approximate_steps.Mode, *kind) -> None:
         """Compute a step of this kind in static memory."""
         self.stack.begin(mode.blocks)
         if self.fused is not None:
@@ -473,7 +461,7 @@ class SamplingLoop:
         inputs = self._inputs.at(self.step, self.rows, present)
         try:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)
-        except FirstBlockDone:
+        except approximate_steps.FirstBlockDone:
             return
         # Clone tensors that are in both states, because the copies below could overwrite them before they are read.
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]

@@ -38,11 +38,11 @@ def raises(error: OSError):
 
 def test_latest_that_can_not_be_moved_takes_nothing_from_the_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "latest").symlink_to("step_0000001")
-    monkeypatch.setattr(run_folders, "link_to", raises(PermissionError(1, "no links here")))
+    monkeypatch.setattr(run_folders.safe_files, "link_to", raises(PermissionError(1, "no links here")))
     (tmp_path / ".step_0000002.incomplete").mkdir()
     assert put_in_place(tmp_path / "step_0000002") is None
     assert (tmp_path / "latest").read_text() == "step_0000002"
-    monkeypatch.setattr(run_folders, "write_whole", raises(OSError(28, "No space left on device")))
+    monkeypatch.setattr(run_folders.safe_files, "write_whole", raises(OSError(28, "No space left on device")))
     (tmp_path / ".step_0000003.incomplete").mkdir()
     assert put_in_place(tmp_path / "step_0000003").errno == errno.ENOSPC
     assert (tmp_path / "step_0000003").is_dir() and not (tmp_path / "latest").exists()

@@ -224,7 +224,7 @@ def test_no_checkpoint_is_of_one_network_alone(root, tmp_path, monkeypatch):  # 
             raise OSError("the disk is full")
         return written(folder, *how, **more)
 
-    monkeypatch.setattr(save, "write_manifest", fails)
+    monkeypatch.setattr(save.tensor_set, "write_manifest", fails)
     with pytest.raises(SystemExit):
         trained(flags_of(root, tmp_path, "both", "--ckpt_every", "2", "--ckpt_keep", "1"), tmp_path)
     (run,) = tmp_path.glob("0*")
