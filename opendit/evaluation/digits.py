@@ -261,10 +261,6 @@ def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
     return {**found, "pool": torch.cat([found["pool"], places], dim=1), "moved": moved}
 
 
-def clips_sha256(shape: ClipShape) -> str:
-    return hash_parts(digits_sha256("clips"), str(shape))
-
-
 def _grey(pixels: Tensor) -> Tensor:
     """Convert uint8 (B, 3, T, H, W) to grey float64 (B, T, H, W) in 0..1."""
     return pixels.double().mean(dim=1) / 255

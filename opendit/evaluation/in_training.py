@@ -12,7 +12,7 @@ from opendit.common.utils import hash_parts
 from opendit.config.evaluate import rename_for_training
 from opendit.config.names import DIGITS
 from opendit.data.digits import all_captions
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner
+from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import Codec
 from opendit.evaluation.digits import asked_of_captions, asked_of_labels
@@ -133,7 +133,10 @@ class RunEvaluation:
         mine = torch.cat([torch.empty(0, dtype=torch.long), *batches[mesh.dp_rank :: mesh.dp_size]])
         if len(mine):
             choices = self._choices[mine].to(device)
-            y = choices if self._prompts is None else _encoded(spec.conditioner, self._prompts)[choices]
+            y: Condition = choices
+            if self._prompts is not None:
+                assert isinstance(spec.conditioner, CaptionConditioner)  # true for every model with captions
+                y = spec.conditioner.encode(self._prompts)[choices]
             drawn = sampler.batches(model, y, mine, steps=flags.evaluate_steps, cfg_scale=flags.evaluate_cfg_scale)
             for index, latents in drawn:
                 if mesh.leads_sharing:
@@ -159,8 +162,3 @@ class RunEvaluation:
         figures = dict.fromkeys(self._measuring.figure_names) | {row.metric: row.value for row in finite}
         append_results(folder, finite, root=self._spec.folder)
         return figures
-
-
-def _encoded(conditioner: Conditioner, captions: list[str]) -> Condition:
-    assert isinstance(conditioner, CaptionConditioner)  # true for every model with captions
-    return conditioner.encode(captions)

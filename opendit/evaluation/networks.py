@@ -19,7 +19,7 @@ from opendit.common.utils import hash_parts, sha256_of, shown
 from opendit.config.names import DIGITS, FEATURE_PRECISIONS
 from opendit.encoders.folder import CONFIG, one_line, transformers_model
 from opendit.encoders.schema import PRETRAINED
-from opendit.evaluation.digits import SIZE, ClipShape, clip_features, clips_sha256, digits_sha256, picture_features
+from opendit.evaluation.digits import SIZE, ClipShape, clip_features, digits_sha256, picture_features
 
 Compute = Callable[[Tensor], dict[str, Tensor]]
 
@@ -73,7 +73,8 @@ def digits_network(device: torch.device, shape: ClipShape | None = None) -> Feat
     if shape is None:
         sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
     else:
-        sha256, compute, how = clips_sha256(shape), functools.partial(clip_features, shape), "centred, its own"
+        sha256, compute = hash_parts(digits_sha256("clips"), str(shape)), functools.partial(clip_features, shape)
+        how = "centred, its own"
     return FeatureNetwork(DIGITS, sha256, shape is not None, False, how, "fp64", compute, device, built_in=True)
 
 

@@ -241,10 +241,6 @@ def number_in(name: str, value: Any, low: float, high: float, whole: bool = Fals
 # ----------------------------------------------------------------------------------------------------------- the queue
 
 
-class TooManyRequests(ValueError):
-    """The queue is full or closed."""
-
-
 @dataclass(eq=False)
 class Drawing:
     """A request in the queue, of the browser ``session``. Any thread may read its progress or cancel it.
@@ -304,11 +300,11 @@ class DrawingQueue:
         self.close()
 
     def submit(self, request: DrawingRequest, session: str = "") -> Drawing:
-        """Add a request. Raises TooManyRequests if the queue is full or closed."""
+        """Add a request. Raises ValueError if the queue is full or closed."""
         drawing = Drawing(request, session)
         with self._lock:
             if self._closed or sum(each.stage == "waiting" for each in self._drawings) >= self._most:
-                raise TooManyRequests("too many requests are waiting: try again in a moment")
+                raise ValueError("too many requests are waiting: try again in a moment")
             self._drawings.append(drawing)
             drawing.future = self._thread.submit(self._run, drawing)
             drawing.future.add_done_callback(lambda _: self._forget(drawing))

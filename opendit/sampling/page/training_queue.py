@@ -68,10 +68,6 @@ class Job(JsonObject):
 JOB_FILE = FileKind(Job, 64 * 1024)
 
 
-class Busy(Exception):
-    """Another plan is being made, or the queue is full. The message is for the user."""
-
-
 class TrainingQueue:
     """Queue of training runs, at most one per GPU. When the queue closes, running runs continue. root: the folder of
     ``--allow_train``. gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU. Raises ValueError if
@@ -106,10 +102,10 @@ class TrainingQueue:
         return None not in self._gpus
 
     def add(self, title: str, config: dict[str, Any]) -> str:
-        """Add a run to the queue and return the job's name. Raises Busy if the queue is full, and OSError."""
+        """Add a run to the queue and return the job's name. Raises ValueError if the queue is full, and OSError."""
         with self._lock:
             if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
-                raise Busy(f"{MOST_WAITING} runs wait already: drop one of them first")
+                raise ValueError(f"{MOST_WAITING} runs wait already: drop one of them first")
             name = f"{max(map(int, self._jobs), default=0) + 1:04d}"
             while (self._folder / name).exists():  # a folder with this name may belong to a job that can't be read
                 name = f"{int(name) + 1:04d}"
@@ -151,9 +147,9 @@ class TrainingQueue:
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
         """Run a program of OpenDiT to its end. Return its exit code and the end of its output. words: its command line.
-        Raises Busy if another program is running, and ValueError after ``PROGRAM_S`` seconds."""
+        Raises ValueError if another program is running, or after ``PROGRAM_S`` seconds."""
         if not self._program_lock.acquire(blocking=False):
-            raise Busy("another plan is being made: try again in a moment")
+            raise ValueError("another plan is being made: try again in a moment")
         try:
             remove(self._folder / "plan.txt", root=self.root)
             with self._appending("plan.txt") as output:

@@ -25,7 +25,7 @@ from opendit.sampling.page import views
 from opendit.sampling.page.catalog import Catalog
 from opendit.sampling.page.drawing import Page, number_in, text_of
 from opendit.sampling.page.runs_tab import plots, read_starts
-from opendit.sampling.page.training_queue import FOLDER, Busy, TrainingQueue, tail, trains_lora
+from opendit.sampling.page.training_queue import FOLDER, TrainingQueue, tail, trains_lora
 from opendit.sampling.page.views import HTML, PRIVATE
 
 NOTHING, DIGITS = "nothing: from the start", "digits: the embedded pictures"
@@ -44,7 +44,7 @@ BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5
 REFRESH_S = 3
 LOOKED, SHOWN = 200, 24  # number of rows that the button "Look" opens, and number of pictures that it shows
 LOOK_BYTES = 16 << 20  # maximum size of the contact sheet that "Look" shows
-ERRORS = (ValueError, OSError, Busy)
+ERRORS = (ValueError, OSError)
 
 
 @dataclass(frozen=True)
