@@ -217,7 +217,7 @@ def without_low(entries):
 
 
 def test_no_checkpoint_is_of_one_network_alone(root, tmp_path, monkeypatch):  # noqa: F811
-    written = save.write_manifest
+    written = save.tensor_set.write_manifest
 
     def fails(folder, *how, **more):
         if "low" in folder.parts and folder.name.endswith("4.incomplete"):
