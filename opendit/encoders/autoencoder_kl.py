@@ -1,8 +1,8 @@
-"""Stable Diffusion's autoencoder (Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", CVPR
-2022), with the parameter names and, bit for bit, the outputs of diffusers' ``AutoencoderKL``.
+"""Stable Diffusion's autoencoder, with the parameter names and the exact outputs of diffusers' ``AutoencoderKL``.
 
-diffusers' class is not used because importing it takes longer than importing torch. Pixels are (B, 3, H, W), latents
-(B, C, h, w) with H = h * 2 ** (levels - 1).
+The module replaces diffusers' class, because importing diffusers takes longer than importing torch. Pixels are (B, 3,
+H, W), latents (B, C, h, w) with H = h * 2 ** (levels - 1). Paper: Rombach et al., "High-Resolution Image Synthesis with
+Latent Diffusion Models", CVPR 2022.
 """
 
 from collections.abc import Mapping
@@ -182,8 +182,8 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # Add the terms in diffusers' order. The sum gets the memory format of its first term, channels last, and passes
-        # this format on to the next layers, where it affects how convolutions round.
+        # Keep diffusers' order of terms. The first term sets the sum's memory format (channels last), and the format
+        # affects how later convolutions round.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 

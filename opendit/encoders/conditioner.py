@@ -46,11 +46,9 @@ class Conditioner(ABC):
         return where(dropped, self.null(), y)
 
     def of_clips(self, y: Condition, pixels: Tensor | None, tokens: Tensor | None = None) -> Condition:
-        """Add tokens that encode the first frames of clips to the condition ``y``. Return ``y`` unchanged if the model
-        does not attend to such tokens.
+        """Add tokens of first frames to the condition ``y``. Models that attend to no such tokens get ``y`` unchanged.
 
-        pixels: clips (B, 3, T, H, W) in [-1, 1]. tokens: (B, L, D) tokens from a cache, which are used instead of the
-        clips."""
+        pixels: clips (B, 3, T, H, W) in [-1, 1]. tokens: (B, L, D) tokens from a cache, used instead of ``pixels``."""
         return y
 
 
@@ -69,9 +67,9 @@ class LabelConditioner(Conditioner):
 
 
 class CaptionConditioner(Conditioner):
-    """Makes conditions from captions, as embeddings of a frozen encoder or as token ids for the encoder ``bytes``,
-    which is part of the model. encoder: None for ``bytes`` or if all embeddings are read from a cache. empty: cached
-    embedding of the empty caption, as a batch of one: tokens, mask and pooled."""
+    """Makes conditions from captions: embeddings of a frozen encoder, or token ids for the model's own encoder
+    ``bytes``. encoder: None for ``bytes``, or if all embeddings are cached. empty: cached tokens, mask and pooled
+    vector of the empty caption, as a batch of one."""
 
     def __init__(
         self,
@@ -85,8 +83,8 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str], away: bool = False) -> Condition:
-        """Return the condition of each caption. away: True for negative prompts, which some public models write in
-        another form."""
+        """Return the condition of each caption. away: True for negative prompts, because some public models encode them
+        differently."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # runs with cached embeddings encode no captions
@@ -117,11 +115,11 @@ class CaptionConditioner(Conditioner):
 
 
 class PublishedConditioner(CaptionConditioner):
-    """Makes conditions from captions with the text encoders of a public model (opendit.encoders.published_text).
+    """Makes conditions from captions with a public model's text encoders (opendit.encoders.published_text).
 
-    encoder: a PublishedText; None if all embeddings are read from a cache. guidance: guidance scale that is an input of
-    the network, for models with embedded guidance. trim: cut a batch of cached embeddings to its longest caption, as
-    the encoders do. pictures: encoder of the first frames of clips, for models that attend to tokens of these."""
+    encoder: a PublishedText; None if all embeddings are cached. guidance: guidance scale to embed, if the network takes
+    one. trim: cut a batch of cached embeddings to its longest caption. pictures: encoder of first frames, for models
+    that attend to their tokens."""
 
     def __init__(
         self,
@@ -178,9 +176,8 @@ def preview_labels(num_classes: int, count: int) -> Tensor:
 
 
 def class_number(name: str, names: Sequence[str]) -> int:
-    """Return the number of the class with this name. Case is ignored. A class name with commas is a list of names;
-    matching one of these names is enough. Raises ValueError if no class or more than one class has the name; the
-    message begins with the name."""
+    """Return the number of the class with this name, ignoring case. If a class name is a list with commas, any entry of
+    the list matches. Raises ValueError, with the name first, if no class or more than one class matches."""
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]
     found = found or [n for n, each in enumerate(names) if wanted in map(str.strip, each.casefold().split(","))]

@@ -1,9 +1,8 @@
 """Read a pretrained model's untrusted folder in the format of diffusers or transformers, or fetch it from the hub.
 
-A folder may come from a stranger. Therefore nothing is loaded from it that could run code, or that could name or fetch
-other files: no ``auto_map``, no pickled weights, no adapter, no quantisation. Before a model is built, the
-configuration is compared with the header of the weights. A repository on the hub is fetched at a fixed commit and then
-treated like any other folder.
+Nothing is loaded that could run code, or that could name or fetch other files: no ``auto_map``, no pickled weights, no
+adapter, no quantisation. The configuration is compared with the weights' header before a model is built. A repository
+on the hub is fetched at a fixed commit and then treated like any other folder.
 """
 
 import math
@@ -38,8 +37,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path, also: str = "") -> str | None:
-    """Return the name of the encoder to load: ``given`` by the user, otherwise ``stored`` in the file ``source``, which
-    must be one of KNOWN. Raises ValueError, naming the flag and ending with ``also``, for any other stored name."""
+    """Return the name of the encoder to load: the user's name ``given``, otherwise the name ``stored`` in the file
+    ``source``. A stored name must be one of KNOWN. Raises ValueError for any other stored name. The message names the
+    flag and ends with ``also``."""
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
     quoted = shlex.quote(stored) if stored.isprintable() else shown(stored)
@@ -50,7 +50,7 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path,
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raise ValueError if the folder has an adapter, which transformers would load as well, unasked."""
+    """Raise ValueError if the folder has an adapter, because transformers would load it unasked."""
     found = next((name for name in ADAPTERS if os.path.lexists(folder / name)), None)
     if found:
         raise ValueError(f"{folder / found} is an adapter, which is not merged here; merge it and save the whole model")
@@ -78,7 +78,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of all tensors in :func:`weight_files`, which raises the errors."""
+    """Read the shapes of all tensors in the model's files. Raises as :func:`weight_files`."""
     shapes = {}
     for path in weight_files(folder, stem):
         with open_safetensors(path) as file:
@@ -92,8 +92,8 @@ def weight_count(folder: Path, stem: str) -> int:
 
 
 def stored_bytes(folder: Path, stem: str, kind: str) -> int:
-    """Return the size in bytes of a text encoder whose linear layers are stored as ``kind`` (see
-    :func:`transformers_model`) and whose other weights are in half precision. Raises as :func:`weight_files`."""
+    """Return a text encoder's size in bytes. kind: how linear layers are stored (see :func:`transformers_model`); other
+    weights count as half precision. Raises as :func:`weight_files`."""
 
     def size(name: str, shape: tuple[int, ...]) -> int:
         table = any(word in name for word in ("embed", "shared", "relative_attention_bias"))
@@ -117,8 +117,8 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def lazy_module(name: str) -> Any:
-    """Import diffusers or ``transformers``. They replace their module object during the import, and an ``import``
-    statement in a second thread would get the old one, which lacks their classes."""
+    """Import diffusers or ``transformers``. An ``import`` statement is not safe in a second thread: these packages
+    replace their module object during the import, and the statement would return the old object."""
     return import_module(name)
 
 
@@ -172,9 +172,9 @@ def _fill_stored(
     kind: str,
     device: torch.device,
 ) -> None:
-    """Replace the parameters of a model by the tensors of its files, one at a time, and store those of linear layers as
-    ``kind``. ``transformers``, which renames tensors while it loads them, has filled every parameter with the index of
-    its tensor in ``tensors``. Raises ValueError if a parameter is made of several tensors."""
+    """Replace a model's parameters by the tensors of its files, one at a time. Linear layers are stored as ``kind``.
+    Each parameter must be filled with the index in ``tensors`` of its tensor, because ``transformers`` renames tensors.
+    Raises ValueError if a parameter is not exactly one tensor."""
     model.requires_grad_(False)
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: tensors[int(parameter.flatten()[0])] for name, parameter in named.items()}
@@ -205,8 +205,8 @@ def _fill_stored(
 
 @contextmanager
 def _quiet_loading(warnings: bool) -> Iterator[None]:
-    """Disable the progress bars of ``transformers``, which every rank would draw, and its warnings unless ``warnings``:
-    it would warn that tied weights differ, because they hold indices."""
+    """Disable the progress bars of ``transformers``, because every rank would draw them. warnings: if False, also
+    disable warnings; parameters filled with indices would cause one about tied weights."""
     from transformers.utils import logging
 
     shown, before = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -245,7 +245,7 @@ def reason(path: Path, error: Exception) -> str:
 
 # ------------------------------------------------------------------------------------------ pipelines
 
-# Class with an extra head -> class of the same encoder without the head, which is loaded instead.
+# Class with an extra head -> class without the head. Only the class without the head is loaded.
 SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 
 
@@ -273,8 +273,8 @@ def check_index(folder: Path, family: Family) -> dict[str, Any]:
 
 
 def names_class(entry: Any, library: str, class_name: str) -> bool:
-    """Return True if an entry of ``model_index.json`` names this class. NAME and NAMEFast count as the same tokenizer,
-    because recent versions of transformers have only one class for both names."""
+    """Return True if an entry of ``model_index.json`` names this class. The tokenizers NAME and NAMEFast count as one
+    class, because recent versions of transformers have only one."""
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
         return False
     found = SAME.get(entry[1], entry[1])
@@ -324,9 +324,9 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return the result of ``fetch(True)``, which uses only the local cache, or else of ``fetch(False)``, which
-    downloads. Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message begins with ``what``
-    and ends with ``needs``."""
+    """Return ``fetch(True)``, which uses only the local cache. If that fails, return ``fetch(False)``, which downloads.
+    Raises FileNotFoundError within seconds if the hub can't be reached. The message begins with ``what`` and ends with
+    ``needs``."""
     from huggingface_hub import constants
 
     try:

@@ -30,9 +30,8 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
-    """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture. Pictures less than
-    ``smallest`` pixels high are enlarged by a whole factor. columns: number of columns, by default chosen from the
-    number of pictures."""
+    """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture. Pictures lower than
+    ``smallest`` pixels are enlarged by an integer factor. columns: by default chosen from the number of pictures."""
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
@@ -82,7 +81,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """Return the number of different captions, for a grid with one class per column; None if it is not 4 to 12."""
+    """Return the number of different captions, as the number of columns; None if the number is not 4 to 12."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 

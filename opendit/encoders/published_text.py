@@ -1,9 +1,9 @@
 """Encode prompts for published models, through the pipeline classes of diffusers.
 
-A pipeline is built from tokenizers and text encoders only, without network, autoencoder and scheduler. Its method
-``encode_prompt`` handles templates, cleaning, lengths, layers and padding. The table PROMPTS describes how to call the
-method and where the tokens are in its result. This module returns a :class:`TextCondition` for all families: tokens (B,
-L, D), mask (B, L) and pooled (B, P), with P = 0 for a family without a pooled vector.
+A pipeline is built from tokenizers and text encoders only. Its method ``encode_prompt`` applies templates, cleaning and
+padding. The table PROMPTS describes how to call the method and how to read its result. The result is a
+:class:`TextCondition` for all families: tokens (B, L, D), mask (B, L) and pooled (B, P). P is 0 for a family without a
+pooled vector.
 """
 
 import json
@@ -38,7 +38,8 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-# For 16 captions of 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB.
+# Bounds memory. With 512 tokens a caption, one layer of UMT5-XXL needs 1.5 GiB for the scores and softmax of 16
+# captions.
 CAPTIONS_AT_ONCE = 16
 # Class of ``transformers`` -> accepted values of model_type in config.json.
 MODEL_TYPES = {
@@ -59,7 +60,7 @@ CLASSES_OF_TOKENIZERS = (
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
 # A tokenizer's folder must have all files of one of these sets.
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))
-# A prompt whose cleaned form shows which cleaning steps a pipeline applies.
+# A prompt that shows which cleaning steps a pipeline applies.
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "
 
 
@@ -75,18 +76,18 @@ class Prompts:
     tokenizer: str = "tokenizer"
     # Arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    pooled: tuple[str, ...] = ()  # names of the components that compute the pooled vector; () if there is none
+    pooled: tuple[str, ...] = ()  # names of the pooled vector's components; () if there is no such vector
     pooled_at: int = 1  # index of the pooled vector in the result
-    # True if the second item of the result is the mask of the tokens (B, L), or None if no token is padding
+    # True if the result's second item is the mask (B, L). The item may be None if no token is padding.
     masked: bool = False
-    layers: int = 1  # number of the encoder's layers whose outputs are concatenated to form a token
-    dropped: int = 0  # number of template tokens before the prompt that the result does not contain
+    layers: int = 1  # number of the encoder's layers; their outputs are concatenated to form a token
+    dropped: int = 0  # number of template tokens missing at the start of the result
     # function (pipeline, prompt) -> the text to tokenize, for example the prompt in a chat template
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
-    # True if negative prompts, including the empty prompt, are encoded without applying ``written``. Their tokens and
-    # mask are the third and fourth item of the result.
+    # True if negative prompts, including the empty prompt, are encoded without ``written``. Their tokens and mask are
+    # the result's third and fourth item.
     bare: bool = False
-    unused: str | None = None  # name of a component that the pipeline requires but that is not used here
+    unused: str | None = None  # name of a component that the pipeline requires but never uses here
 
 
 def _chat(pipeline: Any, prompt: str, thinking: bool) -> str:
@@ -146,8 +147,8 @@ PROMPTS = {
 class PublishedText:
     """The frozen text encoders of a published model, called through its pipeline.
 
-    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: number of tokens to which prompts are cut,
-    and padded unless the family removes padding."""
+    width: D of the tokens. pooled_width: P of the pooled vector. max_tokens: prompts are cut to this number of tokens,
+    and padded to it unless the family removes padding."""
 
     def __init__(
         self, pipeline: Any, family: Family, *, name: str, device: torch.device | str, max_tokens: int | None = None
@@ -173,14 +174,14 @@ class PublishedText:
     def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
         """Encode captions on the encoders' device and in their dtype.
 
-        The family's ``Text.padding`` determines the tokens that follow a caption's last token:
+        The family's ``Text.padding`` determines the tokens after a caption's last token:
 
         - "attend": outputs of the encoder. L = max_tokens, and the mask is True everywhere.
-        - "zero": zeros, where the mask is False. L = max_tokens.
-        - "remove": zeros, where the mask is False. L = ``length``, by default the length of the longest caption.
+        - "zero": zeros, with mask False. L = max_tokens.
+        - "remove": zeros, with mask False. L = ``length``, by default the longest caption's length.
 
-        away: True if the captions are negative prompts, which some families write in another form. Raises ValueError if
-        ``length`` is shorter than a caption, or differs from the family's fixed length."""
+        away: True for negative prompts, because some families encode them differently. Raises ValueError if ``length``
+        is shorter than a caption, or differs from the family's fixed length."""
         if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
             raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
         tokens: list[Tensor] = []
@@ -217,7 +218,7 @@ class PublishedText:
         return joined.tokens, joined.mask
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Return the number of tokens of each caption before cutting, including the tokens of the template."""
+        """Count each caption's tokens before cutting, including tokens of the template."""
         if not captions:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
@@ -240,7 +241,7 @@ class PublishedText:
 
 
 def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
-    """Join batches of prompts and pad them with zeros to ``length``, by default that of the longest batch."""
+    """Join batches of prompts. Pad all prompts with zeros to ``length``, by default the longest batch's length."""
     longest = max(condition.tokens.shape[1] for condition in conditions)
     length = longest if length is None else length
     if length < longest:
@@ -275,15 +276,15 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
 
 
 def text_encoder_bytes(folder: Path, family: Family, kind: str = "bf16") -> int:
-    """Return the size in bytes of a folder's text encoders, from the headers of their files. kind: value of
-    --text_precision. Raises FileNotFoundError or ValueError."""
+    """Return the text encoders' size in bytes, read from the headers of their files. kind: value of --text_precision.
+    Raises FileNotFoundError or ValueError."""
     encoders = [component for component in family.components if component.startswith("text_encoder")]
     return sum(stored_bytes(folder.expanduser() / component, STEM, kind) for component in encoders)
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:
-    """Return (width of the tokens, width of the pooled vector, maximum tokens of a prompt) for a pipeline's folder,
-    without reading weights. Return None if ``name`` is not such a folder."""
+    """Return (token width, width of the pooled vector, maximum tokens per prompt) for a pipeline's folder, without
+    reading weights. Return None if ``name`` is not such a folder."""
     folder = Path(name).expanduser()
     family = family_in(name_of_folder(folder) or "")
     if family is None or not (folder / PIPELINE_INDEX).is_file():
@@ -320,9 +321,9 @@ def load_published_text(
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a pipeline's folder, after :func:`check_text`.
 
-    dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the activations of
-    T5 exceed the range of fp16. max_tokens: number of tokens to which prompts are cut; by default the family's.
-    precision: see ``load_text_encoder``. Raises FileNotFoundError or ValueError, naming the file and the problem."""
+    dtype: dtype of the weights on a GPU; bf16 replaces fp16, because T5's activations exceed the range of fp16. A CPU
+    always computes in fp32. max_tokens: prompts are cut to this number of tokens; by default the family's. precision:
+    see ``load_text_encoder``. Raises FileNotFoundError or ValueError, naming the file and the problem."""
     check_text(folder, family)
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype

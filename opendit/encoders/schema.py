@@ -1,6 +1,6 @@
-"""Check the JSON files in a folder of diffusers or transformers before anything is loaded from it.
+"""Check the JSON files in a folder of diffusers or transformers before anything is loaded from the folder.
 
-Importing this module is slow, because it imports pydantic, so other modules import it only where they read a file.
+Import this module only where a file is read: importing pydantic is slow.
 """
 
 from typing import Annotated, Any, Literal
@@ -79,7 +79,7 @@ class TextEncoderConfig(PretrainedConfig, ClipSizes):
 
 
 class PublishedTextConfig(TextEncoderConfig):
-    """The config.json of a published model's text encoder, which may be a language model."""
+    """The config.json of a published model's text encoder: CLIP, T5 or a language model."""
 
     head_dim: Width | None = None
     num_key_value_heads: int | None = Field(None, ge=1, le=1024)
@@ -94,7 +94,7 @@ Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
 
 
 class VaeConfig(PretrainedConfig):
-    """The config.json of an autoencoder of diffusers, with bounds for the fields of all supported classes."""
+    """The config.json of a diffusers autoencoder. The bounds hold for all supported classes."""
 
     class_name: Word = Field("", alias="_class_name")
     latent_channels: int = Field(1, ge=1, le=1024)

@@ -1,7 +1,7 @@
 """Encode captions with the frozen text encoders CLIP and T5, from a local folder or the hub.
 
-A text encoder is a plain object and not a module, so that it never becomes part of a model's state. The encoder
-``bytes``, which is trained with a model, is in opendit.models.conditioning; here are only its name and sizes.
+A text encoder is no ``nn.Module``, so a model's state can never contain one. The encoder ``bytes`` is trained with the
+model (see opendit.models.conditioning). Only its name and sizes are here.
 """
 
 import json
@@ -24,13 +24,12 @@ from opendit.encoders.folder import (
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition, masked_mean
 
-BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
-# Maximum of the bytes encoder's default number of tokens, because memory of attention grows quadratically with it.
+BYTES = ("bytes", 128, 64)  # kind, default width, default number of tokens
+# Limit for the bytes encoder's default number of tokens, because attention's memory grows quadratically.
 MOST_BYTES = 512
 MOST_TEXT_TOKENS = 16_384  # maximum of --max_text_tokens
-# Short name -> (repository on the hub, commit, geometry). Flan-T5 is used because its repository has safetensors and a
-# tokenizer that needs no extra package; the original T5 repositories have neither. The main branch of CLIP has pickled
-# weights only; this commit adds safetensors.
+# Short name -> (repository on the hub, commit, geometry). Flan-T5 replaces T5, because its repository has safetensors
+# and a tokenizer without extra packages. For CLIP, only this commit has safetensors.
 HUB = {
     "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
@@ -62,11 +61,10 @@ TOKENIZERS = (
 
 
 class TextEncoder:
-    """A frozen encoder of ``transformers`` with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens,
-    so that all embeddings have the same shape.
+    """A frozen encoder of ``transformers`` with its tokenizer. Every caption is padded or cut to ``max_tokens`` tokens.
 
-    kind: "clip" (the pooled vector is the output at the end token) or "t5" (it is the mean over the tokens). width: D
-    of the tokens. dtype: dtype of weights and activations on a GPU, see :func:`working_dtype`."""
+    kind: "clip" (the pooled vector is the end token's output) or "t5" (the pooled vector is the mean over the tokens).
+    width: D of the tokens. dtype: dtype of weights and activations on a GPU, see :func:`working_dtype`."""
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class TextEncoder:
         return TextCondition(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Return the number of tokens of each caption before cutting, including begin and end tokens."""
+        """Count each caption's tokens before cutting, including begin and end tokens."""
         if not captions:
             return []
         return [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]
@@ -137,7 +135,7 @@ def text_geometry(name: str) -> tuple[str, int, int]:
 
 
 def fitting_tokens(longest: int) -> int:
-    """Return the default number of tokens of the ``bytes`` encoder for captions of up to ``longest`` tokens."""
+    """Return the ``bytes`` encoder's default number of tokens, for captions of up to ``longest`` tokens."""
     shortest = BYTES[2]
     return min(MOST_BYTES, max(1, -(-longest // shortest)) * shortest)
 
@@ -159,14 +157,13 @@ def load_text_encoder(
     max_tokens: int | None = None,
     precision: str = "bf16",
 ) -> TextEncoder:
-    """Load the frozen encoder of ``--text_encoder name``: "clip" or "t5" (from the local cache or the hub), another
-    repository on the hub with its commit (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
+    """Load the frozen encoder of ``--text_encoder name``.
 
-    max_tokens: tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5. precision: how the
-    weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``; bf16 means in ``dtype``.
-
-    Raises FileNotFoundError or ValueError if the encoder is missing or invalid; the message names the flag and the fix.
-    """
+    name: "clip", "t5", another repository on the hub with its commit (ORGANISATION/NAME@COMMIT), or a folder in
+    transformers' format. max_tokens: captions are padded or cut to this number of tokens; by default CLIP's maximum, or
+    120 for T5. precision: how the weights of linear layers are stored, one of ``opendit.config.names.BASE_PRECISIONS``;
+    bf16 means in ``dtype``. Raises FileNotFoundError or ValueError, naming the flag and the fix, if the encoder is
+    missing or invalid."""
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
     kind, width, longest = text_geometry(name)
@@ -272,7 +269,7 @@ def _geometry(config: dict[str, Any]) -> tuple[str, int, int]:
     if CLASSES[config["model_type"]][0] == "t5":
         return "t5", config["d_model"], T5_TOKENS
     text = config.get("text_config") or config
-    # Some configurations, for example that of openai/clip-vit-base-patch32, omit values that equal CLIP's defaults.
+    # Some configurations, for example openai/clip-vit-base-patch32, omit values that equal CLIP's defaults.
     return "clip", text.get("hidden_size", 512), text.get("max_position_embeddings", 77)
 
 

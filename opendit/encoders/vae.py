@@ -1,8 +1,8 @@
 """Convert pixels to latents and back, with an image VAE, or with no VAE at all (latents = pixels).
 
-An encoder computes moments: the mean and the standard deviation of every latent value. A latent is sampled as
-mean + std * noise and then shifted and scaled to about unit variance. The caller supplies the noise. A codec is a plain
-object and not a module, so that it never becomes part of a model's state.
+An encoder computes moments: the mean and standard deviation of every latent value. A latent is mean + std * noise, then
+shifted and scaled to about unit variance. The caller supplies the noise. A codec is no ``nn.Module``, so a model's
+state can never contain one.
 """
 
 from abc import ABC, abstractmethod
@@ -31,8 +31,8 @@ from opendit.encoders.folder import (
     weight_shapes,
 )
 
-# Default number of pixels (of one channel) that the VAE processes at once: 32 pictures of 256x256. For these, encoding
-# took 3.7 GiB and decoding 4.7 GiB in half precision. 64 pictures at once were not faster.
+# Default number of pixels (of one channel) that the VAE processes at once: 32 pictures of 256x256. At this size,
+# encoding took 3.7 GiB and decoding 4.7 GiB in half precision. 64 pictures were not faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
 
@@ -44,12 +44,12 @@ PerChannel = float | Sequence[float]  # one number for all channels of a latent,
 
 @dataclass(frozen=True)
 class Tiles:
-    """A division of latents (B, C, ..., h, w) into overlapping tiles. The last tile of a row or column ends at the
-    border of the latents, so it may overlap more with its neighbour."""
+    """A division of latents (B, C, ..., h, w) into overlapping tiles. The last tile in a row or column ends at the
+    border, so its overlap may be larger."""
 
     sides: tuple[int, int]  # (h, w) of the latents
     size: tuple[int, int]  # height and width of a tile, at most ``sides``
-    overlap: tuple[int, int]  # of neighbouring tiles along height and width, in latent values; less than ``size``
+    overlap: tuple[int, int]  # overlap of neighbours along height and width, in latent values; less than ``size``
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
@@ -74,8 +74,8 @@ class Tiles:
         return torch.stack(tiles, dim=1).flatten(0, 1)
 
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
-        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32: the mean of
-        the tiles that contain a pixel, weighted by :func:`_ramp` along both sides."""
+        """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32. A pixel is
+        the weighted mean of the tiles that contain the pixel; :func:`_ramp` gives the weights along each side."""
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
         joined = torch.zeros(*tiles.shape[:1], *tiles.shape[2:-2], *sides, device=tiles.device)
@@ -103,7 +103,7 @@ def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device
 
 
 def tiles_of(sides: tuple[int, int], size: tuple[int, int], overlap: tuple[int, int]) -> Tiles | None:
-    """Return tiles of at most this size; None if one tile covers the whole latents."""
+    """Return tiles of at most this size; None if one tile covers the latents."""
     (height, width), (rows, columns) = sides, map(min, sides, size)
     if (rows, columns) == (height, width):
         return None
@@ -129,8 +129,8 @@ def _over_channels(values: PerChannel, latents: Tensor) -> float | Tensor:
 class Codec(ABC):
     """Converts pixels in [-1, 1] to latents of about unit variance, and back.
 
-    The shapes below are those of pictures. Clips have a dimension of frames before the height (see
-    opendit.encoders.video_vae)."""
+    The shapes below are for pictures. Clips have a frame dimension before the height (see opendit.encoders.video_vae).
+    """
 
     name: str  # the value of ``--vae``
     latent_channels: int  # C of the latents
@@ -216,16 +216,14 @@ class FrozenVAE(Codec):
         device: device of the autoencoder. Inputs are moved there, and results stay there.
         dtype: dtype of the weights and activations on a GPU; a CPU always computes in fp32.
         chunk: number of samples to process at once; by default as many as PIXELS_AT_ONCE allows.
-        tiling: process large pictures in overlapping tiles with blended seams. The result is close to the result
-            without tiles, but not equal. Tiling needs memory only for a few tiles.
-        compiled: compile the decoder, once for every frame size. A batch that is smaller than the largest batch so
-            far is padded to that size.
+        tiling: process large pictures in overlapping tiles with blended seams. Tiling saves memory, but changes the
+            result slightly.
+        compiled: compile the decoder, once for every frame size. Smaller batches are padded to the largest so far.
     """
 
     def __init__(
         self,
-        # Any, because diffusers' classes and AutoencoderKL of this package have the same methods but no common base
-        # class
+        # Any, because diffusers' classes and AutoencoderKL have no common base class
         vae: Any,
         *,
         name: str = "vae",
@@ -240,9 +238,9 @@ class FrozenVAE(Codec):
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = scale_and_shift(config | statistics_of(vae.state_dict()))
-        # The memory format stays contiguous, because channels_last is slower: it encoded 555 instead of 728 pictures of
-        # 256x256 a second, and decoded 284 instead of 315 (SD's VAE in fp16 on an H200). diffusers' own ``to`` is
-        # avoided, because it warns that a cast may harm layers kept in fp32, and this VAE has none.
+        # The memory format stays contiguous, because channels_last was slower on an H200 in fp16: 555 instead of 728
+        # encoded pictures of 256x256 a second. Module.to replaces diffusers' ``to``, whose warning about fp32 layers is
+        # wrong here.
         self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
         self._rows: dict[tuple[int, ...], int] = {}  # shape of a latent -> batch size for which the decoder is compiled
@@ -274,8 +272,7 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Decode latents, of pictures or of tiles, in slices as :meth:`decode_in_slices` does, but never cut them into
-        tiles."""
+        """Decode latents of pictures or tiles in slices, like :meth:`decode_in_slices`, but without tiles."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -301,7 +298,7 @@ class FrozenVAE(Codec):
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """A picture VAE whose class is one of IMAGE_CLASSES. ``chunk`` counts pictures."""
+    """A picture VAE of one of IMAGE_CLASSES. ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
@@ -350,8 +347,8 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling, shift) for ``sample_moments`` from a VAE's configuration, which has either the numbers
-    scaling_factor and shift_factor, or the lists latents_mean and latents_std."""
+    """Return (scaling, shift) for ``sample_moments``. The configuration has either the numbers scaling_factor and
+    shift_factor, or the lists latents_mean and latents_std."""
     scaling = config.get("scaling_factor")
     scaling = 1.0 if scaling is None else float(scaling)
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -379,12 +376,12 @@ class OneFrame(nn.Module):
 
 class Packed(nn.Module):
     """Wrapper of FLUX.2's autoencoder that packs each 2 x 2 latent values into the channels of one position. The codec
-    normalises packed latents with the statistics of this autoencoder's batch norm."""
+    normalises packed latents with the autoencoder's batch norm statistics."""
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        # Remove patch_size, because other code expects it in pixels, but here it counts packed latents.
+        # Remove patch_size: other code would read it as pixels, but here it counts packed latents.
         about = {"_class_name": type(vae).__name__, "patch_size": None}
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
@@ -442,8 +439,8 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
     """Load the autoencoder of ``--vae name``. Stable Diffusion's autoencoder is loaded as this package's
-    ``AutoencoderKL``, unless ``own`` is False; others as classes of diffusers, whose import takes seconds. classes: the
-    classes of diffusers that are accepted. Raises FileNotFoundError or ValueError, with the flag and the fix."""
+    ``AutoencoderKL``, unless ``own`` is False. Other autoencoders need diffusers, and importing it takes seconds.
+    classes: accepted classes of diffusers. Raises FileNotFoundError or ValueError, with the flag and the fix."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:
@@ -490,12 +487,12 @@ def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     return vae
 
 
-# Class -> names of two tensors among its weights: the mean of the latents, and their standard deviation or variance.
+# Class -> names of two weights: the latents' mean, and their standard deviation or variance.
 STATISTICS = {FLUX2: ("bn.running_mean", "bn.running_var"), "AutoencoderKLLTXVideo": ("latents_mean", "latents_std")}
 
 
 def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return latents_mean and latents_std, those of them that a VAE's weights contain."""
+    """Return latents_mean and latents_std as far as a VAE's weights contain them."""
     return {key: weights[key].tolist() for key in ("latents_mean", "latents_std") if key in weights}
 
 
@@ -580,11 +577,11 @@ def load_codec(
     tiling: bool = False,
     compiled: bool = False,
 ) -> ImageCodec:
-    """Load the codec of ``--vae name``: "none" (the latents are the pixels), "ema" or "mse" (Stable Diffusion's
-    fine-tuned VAEs, from the local cache or the hub), or a folder with a VAE in diffusers' format.
+    """Load the codec of ``--vae name``.
 
-    channels: channels of the pixels, for "none". Others: see :class:`FrozenVAE`. Raises FileNotFoundError or ValueError
-    if the VAE is missing or invalid; the message names the flag and the fix."""
+    name: "none" (the latents are the pixels), "ema" or "mse" (Stable Diffusion's fine-tuned VAEs), or a folder with a
+    VAE in diffusers' format. channels: channels of the pixels, for "none". Other arguments: see :class:`FrozenVAE`.
+    Raises FileNotFoundError or ValueError, naming the flag and the fix, if the VAE is missing or invalid."""
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)

@@ -32,16 +32,15 @@ from opendit.encoders.vae import (
     square_tiles,
 )
 
-# A video autoencoder processes frames with more pixels than TILED_ABOVE in overlapping tiles with blended seams. The
-# result is close, but not equal, to the result without tiles. In the decoder, tiles have TILE pixels a side; the
-# encoder uses diffusers' tiles.
+# Frames of more than TILED_ABOVE pixels are processed in overlapping tiles with blended seams, so the result is not
+# exact. TILE is the side of the decoder's tiles in pixels. The encoder uses diffusers' tiles.
 TILED_ABOVE = 768 * 768
 TILE = 256
 
 
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
-    """Return the number of latent frames of a clip of ``frames`` frames. Raises ValueError if a clip of this length
-    can't be encoded; the message gives the nearest valid numbers."""
+    """Return the latent frames of a clip with ``frames`` frames. Raises ValueError if a clip of this length can't be
+    encoded; the message gives the nearest valid numbers."""
     if frames >= 1 and (frames - 1) % temporal_downscale == 0:
         return (frames - 1) // temporal_downscale + 1
     below = max(1, frames - (frames - 1) % temporal_downscale)
@@ -52,8 +51,8 @@ def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -
 
 
 class VideoCodec(Codec):
-    """A codec of clips. temporal_downscale: number of frames per latent frame, except for the first latent frame, which
-    is one frame."""
+    """A codec of clips. temporal_downscale: number of frames per latent frame. The first latent frame is always one
+    frame."""
 
     temporal_downscale: int = 1
 
@@ -106,9 +105,8 @@ def _clips(frames: Tensor, batch: int) -> Tensor:
 
 
 class VideoVAECodec(FrozenVAE, VideoCodec):
-    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default. Within a clip, the autoencoder
-    processes a few frames at a time, and caches what its causal convolutions need of earlier frames. So its activations
-    need no more memory for a longer clip."""
+    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default. The autoencoder processes a few
+    frames at a time and caches what later frames need, so longer clips need no more memory for activations."""
 
     def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
         super().__init__(vae, chunk=chunk or 1, **settings)
@@ -133,9 +131,8 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time. Only in a clip with an odd number of latent frames does it
-        # treat the first one specially. With an even number, it decodes the first latent frame to temporal_downscale
-        # frames, of which only the last is valid. So drop the excess frames at the start.
+        # CogVideoX decodes two latent frames at a time. If the number of latent frames is even, it decodes the first
+        # one to temporal_downscale frames, and only the last of these is valid. So drop the excess frames at the start.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
@@ -217,12 +214,12 @@ def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
 def load_video_codec(
     name: str, *, channels: int, device: torch.device | str, compiled: bool = False, **settings: Any
 ) -> VideoCodec:
-    """Load the codec of ``--vae name`` for clips. A folder with one of VIDEO_CLASSES in diffusers' format gives a video
-    autoencoder. Any other name that ``load_codec`` accepts gives a picture codec, which is applied to every frame.
+    """Load the codec of ``--vae name`` for clips. A folder with one of VIDEO_CLASSES gives a video autoencoder. Any
+    other name for ``load_codec`` gives a picture codec, applied to every frame.
 
-    compiled: only a picture codec can be compiled. settings: dtype, chunk and tiling, see ``load_codec``; chunk counts
-    frames (picture codec) or clips (video autoencoder). With tiling, a video autoencoder uses tiles for all frames
-    larger than a tile; without, only for frames of more than TILED_ABOVE pixels. Raises as :func:`load_codec`."""
+    compiled: only a picture codec can be compiled. settings: dtype, chunk and tiling, see ``load_codec``. chunk counts
+    frames (picture codec) or clips (video autoencoder). tiling: a video autoencoder uses tiles for all frames larger
+    than a tile; otherwise only above TILED_ABOVE pixels. Raises as :func:`load_codec`."""
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
     if compiled:  # not possible: the cache of earlier frames would make torch.compile recompile for every frame

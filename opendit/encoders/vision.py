@@ -109,7 +109,7 @@ ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel
 
 
 class PictureTokens:
-    """Encodes pictures to CLIP's tokens, with the image encoder of a pipeline's folder, in fp32. width: width of the
+    """Encodes pictures to CLIP's tokens in fp32, with the image encoder of a pipeline's folder. width: width of the
     tokens that the network takes.
 
     Raises FileNotFoundError or ValueError if a file is missing, or the encoder's class or width is wrong."""
